@@ -1,0 +1,127 @@
+"""The interface of a data channel: what moves tensors for one group.
+
+A :class:`Backend` belongs to a process and knows how to connect it to its peers; a
+:class:`DataChannel` belongs to one group.  :mod:`shoal.group` validates, numbers and records calls
+and hands each one as an :class:`~shoal.spec.Operation` to ``DataChannel.submit``: a channel never
+sees a wrong shape, a non-contiguous tensor or a closed group.
+
+The idea of a replaceable data channel is from the design of torch.distributed (``DataChannel`` in
+its first proposal).
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import GroupError
+from ..future import Future
+from ..spec import Operation
+from ..store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a rendezvous tells a process: who it is, and how to reach the others.
+
+    Attributes:
+        rank, size: in the job's world group.
+        local_rank, local_size: among the ranks the launcher placed on this host.
+        store: already prefixed by job id and epoch, shared by all ranks.
+        job, epoch: identify this incarnation of the job; traffic of another one is refused.
+        secret: the job's secret, b"" for a group of one.
+        interface: the address that listeners bind to (loopback unless ranks are elsewhere).
+        host: identity of the host; ranks with equal values try shared memory first.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    store: Store
+    job: str
+    epoch: int
+    secret: bytes
+    interface: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group as a backend sees it.
+
+    Attributes:
+        name: unique in the job, equal on all members.
+        ident: 64-bit hash of name and epoch.
+        ranks: global ranks of the members, in group order; ``ranks[rank]`` is this process.
+        concurrency: number of lanes.
+        options: the backend's own, as given to ``shoal.init``.
+    """
+
+    name: str
+    ident: int
+    rank: int
+    ranks: tuple[int, ...]
+    concurrency: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class DataChannel(abc.ABC):
+    """Moves the tensors of one group."""
+
+    #: device types whose tensors the channel takes
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+
+    @abc.abstractmethod
+    def submit(self, operation: Operation) -> Future[Any]:
+        """Start ``operation`` and return at once.
+
+        The future's value is what the user gets: ``outputs[0]`` for operations with one output,
+        the list of outputs for several, ``None`` for none, and for RECV the
+        tuple ``(tensor, source, tag)``.
+
+        Numbered operations of a group are submitted in the same order on every rank and may run
+        one after another; operations with a ``key`` are submitted in any order and must not wait
+        for one another or for numbered ones.  Failures are exceptions of the future, of the
+        :class:`~shoal.errors.GroupError` family.
+        """
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised ``uint8`` memory that the channel can use without staging copies."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def failure(self) -> GroupError | None:
+        """What broke the channel, or None.  Cheap; never blocks."""
+        return None
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Fail every pending operation at once, here and on the peers; callable from any thread."""
+
+    @abc.abstractmethod
+    def close(self, timeout: float) -> None:
+        """Flush what was sent, tell the peers, release everything.  Returns within ``timeout``."""
+
+
+class Backend(abc.ABC):
+    """Connects one process to its peers; makes a :class:`DataChannel` for each group."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def __init__(self, membership: Membership, *, timeout: float, **options: Any) -> None:
+        """Connect to all ranks of the world; raises what went wrong, naming the rank."""
+
+    @abc.abstractmethod
+    def channel(self, group: GroupSpec) -> DataChannel:
+        """The data channel of a new group.  Not collective: must not wait for the other members."""
+
+    @abc.abstractmethod
+    def close(self, timeout: float) -> None:
+        """End all connections.  All channels have been closed before."""
+
+    def after_fork_in_child(self) -> None:
+        """Called in a forked child: drop descriptors and memory that belong to the parent."""

@@ -1,0 +1,167 @@
+"""Every exception that shoal raises, in one tree.
+
+Each docstring says what happened and what to do about it.  All of them derive from
+:class:`ShoalError`; those that are also a kind of built-in error (``ValueError``,
+``TimeoutError``, ...) derive from that too, so existing handlers keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ShoalError(Exception):
+    """The root of the tree.  Catch it to catch everything that shoal itself raises."""
+
+
+class UsageError(ShoalError, ValueError):
+    """An argument makes no sense: a shape, dtype, device, rank, URL or secret.
+
+    Raised before anything is sent; the group stays usable.  Fix the call: the message says what
+    was expected and what was given.
+    """
+
+
+class UnsupportedOperation(UsageError, TypeError):
+    """The combination of operation, dtype and reduction has no meaning, or the backend lacks it.
+
+    Examples: MIN of complex numbers, BAND of floats.  ``docs/operations.md`` lists what is legal.
+    """
+
+
+class ConfigurationError(UsageError):
+    """An environment variable or option has a value that cannot be used.  The message names it."""
+
+
+# -- wire and stores ---------------------------------------------------------------------------
+
+
+class WireError(ShoalError, ConnectionError):
+    """A connection ended or carried something that is not the protocol."""
+
+
+class AuthenticationError(WireError):
+    """The other side does not hold the job's secret.
+
+    Give every process of the job the same ``SHOAL_SECRET`` (or the same file in
+    ``SHOAL_SECRET_FILE``); ``shoal run`` does so by itself.
+    """
+
+
+class VersionMismatch(WireError):
+    """Two processes run builds that do not speak the same protocol; the message names both.
+
+    Install the same version of shoal everywhere.
+    """
+
+
+class StoreError(ShoalError):
+    """A store could not do what was asked: the server went away, or a value is too large."""
+
+
+class StoreTimeout(StoreError, TimeoutError):
+    """A key did not appear in time.  The message names the keys that were missing.
+
+    Either the process that should have set them is late or dead, or it works in another namespace
+    (another job id or epoch).
+    """
+
+
+class RendezvousError(ShoalError):
+    """The processes of a job could not find each other, or do not agree on who they are.
+
+    A wrong size, a rank given twice, a late-comer to a full group.
+    """
+
+
+class RendezvousTimeout(RendezvousError, TimeoutError):
+    """Some ranks never arrived at the rendezvous; the message names them."""
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+class GroupError(ShoalError):
+    """Something ended the group.  Every pending and later operation on it raises.
+
+    What an in-place operation leaves in its tensor after such an error is undefined.
+    """
+
+
+class PeerLost(GroupError, ConnectionError):
+    """One or more members of the group died or can no longer be reached.
+
+    Attributes:
+        ranks: the lost ranks, numbered in this group.
+
+    The survivors can go on: make a new group without the lost ranks.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class CollectiveMismatch(GroupError):
+    """The ranks of a group called different operations, or the same one with arguments that differ.
+
+    The message is a table of which rank called what.  It is a bug in the program: all ranks must
+    submit the same numbered operations in the same order.
+    """
+
+
+class OperationTimeout(GroupError, TimeoutError):
+    """An operation did not finish within its ``timeout=``; the group is broken by it.
+
+    Attributes:
+        ranks: the ranks that never arrived at the operation, as far as known, numbered in this group.
+
+    A rank that is merely slow needs a longer timeout; a rank that hangs needs a debugger.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class GroupAborted(GroupError):
+    """Somebody called ``abort()`` on the group; the message says which rank, and the reason given."""
+
+
+class GroupClosed(GroupError):
+    """The group was closed, here or by the peer an operation needs.  Nothing more can be sent."""
+
+
+class ForkedProcess(GroupError):
+    """A group was used in a child made by ``fork``.
+
+    A forked child inherits no working group.  Start workers with the ``spawn`` method, or fork
+    before ``shoal.init``.
+    """
+
+
+class OutOfSharedMemory(GroupError, MemoryError):
+    """Shared memory could not be allocated: the machine or the group's limit is exhausted.
+
+    Raised at allocation; the group stays usable.
+    """
+
+
+class WaitTimeout(ShoalError, TimeoutError):
+    """``wait(timeout)`` gave up.  Only the waiting ended: the operation goes on."""
+
+
+class UnusedParameterError(ShoalError, RuntimeError):
+    """Parameters took no part in the loss, so their bucket can never be reduced; they are named."""
+
+
+class ModelMismatch(ShoalError, RuntimeError):
+    """The ranks wrapped models that differ; the message names rank and parameter."""
+
+
+class LaunchError(ShoalError):
+    """The launcher could not start what it was asked to start."""
+
+
+class RemoteError(ShoalError):
+    """A function run on several ranks failed on some; the message holds every rank's traceback."""

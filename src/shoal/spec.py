@@ -1,0 +1,202 @@
+"""The vocabulary of operations: kinds, reductions, dtype codes, and the record of one call.
+
+:class:`Operation` is what travels from :mod:`shoal.group` to a backend.  The numeric codes here are
+the ones of the native core (``cpp/kernels/types.h``); a test compares the two.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import UsageError
+
+
+class OpKind(enum.IntEnum):
+    """What an operation does.  The value is the code on the wire."""
+
+    ALL_REDUCE = 1
+    REDUCE = 2
+    BROADCAST = 3
+    ALL_GATHER = 4
+    REDUCE_SCATTER = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+
+class _Kind(enum.IntEnum):
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    PREMUL_SUM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOp:
+    """A reduction: one of the class attributes below, or :meth:`premul_sum`.
+
+    ``SUM AVG PRODUCT MIN MAX BAND BOR BXOR``.  Wherever an operation takes ``op=``, the lower-case
+    name as a string means the same: ``op="max"``.  Integer AVG truncates toward zero; on bool SUM
+    and MAX are *or*, PRODUCT and MIN are *and*; MIN and MAX propagate NaN.
+    """
+
+    code: int
+    factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The upper-case name, e.g. ``"SUM"``."""
+        return _Kind(self.code).name
+
+    @staticmethod
+    def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+        """SUM of the inputs, each multiplied by ``factor`` first (in the accumulator's precision).
+
+        Every rank must give the same factor.
+        """
+        return ReduceOp(_Kind.PREMUL_SUM, float(factor))
+
+    @staticmethod
+    def of(op: ReduceOp | str) -> ReduceOp:
+        """``op`` itself, or the reduction that a string names."""
+        if isinstance(op, ReduceOp):
+            return op
+        try:
+            return _BY_NAME[op]
+        except (KeyError, TypeError):
+            names = ", ".join(sorted(_BY_NAME))
+            raise UsageError(f"unknown reduction {op!r}; expected a ReduceOp or one of: {names}") from None
+
+    def __repr__(self) -> str:
+        if self.code == _Kind.PREMUL_SUM:
+            return f"ReduceOp.premul_sum({self.factor})"
+        return f"ReduceOp.{self.name}"
+
+
+SUM = ReduceOp(_Kind.SUM)
+AVG = ReduceOp(_Kind.AVG)
+PRODUCT = ReduceOp(_Kind.PRODUCT)
+MIN = ReduceOp(_Kind.MIN)
+MAX = ReduceOp(_Kind.MAX)
+BAND = ReduceOp(_Kind.BAND)
+BOR = ReduceOp(_Kind.BOR)
+BXOR = ReduceOp(_Kind.BXOR)
+for _op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
+    setattr(ReduceOp, _op.name, _op)
+_BY_NAME = {op.name.lower(): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)}
+
+
+#: torch dtype -> code in the native core.  A dtype that is absent cannot be sent.
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 5,
+    torch.float8_e4m3fnuz: 6,
+    torch.float8_e5m2fnuz: 7,
+    torch.int8: 8,
+    torch.uint8: 9,
+    torch.int16: 10,
+    torch.uint16: 11,
+    torch.int32: 12,
+    torch.uint32: 13,
+    torch.int64: 14,
+    torch.uint64: 15,
+    torch.bool: 16,
+    torch.complex64: 17,
+    torch.complex128: 18,
+    torch.complex32: 19,
+}
+DTYPES_BY_CODE: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTS = (
+    torch.int8, torch.uint8, torch.int16, torch.uint16,
+    torch.int32, torch.uint32, torch.int64, torch.uint64,
+)  # fmt: skip
+_COMPLEX = (torch.complex64, torch.complex128)
+
+#: dtype -> codes of the reductions that have a meaning for it.  Dtypes that are absent can only be copied.
+LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
+    **{
+        dtype: frozenset({_Kind.SUM, _Kind.AVG, _Kind.PRODUCT, _Kind.MIN, _Kind.MAX, _Kind.PREMUL_SUM})
+        for dtype in _FLOATS
+    },
+    **{
+        dtype: frozenset(
+            {_Kind.SUM, _Kind.AVG, _Kind.PRODUCT, _Kind.MIN, _Kind.MAX, _Kind.BAND, _Kind.BOR, _Kind.BXOR}
+        )
+        for dtype in _INTS
+    },
+    **{dtype: frozenset({_Kind.SUM, _Kind.AVG, _Kind.PRODUCT, _Kind.PREMUL_SUM}) for dtype in _COMPLEX},
+    torch.bool: frozenset(
+        {_Kind.SUM, _Kind.PRODUCT, _Kind.MIN, _Kind.MAX, _Kind.BAND, _Kind.BOR, _Kind.BXOR}
+    ),
+}
+
+ANY_SOURCE = -1
+
+
+@dataclass(slots=True)
+class Operation:
+    """One validated call, ready for a backend.  All tensors are contiguous and on the group's device.
+
+    A backend reads ``inputs`` and writes ``outputs`` (an in-place operation names the same tensor in
+    both).  Which tensors an operation has, for a group of ``n``, rank ``r`` and root ``q``:
+
+    ================  ==========================================  ==================================
+    kind              inputs                                      outputs
+    ================  ==========================================  ==================================
+    ALL_REDUCE        [x]                                         [x] (same tensor)
+    REDUCE            [x]                                         [x] at q, else []
+    BROADCAST         [x] at q, else []                           [x] (everywhere, same tensor at q)
+    ALL_GATHER        [x]                                         n tensors, or ONE of all of them
+    REDUCE_SCATTER    n tensors, or ONE of all of them            [y]
+    GATHER            [x]                                         n tensors at q, else []
+    SCATTER           n tensors at q, else []                     [y]
+    ALL_TO_ALL        n tensors                                   n tensors
+    BARRIER           []                                          []
+    SEND              [x]                                         []
+    RECV              []                                          [y], or [] (allocate what arrives)
+    ================  ==========================================  ==================================
+
+    In the ONE form (``*_single`` with equal parts) the parts lie one after another in one tensor.
+    Tensors of ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER and ALL_TO_ALL may differ in size from
+    rank to rank; ``sizes`` then holds the element count of each part (the same list on every rank,
+    except for ALL_TO_ALL, which needs none: part *i* of rank *j* must be as long as output *j* of
+    rank *i* expects).
+
+    Attributes:
+        kind: what to do.
+        number: sequence number in the group, equal on all ranks; -1 for SEND and RECV and for
+            operations matched by ``key``.
+        key: 0, or a 64-bit key that replaces the number for operations issued in a callback.
+        timeout: seconds from submission until the operation breaks the group.
+        root, peer, tag: in group ranks; peer may be ANY_SOURCE for RECV.
+    """
+
+    kind: OpKind
+    number: int
+    key: int
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    timeout: float
+    op: ReduceOp = SUM
+    root: int = -1
+    peer: int = -1
+    tag: int = 0
+    sizes: Sequence[int] = ()
