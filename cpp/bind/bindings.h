@@ -1,0 +1,6 @@
+// What each binding file adds to the native module; module.cc calls them all.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_kernels(nanobind::module_& m);
