@@ -1,0 +1,103 @@
+# Everything a checkout can do.  The commands make .venv themselves; they need Python >= 3.10, a C++20
+# compiler and make, nothing else.
+#
+# `make test` tests what users get: a normal (not editable) installation of the package, made again only
+# when a source changed.  The objects are kept in build/, so that costs seconds.
+
+PYTHON ?= python3
+CXX := $(if $(filter default,$(origin CXX)),c++,$(CXX))
+export CXX
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.done
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# cmake and ninja come from PyPI into .venv.
+TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
+
+# The list of sources is itself a file, rewritten when a source is added or removed.
+SOURCES := $(shell find src cpp CMakeLists.txt pyproject.toml constraints.txt -type f \
+             -not -name '*.so' -not -name '*.pyc' | LC_ALL=C sort)
+MANIFEST := build/sources
+$(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
+CPP := $(filter %.cc %.h,$(SOURCES))
+
+.PHONY: help demo test stress bench lint type format docs core clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*##/  make \1  \t/p' $(MAKEFILE_LIST)
+
+demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ranks
+	$(BIN)/shoal run -n 2 examples/digits.py
+
+test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
+	$(BIN)/python -m pytest -m "not stress" $(ARGS)
+
+stress: $(DONE)/shoal  ## the long tests; STRESS=short for a fraction of the trials
+	$(BIN)/python -m pytest -m stress $(ARGS)
+
+bench: $(DONE)/shoal  ## all-reduce beside Gloo and MPI; rewrites the table in README.md
+	$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+lint: $(BIN)/ruff type  ## style, format, types and layers; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+type: $(BIN)/ruff  ## mypy --strict
+	$(BIN)/mypy
+
+format: $(BIN)/ruff  ## rewrite every source in the one format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+docs: $(DONE)/docs  ## the documentation as HTML in out/docs; a dead link is an error
+	$(BIN)/mkdocs build --strict --quiet --site-dir out/docs
+
+core: $(BIN)/ruff  ## build the native module into src/shoal, for work with PYTHONPATH=src
+	$(TOOLS) cmake -S . -B build/core -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
+	$(TOOLS) cmake --build build/core
+	$(TOOLS) cmake --install build/core --prefix src
+
+clean:  ## remove everything the other commands made, .venv too
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f src/shoal/_core*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- how .venv comes to be: one stamp a step ------------------------------------------------------
+
+$(DONE)/venv:
+	@command -v $(PYTHON) >/dev/null \
+	  || { echo "shoal needs Python >= 3.10 and found no '$(PYTHON)': install it, or name one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "shoal needs Python >= 3.10 and '$(PYTHON)' is older: name another one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "shoal needs Python's venv module and '$(PYTHON)' has none: on Debian, apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+	  || { echo "shoal needs Python.h and '$(PYTHON)' has none: on Debian, apt install python3-dev" >&2; exit 1; }
+	@echo '#include <span>' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null \
+	  || { echo "shoal needs a C++20 compiler and '$(CXX)' is none: install g++ >= 10 or clang >= 12, or name one with make CXX=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(DONE) && touch $@
+
+# Torch goes first and by itself: it is by far the largest, and changes least.
+$(DONE)/torch: $(DONE)/venv
+	$(PIP) torch
+	@touch $@
+
+# Without build isolation the tools keep their paths, so that CMake compiles again only what changed.
+$(DONE)/shoal: $(DONE)/torch $(MANIFEST) $(SOURCES)
+	$(PIP) cmake nanobind ninja scikit-build-core
+	$(TOOLS) $(PIP) --no-build-isolation '.[examples,dev]'
+	@touch $@
+
+# What checks and builds needs the tools, not an up-to-date installation.
+$(BIN)/ruff:
+	@$(MAKE) --no-print-directory $(DONE)/shoal
+
+$(DONE)/docs: $(BIN)/ruff constraints.txt
+	$(PIP) mkdocs
+	@touch $@
