@@ -34,7 +34,11 @@ demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ran
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest -m "not stress" $(ARGS)
 
-stress: $(DONE)/shoal  ## the long tests; STRESS=short for a fraction of the trials
+# The races are run again and again, in fresh processes, because one good run of a race proves little.
+stress: $(DONE)/shoal  ## the long tests, and the races 20 times; STRESS=short for a fraction of it
+	for run in $$(seq $(if $(filter short,$(STRESS)),5,20)); do \
+	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
+	done
 	$(BIN)/python -m pytest -m stress $(ARGS)
 
 bench: $(DONE)/shoal  ## all-reduce beside Gloo and MPI; rewrites the table in README.md

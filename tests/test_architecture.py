@@ -1,0 +1,97 @@
+"""The rules of docs/design.md that no linter knows: who may import what, and what the public names are."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shoal
+import shoal.errors
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "shoal"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The absolute name of everything that a file imports, wherever in it the statement stands.
+
+    ``from a import b`` gives both ``a`` and ``a.b``, because ``b`` may be a module.
+    """
+    name = _module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(module, package) if node.level else module
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _importers_of(module: str) -> set[str]:
+    return {
+        _module_name(path)
+        for path in SOURCES
+        if any(name == module or name.startswith(module + ".") for name in _imports(path))
+    }
+
+
+def test_only_the_native_backend_and_the_buckets_import_the_core() -> None:
+    assert _importers_of("shoal._core") <= {"shoal.backend.native", "shoal.parallel.buckets"}
+
+
+def test_nothing_goes_through_torch_distributed() -> None:
+    assert _importers_of("torch.distributed") == set()
+    assert _importers_of("torch._C._distributed_c10d") == set()
+
+
+@pytest.mark.parametrize("module", ["shoal", "shoal.config", "shoal.wire", "shoal.store", "shoal.launch.cli"])
+def test_torch_is_not_loaded_by(module: str) -> None:
+    """`shoal run` and `shoal store` start at once because nothing they need pays for `import torch`."""
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr or f"import {module} loads torch"
+
+
+def test_every_public_name_exists_and_is_exported_once() -> None:
+    names = shoal.__all__
+    assert len(names) == len(set(names))
+    missing = [name for name in names if not hasattr(shoal, name)]
+    assert not missing
+    assert set(names) <= set(dir(shoal))
+
+
+def test_every_exception_is_public_documented_and_in_the_docs() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    for name, value in vars(shoal.errors).items():
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert value.__doc__, f"{name} has no docstring"
+            assert name in shoal.__all__, f"{name} is not public"
+            assert re.search(rf"^\| `{name}` \|", page, re.MULTILINE), f"docs/errors.md lacks {name}"
+
+
+def test_files_fit_in_a_readers_head() -> None:
+    folders = ("src", "cpp", "tests", "benchmarks", "examples")
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cc", ".h")
+    ]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    too_long = {name: length for name, length in lengths.items() if length > 500}
+    assert not too_long, f"one idea a file, 500 lines at most: {too_long}"
