@@ -40,6 +40,10 @@ class WireError(ShoalError, ConnectionError):
     """A connection ended or carried something that is not the protocol."""
 
 
+class WireTimeout(WireError, TimeoutError):
+    """The other side of a connection stayed silent, or took nothing, for too long."""
+
+
 class AuthenticationError(WireError):
     """The other side does not hold the job's secret.
 

@@ -1,0 +1,205 @@
+"""Every environment variable that shoal reads, in one table, with typed access.
+
+    from shoal import config
+
+    config.TIMEOUT.get()      # -> 300.0 unless SHOAL_TIMEOUT says otherwise
+    config.secret()           # -> the job's secret, b"" when there is none
+
+A variable that is set to the empty string counts as not set.  ``docs/environment.md`` is
+:func:`markdown_table`; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from .errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: what it is called in the environment.
+        kind: what its value must be, in words; part of every error about it.
+        parse: turns the text into the value; raises ``ValueError`` for text that makes no sense.
+        default: what :meth:`get` returns when the variable is not set.
+        meaning: one sentence for the documentation.
+    """
+
+    name: str
+    kind: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def get(self, environ: Mapping[str, str] | None = None) -> T:
+        """The value in ``environ`` (the process's environment unless given), or the default.
+
+        Raises:
+            ConfigurationError: the text is not a legal value; the message names the variable.
+        """
+        text = (os.environ if environ is None else environ).get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ConfigurationError(f"{self.name}={text!r}: expected {self.kind}") from None
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(text)
+    return value
+
+
+def _choice(*options: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in options:
+            raise ValueError(text)
+        return text.lower()
+
+    return parse
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, optionally with a unit: 1048576, 64M, 2G (powers of 1024)."""
+    units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    unit = units.get(text[-1].lower())
+    value = int(text) if unit is None else int(text[:-1]) * unit
+    if value <= 0:
+        raise ValueError(text)
+    return value
+
+
+_RANK = "a whole number from 0"
+_COUNT = "a whole number from 1"
+_SECONDS = "a positive number of seconds"
+
+RANK: Variable[int | None] = Variable(
+    "SHOAL_RANK", _RANK, _at_least(0), None,
+    "Rank of this process in the job. Not set: ranks are given out in order of arrival.",
+)  # fmt: skip
+SIZE: Variable[int | None] = Variable(
+    "SHOAL_SIZE", _COUNT, _at_least(1), None,
+    "Number of processes in the job. Not set: it stands in the job's record in the store.",
+)  # fmt: skip
+LOCAL_RANK: Variable[int | None] = Variable(
+    "SHOAL_LOCAL_RANK", _RANK, _at_least(0), None,
+    "Rank among the processes that the launcher started on this host.",
+)  # fmt: skip
+LOCAL_SIZE: Variable[int | None] = Variable(
+    "SHOAL_LOCAL_SIZE", _COUNT, _at_least(1), None,
+    "Number of processes that the launcher started on this host.",
+)  # fmt: skip
+STORE: Variable[str | None] = Variable(
+    "SHOAL_STORE", "a URL such as tcp://127.0.0.1:29400", str, None,
+    "Where the processes meet: `tcp://host:port` or `file:///path`. Not set: a group of one.",
+)  # fmt: skip
+JOB: Variable[str] = Variable(
+    "SHOAL_JOB", "any text", str, "default",
+    "Identity of the job; keys of different jobs on one store do not meet.",
+)  # fmt: skip
+EPOCH: Variable[int] = Variable(
+    "SHOAL_EPOCH", _RANK, _at_least(0), 0,
+    "Incarnation of the job; a restart counts it up, and nothing of an older one is accepted.",
+)  # fmt: skip
+SECRET: Variable[str | None] = Variable(
+    "SHOAL_SECRET", "any text", str, None,
+    "The job's secret: every connection proves that it knows it.",
+)  # fmt: skip
+SECRET_FILE: Variable[str | None] = Variable(
+    "SHOAL_SECRET_FILE", "the path of a readable file", str, None,
+    "File that holds the job's secret; read when `SHOAL_SECRET` is not set.",
+)  # fmt: skip
+HOST_ID: Variable[str | None] = Variable(
+    "SHOAL_HOST_ID", "any text", str, None,
+    "Takes the place of the host's own identity: different values make one machine look like several.",
+)  # fmt: skip
+INTERFACE: Variable[str | None] = Variable(
+    "SHOAL_INTERFACE", "an address or host name of this host", str, None,
+    "Address that this process listens on. Not set: loopback, or the one that leads to the store.",
+)  # fmt: skip
+TIMEOUT: Variable[float] = Variable(
+    "SHOAL_TIMEOUT", _SECONDS, _seconds, 300.0,
+    "Seconds until a rendezvous, a store request or an operation without a timeout of its own fails.",
+)  # fmt: skip
+CONCURRENCY: Variable[int] = Variable(
+    "SHOAL_CONCURRENCY", _COUNT, _at_least(1), 1,
+    "Lanes of a group: how many of its operations may be in progress at once.",
+)  # fmt: skip
+TRANSPORT: Variable[str] = Variable(
+    "SHOAL_TRANSPORT", "auto, shm or tcp", _choice("auto", "shm", "tcp"), "auto",
+    "How ranks on one host talk: shared memory (`shm`), sockets (`tcp`), or the best there is (`auto`).",
+)  # fmt: skip
+HEARTBEAT_TIMEOUT: Variable[float] = Variable(
+    "SHOAL_HEARTBEAT_TIMEOUT", _SECONDS, _seconds, 10.0,
+    "Seconds of silence after which another host counts as lost.",
+)  # fmt: skip
+SHARED_MEMORY_LIMIT: Variable[int | None] = Variable(
+    "SHOAL_SHARED_MEMORY_LIMIT", "a positive number of bytes such as 1073741824 or 1G", _bytes, None,
+    "Most shared memory that this process may take, in bytes (K, M, G and T are powers of 1024).",
+)  # fmt: skip
+RECORDER_SIZE: Variable[int] = Variable(
+    "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
+    "Number of the latest operations that the flight recorder keeps; 0 turns it off.",
+)  # fmt: skip
+
+#: every variable, in the order of the documentation
+VARIABLES: tuple[Variable[object], ...] = tuple(
+    value for value in tuple(globals().values()) if isinstance(value, Variable)
+)
+
+
+def secret(environ: Mapping[str, str] | None = None) -> bytes:
+    """The job's secret: ``SHOAL_SECRET``, or what the file ``SHOAL_SECRET_FILE`` holds, or ``b""``.
+
+    White space around it is dropped, so a file may end in a newline.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds nothing.
+    """
+    text = SECRET.get(environ)
+    if text is not None:
+        return text.encode()
+    path = SECRET_FILE.get(environ)
+    if path is None:
+        return b""
+    try:
+        value = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{SECRET_FILE.name}={path!r} cannot be read: {error.strerror or error}"
+        ) from None
+    if not value:
+        raise ConfigurationError(f"{SECRET_FILE.name}={path!r}: the file is empty, expected a secret")
+    return value
+
+
+def markdown_table() -> str:
+    """The table of all variables for ``docs/environment.md``."""
+    lines = ["| variable | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for variable in VARIABLES:
+        default = "not set" if variable.default is None else f"`{variable.default}`"
+        lines.append(f"| `{variable.name}` | {variable.kind} | {default} | {variable.meaning} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,45 @@
+"""Framed, authenticated sockets with deadlines: what every connection of shoal is made of.
+
+A connection starts with a handshake (``handshake.py``): both sides send a greeting of fixed size,
+compare versions and purpose, and prove to each other that they hold the job's secret.  Until that
+has succeeded nothing else is read.  After it the connection carries frames (``connection.py``): a
+4-byte little-endian length and that many bytes.
+
+    listener = listen("127.0.0.1", secret=secret)
+    connection = accept(listener, secret=secret, purpose="mesh", timeout=10)
+
+    connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
+    connection.send(b"hello", timeout=1)
+
+Every call has one deadline for all that it does.  Every descriptor is close-on-exec, and a forked
+child closes the sockets that it inherits, so that the death of the parent is seen at once.
+"""
+
+from .connection import DEFAULT_LIMIT, Connection
+from .deadline import Deadline
+from .frames import FrameReader, frame_header
+from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_version
+from .inherit import close_in_forked_child
+from .sockets import accept, connect, listen
+from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
+
+__all__ = [
+    "DEFAULT_LIMIT",
+    "HANDSHAKE_TIMEOUT",
+    "PROTOCOL_VERSION",
+    "Connection",
+    "Deadline",
+    "FrameReader",
+    "Handshake",
+    "accept",
+    "build_version",
+    "close_in_forked_child",
+    "connect",
+    "connect_unix",
+    "frame_header",
+    "listen",
+    "listen_unix",
+    "peer_pid",
+    "recv_fds",
+    "send_fds",
+]
