@@ -1,0 +1,51 @@
+// A level: the kernels compiled for one instruction set.
+//
+// The same source (table.h) is compiled once per level with other flags; reduce.cc picks the best level
+// that the CPU runs.  Most kernels work on one block that fits in L1 and know nothing of blocks, streaming or
+// destinations: that is the driver's part (reduce.cc), which exists once.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/reduce.h"
+
+namespace shoal::kernels {
+
+inline constexpr size_t kMaxFused = 4;
+
+using FusedKernel = void (*)(void* const* outs, const void* const* srcs, size_t n,
+                             const Reduction& reduction);
+
+// The loops for one dtype and op.  `out`, `acc` and the sources may be identical, element for element.
+struct Kernels {
+  // outs[k] = finish(srcs[0] op ... op srcs[N-1]) for N = index + 1 sources and one out, or as many outs as
+  // sources; null where it has no loop of its own.  The only kernels that also take more than a block.
+  FusedKernel to_one[kMaxFused];
+  FusedKernel to_all[kMaxFused];
+  // acc = src, converted and multiplied by the factor.
+  void (*load)(void* acc, const void* src, size_t n, const Reduction& reduction);
+  // acc = acc op src, likewise.
+  void (*fold)(void* acc, const void* src, size_t n, const Reduction& reduction);
+  // acc = a op b, all three accumulators.
+  void (*combine)(void* acc, const void* a, const void* b, size_t n);
+  // out = acc, divided and rounded.
+  void (*finish)(void* out, const void* acc, size_t n, const Reduction& reduction);
+  size_t element_size;      // bytes of what a kernel counts: an element, or one part of a complex element
+  size_t accumulator_size;  // likewise
+  size_t parts;             // how many of them an element has
+};
+
+struct Level {
+  // The kernels of a legal combination.
+  Kernels (*find)(DType dtype, RedOp op);
+  // memcpy with stores that bypass the cache; not ordered before later stores until a store fence.
+  void (*stream)(void* dst, const void* src, size_t bytes);
+};
+
+extern const Level kBaseline;
+#if defined(__x86_64__)
+extern const Level kAvx2;
+extern const Level kAvx512;
+#endif
+
+}  // namespace shoal::kernels

@@ -1,0 +1,3 @@
+// Runs on every CPU of the architecture.
+#define SHOAL_LEVEL kBaseline
+#include "kernels/table.h"
