@@ -119,7 +119,7 @@ def _draw(result: Result, path: Path) -> None:
         style = "o-" if name.startswith("shoal") else "s--"
         if points:
             axes.loglog(*zip(*points, strict=True), style, label=name)
-    axes.set_xticks(result.sizes, [size_name(size) for size in result.sizes])
+    axes.set_xticks(result.sizes, [size_name(size) for size in result.sizes], rotation=30, fontsize=8)
     axes.minorticks_off()
     axes.set(
         xlabel="tensor",
