@@ -1,0 +1,7 @@
+"""Process groups: validate, number, record and dispatch; the only caller of backends."""
+
+from .batch import Batch
+from .point_to_point import Message
+from .process_group import ProcessGroup
+
+__all__ = ["Batch", "Message", "ProcessGroup"]

@@ -1,0 +1,387 @@
+"""The collective operations: every rank of the group calls the same ones in the same order.
+
+Each validates its arguments, replaces what is not contiguous, and submits.  ``op=`` takes a
+:class:`~shoal.ReduceOp` or its lower-case name; ``timeout=`` is in seconds from the call and defaults
+to the group's; when it runs out the group is broken.  All of them return a
+:class:`~shoal.Future` at once; bad arguments raise at once, before anything is sent.
+``docs/operations.md`` has the table of arguments, values and legal dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..future import Future
+from ..spec import LEGAL_REDUCTIONS, SUM, OpKind, ReduceOp
+from .staging import Staging, is_plain, readable, readable_beside
+from .submission import Submitter, mapped
+
+_LEGAL = frozenset((dtype, code) for dtype, codes in LEGAL_REDUCTIONS.items() for code in codes)
+_STRIDED = torch.strided
+
+
+class Collectives(Submitter):
+    """The collective operations of a group."""
+
+    def all_reduce(
+        self, x: torch.Tensor, op: ReduceOp | str = SUM, *, timeout: float | None = None
+    ) -> Future[torch.Tensor]:
+        """Reduce ``x`` over all ranks, in place on every rank.
+
+        Args:
+            x: same dtype and element count everywhere.
+            op: the reduction.
+
+        Returns:
+            A future of ``x``.  The result is bitwise equal on all ranks.
+
+        Raises:
+            UsageError: a tensor that cannot be sent.
+            UnsupportedOperation: a reduction without meaning for the dtype.
+            GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
+        """
+        reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
+        # The usual case costs a microsecond; whatever is unusual about x is left to the slow path.
+        if (
+            self._cpu
+            and isinstance(x, torch.Tensor)
+            and x.is_cpu
+            and (x.dtype, reduction.code) in _LEGAL
+            and x.layout is _STRIDED
+            and x.is_contiguous()
+            and not x.is_neg()
+            and not (x.is_complex() and x.is_conj())
+            and not x.is_nested
+        ):
+            tensors = (x,)
+            return self._submit(OpKind.ALL_REDUCE, tensors, tensors, timeout, reduction)
+        call = self._call("all_reduce")
+        call.output(x, "x")
+        call.reduction(reduction, x.dtype)
+        return self._in_place(OpKind.ALL_REDUCE, x, timeout, reduction)
+
+    def reduce(
+        self, x: torch.Tensor, root: int = 0, op: ReduceOp | str = SUM, *, timeout: float | None = None
+    ) -> Future[torch.Tensor | None]:
+        """Reduce ``x`` over all ranks into ``x`` of rank ``root``; elsewhere ``x`` is only read.
+
+        Returns:
+            A future of ``x`` on ``root`` and of None elsewhere.
+        """
+        call = self._call("reduce")
+        call.root(root)
+        if self._rank == root:
+            call.output(x, "x")
+            return self._in_place(OpKind.REDUCE, x, timeout, call.reduction(op, x.dtype), root)
+        call.tensor(x, "x")
+        reduction = call.reduction(op, x.dtype)
+        return self._submit(OpKind.REDUCE, (readable(x),), (), timeout, reduction, root)
+
+    def broadcast(
+        self, x: torch.Tensor, root: int = 0, *, timeout: float | None = None
+    ) -> Future[torch.Tensor]:
+        """Copy ``x`` of rank ``root`` into ``x`` of all others.
+
+        Returns:
+            A future of ``x``.
+        """
+        call = self._call("broadcast")
+        call.root(root)
+        if self._rank != root:
+            call.output(x, "x")
+            return self._in_place(OpKind.BROADCAST, x, timeout, SUM, root)
+        call.tensor(x, "x")
+        source = readable(x)
+        future = self._submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
+        return future if source is x else mapped(future, lambda _: x)
+
+    def all_gather(
+        self,
+        x: torch.Tensor,
+        out: Sequence[torch.Tensor] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Future[list[torch.Tensor]]:
+        """Bring the tensors of all ranks to all ranks.
+
+        Args:
+            x: this rank's part.
+            out: one tensor per rank, as large as that rank's part; sizes may differ from rank to rank.
+                None makes tensors like ``x``, for parts that are all of one shape.
+
+        Returns:
+            A future of the list ``out``: element *r* is the part of rank *r*.
+        """
+        call = self._call("all_gather")
+        call.tensor(x, "x")
+        if out is None:
+            out = [x.new_empty(x.shape) for _ in range(self._size)]
+        else:
+            call.tensors(out, "out", outputs=True)
+            call.same_dtype(x, "x", out[0], "out[0]")
+            call.count(out[self._rank], f"out[{self._rank}]", x.numel(), "the size of x")
+        sizes = [part.numel() for part in out]
+        return self._scatter_gather(OpKind.ALL_GATHER, [x], out, list(out), timeout, sizes=sizes)
+
+    def all_gather_single(
+        self, out: torch.Tensor, x: torch.Tensor, *, timeout: float | None = None
+    ) -> Future[torch.Tensor]:
+        """Bring the tensors of all ranks to all ranks, one after another in ``out``.
+
+        Args:
+            out: ``size`` times as many elements as ``x``; its shape does not matter.
+            x: this rank's part, equally large everywhere.
+
+        Returns:
+            A future of ``out``.
+        """
+        call = self._call("all_gather_single")
+        call.tensor(x, "x")
+        call.output(out, "out")
+        call.same_dtype(out, "out", x, "x")
+        call.count(out, "out", x.numel() * self._size, f"{self._size} ranks, {x.numel()} elements in x")
+        sizes = [x.numel()] * self._size
+        return self._scatter_gather(OpKind.ALL_GATHER, [x], [out], out, timeout, sizes=sizes)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        op: ReduceOp | str = SUM,
+        *,
+        timeout: float | None = None,
+    ) -> Future[torch.Tensor]:
+        """Reduce each of ``inputs`` over all ranks; rank *r* gets the result of ``inputs[r]``.
+
+        Args:
+            out: receives this rank's part.
+            inputs: one tensor per rank; sizes may differ within the list, not between ranks.
+            op: the reduction.
+
+        Returns:
+            A future of ``out``.
+        """
+        call = self._call("reduce_scatter")
+        call.tensors(inputs, "inputs")
+        call.output(out, "out")
+        call.same_dtype(out, "out", inputs[0], "inputs[0]")
+        part = inputs[self._rank].numel()
+        call.count(out, "out", part, f"the size of inputs[{self._rank}]")
+        reduction = call.reduction(op, out.dtype)
+        sizes = [x.numel() for x in inputs]
+        return self._scatter_gather(
+            OpKind.REDUCE_SCATTER, inputs, [out], out, timeout, reduction, sizes=sizes
+        )
+
+    def reduce_scatter_single(
+        self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp | str = SUM, *, timeout: float | None = None
+    ) -> Future[torch.Tensor]:
+        """Reduce ``x`` over all ranks; rank *r* gets the *r*-th of ``size`` equal parts of the result.
+
+        Args:
+            out: receives this rank's part.
+            x: ``size`` times as many elements as ``out``; its shape does not matter.
+            op: the reduction.
+
+        Returns:
+            A future of ``out``.
+        """
+        call = self._call("reduce_scatter_single")
+        call.tensor(x, "x")
+        call.output(out, "out")
+        call.same_dtype(out, "out", x, "x")
+        call.count(x, "x", out.numel() * self._size, f"{self._size} ranks, {out.numel()} elements in out")
+        reduction = call.reduction(op, x.dtype)
+        sizes = [out.numel()] * self._size
+        return self._scatter_gather(OpKind.REDUCE_SCATTER, [x], [out], out, timeout, reduction, sizes=sizes)
+
+    def gather(
+        self,
+        x: torch.Tensor,
+        out: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> Future[list[torch.Tensor] | None]:
+        """Bring the tensors of all ranks to rank ``root``.
+
+        Args:
+            x: this rank's part.
+            out: on ``root`` one tensor per rank, or None to have them made; None elsewhere.
+            root: where the parts go.
+            sizes: the element count of every rank's part, given on all ranks alike; needed only when
+                they differ.
+
+        Returns:
+            A future of the list ``out`` on ``root`` and of None elsewhere.
+        """
+        call = self._call("gather")
+        call.root(root)
+        call.tensor(x, "x")
+        counts = call.sizes(sizes, x.numel(), "x")
+        if self._rank != root:
+            if out is not None:
+                call.refuse(f"only root, rank {root}, passes out")
+            return self._scatter_gather(OpKind.GATHER, [x], [], None, timeout, root=root, sizes=counts)
+        if out is None:
+            shapes = [x.shape] * self._size if sizes is None else [torch.Size([count]) for count in counts]
+            out = [x.new_empty(shape) for shape in shapes]
+        else:
+            call.tensors(out, "out", outputs=True)
+            call.same_dtype(x, "x", out[0], "out[0]")
+            for i, part in enumerate(out):
+                call.count(part, f"out[{i}]", counts[i], "the part of that rank")
+        return self._scatter_gather(OpKind.GATHER, [x], out, list(out), timeout, root=root, sizes=counts)
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> Future[torch.Tensor]:
+        """Hand one tensor from rank ``root`` to every rank.
+
+        Args:
+            out: receives this rank's part.
+            inputs: on ``root`` one tensor per rank; None elsewhere.
+            root: where the parts come from.
+            sizes: the element count of every rank's part, given on all ranks alike; needed only when
+                they differ.
+
+        Returns:
+            A future of ``out``.
+        """
+        call = self._call("scatter")
+        call.root(root)
+        call.output(out, "out")
+        counts = call.sizes(sizes, out.numel(), "out")
+        if self._rank != root:
+            if inputs is not None:
+                call.refuse(f"only root, rank {root}, passes inputs")
+            inputs = []
+        else:
+            if inputs is None:
+                call.refuse(f"root must pass inputs, a list of {self._size} tensors")
+            call.tensors(inputs, "inputs")
+            call.same_dtype(out, "out", inputs[0], "inputs[0]")
+            for i, part in enumerate(inputs):
+                call.count(part, f"inputs[{i}]", counts[i], "the part of that rank")
+        return self._scatter_gather(OpKind.SCATTER, inputs, [out], out, timeout, root=root, sizes=counts)
+
+    def all_to_all(
+        self,
+        out: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        timeout: float | None = None,
+    ) -> Future[list[torch.Tensor]]:
+        """Send ``inputs[r]`` to rank *r* and receive what rank *r* sends here in ``out[r]``.
+
+        Args:
+            out, inputs: one tensor per rank.  Sizes are free, as long as ``out[r]`` here is as large as
+                the part that rank *r* sends.
+
+        Returns:
+            A future of the list ``out``.
+        """
+        call = self._call("all_to_all")
+        call.tensors(inputs, "inputs")
+        call.tensors(out, "out", outputs=True)
+        call.same_dtype(out[0], "out[0]", inputs[0], "inputs[0]")
+        own = inputs[self._rank].numel()
+        call.count(out[self._rank], f"out[{self._rank}]", own, f"the size of inputs[{self._rank}]")
+        return self._scatter_gather(OpKind.ALL_TO_ALL, inputs, out, list(out), timeout)
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Future[torch.Tensor]:
+        """Cut ``x`` along its first dimension, send part *r* to rank *r*, join what arrives in ``out``.
+
+        Args:
+            out, x: alike in all dimensions but the first.
+            output_splits, input_splits: the length of each rank's part along the first dimension;
+                None means equal parts.
+
+        Returns:
+            A future of ``out``.
+        """
+        call = self._call("all_to_all_single")
+        call.tensor(x, "x")
+        call.output(out, "out")
+        call.same_dtype(out, "out", x, "x")
+        outgoing = call.splits(input_splits, x, "input")
+        incoming = call.splits(output_splits, out, "output")
+        if x.shape[1:] != out.shape[1:]:
+            call.refuse(
+                f"x has shape {tuple(x.shape)} and out {tuple(out.shape)}; all dimensions but the first "
+                "must be equal"
+            )
+        if outgoing[self._rank] != incoming[self._rank]:
+            call.refuse(
+                f"this rank's part for itself has length {outgoing[self._rank]} in x, "
+                f"but {incoming[self._rank]} in out"
+            )
+        staging = Staging()
+        with torch.no_grad():
+            inputs = torch.split(readable(x).detach(), outgoing)
+            outputs = torch.split(staging.writable(out).detach(), incoming)
+        return self._scatter_gather(OpKind.ALL_TO_ALL, inputs, outputs, out, timeout, staging=staging)
+
+    def barrier(self, *, timeout: float | None = None) -> Future[None]:
+        """Complete when every rank of the group has called it."""
+        return self._submit(OpKind.BARRIER, (), (), timeout)
+
+    # -- shared --------------------------------------------------------------------------------
+
+    def _in_place(
+        self, kind: OpKind, x: torch.Tensor, timeout: float | None, op: ReduceOp, root: int = -1
+    ) -> Future[torch.Tensor]:
+        if is_plain(x):
+            return self._submit(kind, [x] if kind is not OpKind.BROADCAST else [], [x], timeout, op, root)
+        staging = Staging()
+        y = staging.writable(x, keep=True)
+        future = self._submit(kind, [y] if kind is not OpKind.BROADCAST else [], [y], timeout, op, root)
+        return _staged(future, staging, x)
+
+    def _scatter_gather(
+        self,
+        kind: OpKind,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        value: Any,
+        timeout: float | None,
+        op: ReduceOp = SUM,
+        root: int = -1,
+        *,
+        sizes: Sequence[int] = (),
+        staging: Staging | None = None,
+    ) -> Future[Any]:
+        """Submit an operation whose inputs and outputs are different tensors; its value is ``value``."""
+        staging = staging or Staging()
+        targets = [staging.writable(x) for x in outputs]
+        sources = readable_beside(inputs, targets)
+        future = self._submit(kind, sources, targets, timeout, op, root, sizes)
+        if staging.needed or not (value is None or value is targets[0]):
+            return _staged(future, staging, value)
+        return future
+
+
+def _staged(future: Future[Any], staging: Staging, value: Any) -> Future[Any]:
+    def finish(_: Any) -> Any:
+        staging.copy_back()
+        return value
+
+    return mapped(future, finish)

@@ -1,0 +1,367 @@
+"""A group of processes: its identity, its life and end, and the groups made from it.
+
+The operations come from :class:`~shoal.group.collectives.Collectives` and
+:class:`~shoal.group.point_to_point.PointToPoint`; what is here decides whether they may be used.
+A group is independent of the groups made from it: each has a data channel of its own, is closed,
+aborted and broken by itself.  Only the world group holds the connections that all of them use, so
+closing the world closes the others first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import objects
+from ..backend.base import Backend, DataChannel, GroupSpec
+from ..errors import GroupAborted
+from ..future import Future
+from ..spec import ANY_SOURCE, DTYPE_CODES
+from ..store import PrefixStore, Store
+from . import fork
+from .batch import Batch
+from .collectives import Collectives
+from .monitored_barrier import monitored_barrier
+from .point_to_point import PointToPoint
+
+
+class ProcessGroup(Collectives, PointToPoint):
+    """The processes that communicate with each other, seen from one of them.
+
+    Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group as long
+    as the order in which they submit collectives agrees across ranks.  Usable as a context manager: the
+    group is closed at the end of the block, or aborted first if an exception leaves it, so that the
+    other ranks hear of it instead of waiting.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        channel: DataChannel,
+        store: Store,
+        *,
+        timeout: float,
+        backend: Backend,
+        owner: Callable[[float], None] | None = None,
+        local_rank: int = 0,
+    ) -> None:
+        """Wrap a channel; users call :func:`shoal.init` instead.
+
+        Args:
+            spec: who the members are.
+            channel: moves the tensors of this group, and of no other.
+            store: for the members of this group alone.
+            timeout: default of operations, in seconds.
+            backend: makes the channels of subgroups.
+            owner: called once with seconds to spend when the group is closed, after all groups made from
+                it: releases the connections.  Only the world group has one.
+            local_rank: of this process among those that the launcher placed on this host.
+        """
+        super().__init__(spec, channel, timeout=timeout)
+        self._store = store
+        self._backend = backend
+        self._owner = owner
+        self._local_rank = local_rank
+        self._closing = threading.Lock()
+        self._made: Counter[tuple[Any, ...]] = Counter()
+        #: All groups that use the world's connections; shared among them.
+        self._family: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        fork.watch(self)
+
+    # -- identity ------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in this group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self._size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process among those that the launcher placed on this host."""
+        return self._local_rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the world group, in the order of their ranks here."""
+        return self._spec.ranks
+
+    @property
+    def name(self) -> str:
+        """Unique in the job and equal on all members."""
+        return self._spec.name
+
+    @property
+    def store(self) -> Store:
+        """A key-value store that the members share; other groups do not see its keys."""
+        return self._store
+
+    @property
+    def timeout(self) -> float:
+        """The default timeout of an operation, in seconds."""
+        return self._timeout
+
+    @property
+    def state(self) -> str:
+        """``"open" "closing" "closed" "aborted" "broken"`` or, in a forked child, ``"forked"``.
+
+        Aborted means that some rank called :meth:`abort`; broken, that something else ended the group: a
+        lost peer, a timeout, a mismatch.
+        """
+        if self._state != "open":
+            return self._state
+        failure = self._channel.failure()
+        if failure is None:
+            return "open"
+        return "aborted" if isinstance(failure, GroupAborted) else "broken"
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.size}, {self.state}>"
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor in memory that the backend uses without copies.
+
+        With the native backend this is memory that the whole group on this host can see, in which an
+        all-reduce is fastest.  Not a collective: any rank may call it, any number of times.
+
+        Args:
+            shape: as for ``torch.empty``.
+            dtype: one that can be sent.
+
+        Raises:
+            OutOfSharedMemory: there is no memory left; the group stays usable.
+        """
+        call = self._call("empty")
+        if dtype not in DTYPE_CODES:
+            call.refuse(f"tensors of {dtype} cannot be sent")
+        if self._state != "open":
+            self._raise_refusal()
+        dimensions = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        lengths = torch.Size(dimensions)  # type: ignore[arg-type]
+        if any(length < 0 for length in lengths):
+            call.refuse(f"the shape {tuple(lengths)} has a negative dimension")
+        count = math.prod(lengths)
+        return self._channel.empty(count * dtype.itemsize).view(dtype).view(lengths)
+
+    # -- operations made of others -------------------------------------------------------------
+
+    def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
+        """A barrier that says on every rank which ranks did not come in time.
+
+        It costs more than :meth:`barrier` (two messages a rank, all through rank 0).
+
+        Raises:
+            OperationTimeout: through the future; ``ranks`` are all those that did not come within
+                ``timeout``.  The group is aborted then, and the late ranks are told why.
+        """
+        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        return monitored_barrier(self, seconds)
+
+    def batch(self) -> Batch:
+        """Collect sends and receives in a ``with`` block and submit them together at its end."""
+        return Batch(self)
+
+    def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
+        """Bring the picklable objects of all ranks to all ranks; the value is their list."""
+        return objects.all_gather_object(self, obj, timeout)
+
+    def gather_object(
+        self, obj: Any, root: int = 0, *, timeout: float | None = None
+    ) -> Future[list[Any] | None]:
+        """Bring the picklable objects of all ranks to rank ``root``; None elsewhere."""
+        return objects.gather_object(self, obj, root, timeout)
+
+    def broadcast_object(
+        self, obj: Any = None, root: int = 0, *, timeout: float | None = None
+    ) -> Future[Any]:
+        """Bring the picklable object of rank ``root`` to all ranks; ``obj`` of the others is ignored."""
+        return objects.broadcast_object(self, obj, root, timeout)
+
+    def scatter_object(
+        self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
+    ) -> Future[Any]:
+        """Hand ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on the others."""
+        return objects.scatter_object(self, objs, root, timeout)
+
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
+        """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
+        return objects.send_object(self, obj, dst, tag, timeout)
+
+    def recv_object(
+        self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
+    ) -> Future[Any]:
+        """Receive what :meth:`send_object` sent; the value is the object."""
+        return objects.recv_object(self, src, tag, timeout)
+
+    # -- groups made from this one -------------------------------------------------------------
+
+    def split(
+        self, color: int | None, key: int | None = None, *, timeout: float | None = None
+    ) -> ProcessGroup | None:
+        """Cut the group into groups of the ranks that give the same ``color``.
+
+        A collective: every rank of this group calls it.  It waits for the others.
+
+        Args:
+            color: any integer, or None to be in no group.
+            key: ranks in the new group follow it, and the order in this group where keys are equal.
+
+        Returns:
+            The new group that this rank is in, or None without a color.
+        """
+        call = self._call("split")
+        for what, value in (("color", color), ("key", key)):
+            if value is not None and (not isinstance(value, int) or not -(2**63) <= value < 2**63):
+                call.refuse(f"{what} must be a 64-bit integer or None, got {value!r}")
+        mine = [color is not None, color or 0, self.rank if key is None else key]
+        device = self._scratch_device
+        table = torch.empty(self.size, 3, dtype=torch.int64, device=device)
+        future = self.all_gather_single(table, torch.tensor(mine, device=device), timeout=timeout)
+        rows = future.wait().tolist()
+        if color is None:
+            return None
+        members = sorted(
+            (their_key, rank)
+            for rank, (joins, their_color, their_key) in enumerate(rows)
+            if joins and their_color == color
+        )
+        # The key of the exchange tells this split from all others, and is equal on all ranks.
+        return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}")
+
+    def subgroup(self, ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
+        """A group of some members of this one.  No communication: only the members call it.
+
+        Args:
+            ranks: ranks in this group, in the order of their ranks in the new one; the same list on
+                every member.  Members that call it several times do so in the same order.
+            name: part of the new group's name.
+        """
+        call = self._call("subgroup")
+        members = [call.root(rank, "every element of ranks") for rank in ranks]
+        if len(set(members)) != len(members):
+            call.refuse(f"ranks names a rank twice: {members}")
+        if self.rank not in members:
+            call.refuse(f"this rank is not among the ranks {members}; only members call subgroup")
+        with self._submitting:
+            if self._state != "open" or self._channel.failure() is not None:
+                self._raise_refusal()
+            self._made[(name, *members)] += 1
+            count = self._made[(name, *members)]
+        listed = ",".join(map(str, members))
+        return self._make(members, f"{name or 'subgroup'}:{listed}:{count}")
+
+    def _make(self, members: list[int], label: str) -> ProcessGroup:
+        name = f"{self.name}/{label}"
+        digest = hashlib.blake2b(f"{self._spec.ident:x}/{label}".encode(), digest_size=8)
+        spec = GroupSpec(
+            name=name,
+            ident=int.from_bytes(digest.digest(), "little"),
+            rank=members.index(self.rank),
+            ranks=tuple(self.ranks[rank] for rank in members),
+            concurrency=self._spec.concurrency,
+            options=self._spec.options,
+        )
+        group = ProcessGroup(
+            spec,
+            self._backend.channel(spec),
+            PrefixStore(f"{label}/", self._store),
+            timeout=self._timeout,
+            backend=self._backend,
+            local_rank=self._local_rank,
+        )
+        group._family = self._family
+        self._family.add(group)
+        return group
+
+    @property
+    def _scratch_device(self) -> torch.device:
+        """Where the small tensors of composed operations live."""
+        return torch.device("cpu" if self._cpu else min(self._channel.devices))
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "") -> None:
+        """End the group at once, on all ranks and from any thread.
+
+        Every pending operation fails with GroupAborted, and so does every later one.  Groups made from this
+        one go on.  :meth:`close` still has to release what the group holds.
+
+        Args:
+            reason: what the other ranks are told.
+        """
+        if self._state != "open" and self._state != "closing":
+            return
+        if self._state == "open":
+            self._abort_reason = reason
+            self._state = "aborted"
+        self._channel.abort(reason)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Send what was submitted, tell the others, and release everything.  Any number of times.
+
+        Not a collective; a hung peer does not delay it beyond ``timeout``.  Closing the world group closes
+        all groups made from it first.  In a forked child it does nothing.
+
+        Args:
+            timeout: in seconds; None means the group's default.
+        """
+        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        if self._state == "forked":
+            return
+        deadline = time.monotonic() + seconds
+        with self._closing:
+            if self._state == "closed":
+                return
+            with self._submitting:
+                self._state = "closing"
+            try:
+                if self._owner is not None:
+                    for group in list(self._family):
+                        group.close(_remaining(deadline))
+                self._channel.close(_remaining(deadline))
+            finally:
+                fork.forget(self)
+                self._family.discard(self)
+                self._state = "closed"
+                if self._owner is not None:
+                    self._owner(_remaining(deadline))
+
+    def _become_forked(self) -> None:
+        # The locks may have been held by threads that the child does not have.
+        self._submitting = threading.Lock()
+        self._closing = threading.Lock()
+        if self._state != "closed":
+            self._state = "forked"
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
+        if not orderly and self._state == "open":
+            reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
+            for group in [*(self._family if self._owner is not None else ()), self]:
+                group.abort(reason)
+        self.close()
+
+
+def _remaining(deadline: float) -> float:
+    # Even a late close gets a moment, so that nothing is left behind.
+    return max(deadline - time.monotonic(), 0.1)

@@ -1,0 +1,136 @@
+"""The one way from a group to its data channel: number an operation, hand it over, name its future.
+
+The number and the submission happen in one critical section, so that the order of the numbers is the
+order in which the channel sees the operations, whichever threads submit them.  Operations issued in
+the callbacks of a future run in different orders on different ranks; they get no number but the key
+that :mod:`shoal.future` derives for them, which is equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..backend.base import DataChannel, GroupSpec
+from ..errors import ForkedProcess, GroupAborted, GroupClosed, UsageError
+from ..future import Completion, Future, callback_scope
+from ..spec import SUM, Operation, OpKind, ReduceOp
+from .validation import Call
+
+_MASK = 2**64 - 1
+#: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
+_ODD = 0x9E3779B97F4A7C15
+
+
+class Submitter:
+    """The part of a group that its operations stand on."""
+
+    def __init__(self, spec: GroupSpec, channel: DataChannel, *, timeout: float) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._timeout = timeout
+        self._rank = spec.rank
+        self._size = len(spec.ranks)
+        self._cpu = "cpu" in channel.devices
+        self._submitting = threading.Lock()
+        self._number = 0
+        #: "open", "closing", "closed", "aborted" or "forked": what was done to the group here.
+        self._state = "open"
+        self._abort_reason = ""
+
+    # -- what operations use -------------------------------------------------------------------
+
+    def _call(self, name: str) -> Call:
+        return Call(name, self._rank, self._size, self._channel.devices)
+
+    def _submit(
+        self,
+        kind: OpKind,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        timeout: float | None,
+        op: ReduceOp = SUM,
+        root: int = -1,
+        sizes: Sequence[int] = (),
+    ) -> Future[Any]:
+        """Submit a collective; the value of the future is the channel's (see ``DataChannel.submit``)."""
+        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        with self._submitting:
+            channel = self._channel
+            if self._state != "open" or channel.failure() is not None:
+                self._raise_refusal()
+            scope = callback_scope()
+            if scope is None:
+                number = self._number
+                future = channel.submit(
+                    Operation(kind, number, 0, inputs, outputs, seconds, op, root, -1, 0, sizes)
+                )
+                self._number = number + 1
+                future.key = (self._spec.ident + number * _ODD) & _MASK
+            else:
+                key = scope.next_key()
+                future = channel.submit(
+                    Operation(kind, -1, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
+                )
+                future.key = key
+        return future
+
+    def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
+        """Submit point-to-point operations together, in order.
+
+        Their futures have no key: no two ranks see the same messages, so there is nothing from which keys
+        of operations in their callbacks could be derived.  Such operations are numbered like all others.
+        """
+        with self._submitting:
+            if self._state != "open" or self._channel.failure() is not None:
+                self._raise_refusal()
+            return [self._channel.submit(operation) for operation in operations]
+
+    def _message(
+        self,
+        kind: OpKind,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        timeout: float | None,
+        peer: int,
+        tag: int,
+    ) -> Operation:
+        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        return Operation(kind, -1, 0, inputs, outputs, seconds, SUM, -1, peer, tag, ())
+
+    # -- refusals ------------------------------------------------------------------------------
+
+    def _checked_timeout(self, timeout: float) -> float:
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise UsageError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        return float(timeout)
+
+    def _raise_refusal(self) -> None:
+        """Raise why nothing can be submitted any more."""
+        where = f"group {self._spec.name!r} on rank {self._rank}"
+        if self._state == "forked":
+            raise ForkedProcess(
+                f"{where} was used in a forked child of the process that made it; start workers with the "
+                "spawn method, or fork before shoal.init()"
+            )
+        if self._state in ("closing", "closed"):
+            raise GroupClosed(f"{where} is {self._state}; make a new group to go on")
+        failure = self._channel.failure()
+        if failure is not None:
+            # One exception object for all calls: without this it would collect every caller's frames.
+            raise failure.with_traceback(None)
+        raise GroupAborted(f"{where} was aborted here: {self._abort_reason}")
+
+
+def mapped(future: Future[Any], finish: Callable[[Any], Any]) -> Future[Any]:
+    """A future like ``future`` with the value ``finish(value)``.
+
+    ``finish`` runs once, in the thread that first sees the completion, before anybody sees it.  Unlike
+    ``then`` this takes no callback thread, and the future keeps its key.
+    """
+    result: Future[Any] = Future(Completion(future), finish=lambda: finish(future.value()))
+    result.key = future.key
+    return result

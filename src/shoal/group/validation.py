@@ -1,0 +1,200 @@
+"""Checks of the arguments of one call.
+
+Pure functions of their arguments: nothing here sends, allocates or changes anything, so a call that
+is refused leaves its group usable.  Every message names the rank and the operation, says what was
+expected and what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NoReturn
+
+import torch
+
+from ..errors import UnsupportedOperation, UsageError
+from ..spec import DTYPE_CODES, LEGAL_REDUCTIONS, ReduceOp
+
+#: Tags of users; larger ones are for the group's own messages.
+MAX_TAG = 2**30 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Who calls what: the beginning of every message, and the group that the arguments must fit."""
+
+    name: str
+    rank: int
+    size: int
+    devices: frozenset[str]
+
+    def refuse(self, problem: str, error: type[UsageError] = UsageError) -> NoReturn:
+        raise error(f"{self.name} on rank {self.rank}: {problem}")
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def tensor(self, x: torch.Tensor, what: str) -> None:
+        """``x`` is a dense tensor of a dtype that can be sent, on a device of the group."""
+        if not isinstance(x, torch.Tensor):
+            self.refuse(f"{what} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            self.refuse(
+                f"{what} must be a dense tensor, got layout {layout}; send its parts (such as its indices "
+                "and values), or x.to_dense()",
+                UnsupportedOperation,
+            )
+        if x.dtype not in DTYPE_CODES:
+            self.refuse(f"{what} has dtype {x.dtype}, which cannot be sent", UnsupportedOperation)
+        if x.device.type not in self.devices:
+            self.refuse(
+                f"{what} is on {x.device}, but the group takes tensors on {_listed(sorted(self.devices))}"
+            )
+
+    def output(self, x: torch.Tensor, what: str) -> None:
+        """``x`` can be written to: a tensor whose elements do not share memory."""
+        self.tensor(x, what)
+        if not x.is_contiguous() and overlaps_itself(x):
+            self.refuse(
+                f"{what} (shape {tuple(x.shape)}, stride {x.stride()}) has several elements at one address, "
+                "as expanded tensors do, and cannot be written to; pass x.contiguous()"
+            )
+
+    def tensors(self, xs: Sequence[torch.Tensor], what: str, *, outputs: bool = False) -> None:
+        """``xs`` is a sequence of one tensor per rank, all of one dtype; outputs share no memory."""
+        if isinstance(xs, torch.Tensor) or not isinstance(xs, Sequence):
+            self.refuse(f"{what} must be a list of {self.size} tensors, got {type(xs).__name__}")
+        if len(xs) != self.size:
+            self.refuse(f"{what} must be a list of {self.size} tensors, one per rank, got {len(xs)}")
+        for i, x in enumerate(xs):
+            (self.output if outputs else self.tensor)(x, f"{what}[{i}]")
+            self.same_dtype(x, f"{what}[{i}]", xs[0], f"{what}[0]")
+        if outputs and (pair := _overlapping_pair(xs)):
+            self.refuse(
+                f"{what}[{pair[0]}] and {what}[{pair[1]}] lie in the same memory; every rank's part needs "
+                f"a tensor of its own ([torch.empty(...)] * {self.size} makes only one)"
+            )
+
+    def same_dtype(self, x: torch.Tensor, what: str, y: torch.Tensor, other: str) -> None:
+        if x.dtype is not y.dtype:
+            self.refuse(f"{what} has dtype {x.dtype}, but {other} has {y.dtype}; they must be equal")
+
+    def count(self, x: torch.Tensor, what: str, expected: int, why: str) -> None:
+        """``x`` has ``expected`` elements; ``why`` says where that number comes from."""
+        if x.numel() != expected:
+            self.refuse(f"{what} has {x.numel()} elements, expected {expected} ({why})")
+
+    def reduction(self, op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
+        """The reduction that ``op`` names, if it has a meaning for ``dtype``."""
+        reduction = ReduceOp.of(op)
+        legal = LEGAL_REDUCTIONS.get(dtype)
+        if legal is None:
+            self.refuse(f"tensors of {dtype} can be copied but not reduced", UnsupportedOperation)
+        if reduction.code not in legal:
+            names = _listed(sorted(ReduceOp(code).name for code in legal))
+            self.refuse(
+                f"{reduction.name} has no meaning for {dtype}; it can be reduced with {names}",
+                UnsupportedOperation,
+            )
+        return reduction
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def root(self, root: int, what: str = "root") -> int:
+        """``root`` is a rank of the group."""
+        if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
+            self.refuse(f"{what} must be a rank of the group, 0 to {self.size - 1}, got {root!r}")
+        return root
+
+    def peer(self, peer: int, what: str) -> int:
+        """``peer`` is another rank of the group."""
+        self.root(peer, what)
+        if peer == self.rank:
+            self.refuse(f"{what} is this rank itself, {peer}; a message needs two ranks")
+        return peer
+
+    def tag(self, tag: int) -> int:
+        if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= MAX_TAG:
+            self.refuse(f"tag must be an integer from 0 to {MAX_TAG}, got {tag!r}")
+        return tag
+
+    def sizes(self, sizes: Sequence[int] | None, own: int, what: str) -> list[int]:
+        """The element count of every rank's part: ``sizes``, or all as long as this rank's ``own``."""
+        if sizes is None:
+            return [own] * self.size
+        counts = self.counts(sizes, "sizes")
+        if counts[self.rank] != own:
+            self.refuse(f"{what} has {own} elements, but sizes[{self.rank}] is {counts[self.rank]}")
+        return counts
+
+    def splits(self, splits: Sequence[int] | None, x: torch.Tensor, what: str) -> list[int]:
+        """How the first dimension of ``x`` is cut into one part per rank."""
+        if x.dim() == 0:
+            self.refuse(f"{what} must have at least one dimension, along which it is cut")
+        if splits is None:
+            if x.shape[0] % self.size:
+                self.refuse(
+                    f"the first dimension of {what} is {x.shape[0]}, which {self.size} ranks do not divide; "
+                    f"pass {what}_splits"
+                )
+            return [x.shape[0] // self.size] * self.size
+        parts = self.counts(splits, f"{what}_splits")
+        if sum(parts) != x.shape[0]:
+            self.refuse(
+                f"{what}_splits add up to {sum(parts)}, but the first dimension of {what} is {x.shape[0]}"
+            )
+        return parts
+
+    def counts(self, values: Sequence[int], what: str) -> list[int]:
+        counts = [int(value) for value in values]
+        if len(counts) != self.size or any(count < 0 for count in counts):
+            self.refuse(f"{what} must be {self.size} counts, one per rank and none negative, got {counts}")
+        return counts
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements of the dense tensor ``x`` share an address."""
+    if x.numel() == 0:
+        return False
+    dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+    extent = 0
+    nested = True
+    for stride, size in dims:
+        if stride == 0:
+            return True
+        nested = nested and stride > extent
+        extent += stride * (size - 1)
+    if nested:
+        return False
+    # Interleaved strides: rare enough to look at every address.
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
+    return len(set(offsets.tolist())) < len(offsets)
+
+
+def share_memory(xs: Iterable[torch.Tensor], ys: Iterable[torch.Tensor]) -> bool:
+    """Whether some contiguous tensor of ``xs`` and one of ``ys`` have bytes in common."""
+    spans = [_span(y) for y in ys]
+    return any(low < end and start < high for low, high in map(_span, xs) for start, end in spans)
+
+
+def _overlapping_pair(xs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    # Only contiguous tensors fill their span; others are staged through memory of their own, and
+    # interleaved columns of one matrix are legitimate.
+    spans = sorted((*_span(x), i) for i, x in enumerate(xs) if x.is_contiguous() and x.numel())
+    for (_, end, i), (start, _, j) in pairwise(spans):
+        if start < end:
+            return (min(i, j), max(i, j))
+    return None
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    start = x.data_ptr()
+    return start, start + x.numel() * x.element_size()
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
