@@ -58,6 +58,7 @@ void bind_reducer(nb::module_& m) {
           nb::arg("parameter"), "Record a gradient: 0 nothing to do, 1 look at `ready`, 2 it came twice.")
       .def_prop_ro("opened", &Readiness::opened)
       .def_prop_ro("ready", &Readiness::ready, "Buckets with an index below this are complete.")
+      .def_prop_ro("arrived", &Readiness::arrived, "How many gradients have arrived.")
       .def("arrival", &Readiness::arrival, "Parameters in the order in which their gradients arrived.")
       .def("missing", &Readiness::missing, "Parameters whose gradients have not arrived.");
 }

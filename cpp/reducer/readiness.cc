@@ -26,11 +26,11 @@ Readiness::Readiness(std::span<const std::vector<std::uint32_t>> buckets) {
 }
 
 void Readiness::close() {
+  if (!arrival_.empty()) armed_ = false;
   std::fill(arrived_.begin(), arrived_.end(), false);
   pending_ = sizes_;
   arrival_.clear();
   ready_ = 0;
-  armed_ = false;
   open_ = false;
 }
 

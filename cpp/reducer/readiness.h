@@ -19,8 +19,8 @@ enum class Mark : int {
 };
 
 // One pass after another: idle until arm() or open(); while armed the first gradient opens a pass; in an open
-// pass every gradient is recorded; close() returns to idle.  Gradients that arrive while idle are ignored.
-// Not thread-safe.
+// pass every gradient is recorded; close() returns to idle, or to armed if no gradient came (a pass that only
+// asked for the gradients of inputs).  Gradients that arrive while idle are ignored.  Not thread-safe.
 class Readiness {
  public:
   // buckets: the members of each; together they are the indices 0 .. n-1, each once.
@@ -36,6 +36,8 @@ class Readiness {
   bool opened() const { return open_; }
   // Buckets with an index below this are complete.
   std::size_t ready() const { return ready_; }
+  // Gradients that have arrived in this pass.
+  std::size_t arrived() const { return arrival_.size(); }
   // Parameters in the order in which their gradients arrived in this pass.
   const std::vector<std::uint32_t>& arrival() const { return arrival_; }
   // Parameters whose gradients have not arrived in this pass, ascending.

@@ -1,0 +1,5 @@
+"""Data-parallel training: one gradient reducer for every backend and device."""
+
+from .ddp import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

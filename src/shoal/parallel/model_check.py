@@ -1,0 +1,97 @@
+"""Do all ranks hold the same model?  Asked once, before anything is reduced.
+
+Ranks that wrap different models would average gradients of different parameters without any error: the bytes
+fit.  So every rank describes its model, the ranks compare digests of the descriptions, and only when those
+differ do they exchange the descriptions themselves to say what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import ModelMismatch
+from ..group import ProcessGroup
+
+#: Differences shown for one rank.
+_SHOWN = 5
+
+
+def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[str, object]) -> None:
+    """Raise on every rank unless all ranks hold models alike.  Collective.
+
+    Compared are the names, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers, their
+    order, and ``settings``; not the values.
+
+    Raises:
+        ModelMismatch: naming for each rank what differs from rank 0.
+    """
+    own = json.dumps(_describe(module, settings)).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(own).digest()), dtype=torch.uint8)
+    digests = group.all_gather(digest).wait()
+    if all(torch.equal(digest, other) for other in digests):
+        return
+    descriptions = [dict(json.loads(text)) for text in _exchange(group, own)]
+    lines: list[str] = []
+    for rank, description in enumerate(descriptions):
+        found = _differences(descriptions[0], description)
+        lines += [f"  rank {rank}: {line}" for line in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            lines.append(f"  rank {rank}: and {len(found) - _SHOWN} more differences")
+    raise ModelMismatch(
+        f"the ranks wrapped models that differ (seen by rank {group.rank}); build the same one on every rank:\n"
+        + "\n".join(lines)
+    )
+
+
+def _describe(module: nn.Module, settings: Mapping[str, object]) -> list[tuple[str, str]]:
+    """What is compared, each thing with a name of its own."""
+    items = [
+        (
+            f"parameter {name!r}",
+            f"{_layout(parameter)}, " + ("requires grad" if parameter.requires_grad else "frozen"),
+        )
+        for name, parameter in module.named_parameters()
+    ]
+    items += [(f"buffer {name!r}", _layout(buffer)) for name, buffer in module.named_buffers()]
+    items += [(f"option {name}", repr(value)) for name, value in settings.items()]
+    return items
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "without a shape yet"
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return text if tensor.is_contiguous() else f"{text} with strides {list(tensor.stride())}"
+
+
+def _differences(expected: dict[str, str], given: dict[str, str]) -> list[str]:
+    lines = [
+        f"{name} is {given[name]}, but {value} on rank 0"
+        for name, value in expected.items()
+        if name in given and given[name] != value
+    ]
+    lines += [
+        f"{name} is missing, {value} on rank 0" for name, value in expected.items() if name not in given
+    ]
+    lines += [
+        f"{name} ({value}) does not exist on rank 0" for name, value in given.items() if name not in expected
+    ]
+    if not lines:
+        for mine, theirs in zip(given, expected, strict=True):
+            if mine != theirs:
+                return [f"{mine} is registered where rank 0 has {theirs}"]
+    return lines
+
+
+def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
+    """The descriptions of all ranks."""
+    lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)])).wait()]
+    parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+    group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), parts).wait()
+    return [bytes(part.tolist()).decode() for part in parts]

@@ -1,0 +1,71 @@
+"""Parcels: tensors of any dtype and shape, sent together from rank 0 in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..group import ProcessGroup
+from .buckets import ALIGNMENT
+
+
+#: Tensors are sent together up to this many bytes; a larger one goes by itself.
+MESSAGE_BYTES = 25 * 2**20
+
+
+class Parcel:
+    """Registered memory in which tensors lie one after another, as bytes.
+
+    Args:
+        like: what will be sent; only shapes, dtypes and devices matter, and must be equal on all ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, like: Sequence[torch.Tensor]) -> None:
+        self._group = group
+        offsets = []
+        end = 0
+        for tensor in like:
+            offsets.append(end)
+            end += packed_size(tensor)
+        self._memory = group.empty(end, dtype=torch.uint8)
+        self._memory.zero_()  # the gaps are sent too
+        self._views = [
+            self._memory[offset : offset + tensor.numel() * tensor.element_size()]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+            for tensor, offset in zip(like, offsets, strict=True)
+        ]
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite ``tensors`` with those of rank 0.  Collective; returns when it is done."""
+        with torch.no_grad():
+            if self._group.rank == 0:
+                torch._foreach_copy_(self._views, list(tensors))
+            self._group.broadcast(self._memory, root=0).wait()
+            if self._group.rank != 0:
+                torch._foreach_copy_(list(tensors), self._views)
+
+
+def packed_size(tensor: torch.Tensor) -> int:
+    """Bytes that ``tensor`` takes in a parcel."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite ``tensors`` with those of rank 0, in few messages.  Collective."""
+    for some in _portions(tensors):
+        Parcel(group, some).broadcast(some)
+
+
+def _portions(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    portion: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if portion and size + packed_size(tensor) > MESSAGE_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(tensor)
+        size += packed_size(tensor)
+    if portion:
+        yield portion
