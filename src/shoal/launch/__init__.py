@@ -1,0 +1,16 @@
+"""The ``shoal`` command: ``shoal run`` starts ranks on this machine, ``shoal store`` hosts a store.
+
+How data flows in ``shoal run``::
+
+    run.py          options, errors, exit code
+     ├─ command.py      which program a command line means
+     ├─ environment.py  what each rank is told
+     ├─ guardian.py     a process of its own that ends the ranks should the launcher be killed
+     └─ supervisor.py   the loop: exits, signals, deadlines, output
+         ├─ process.py      one rank: start, signal, exit status
+         ├─ lines.py        bytes of a pipe -> whole lines and progress updates
+         ├─ sink.py         whole lines -> this terminal, file or pipe
+         └─ summary.py      what the user reads when a rank failed
+
+Nothing here imports torch: the command starts in a tenth of a second and stays small.
+"""

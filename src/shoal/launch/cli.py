@@ -1,0 +1,62 @@
+"""The ``shoal`` command itself: a table of subcommands, each imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from ..errors import ShoalError
+
+#: subcommand -> "module:attribute" of its click command; a new subcommand is one line here
+COMMANDS = {
+    "run": "shoal.launch.run:run",
+    "store": "shoal.launch.store:store",
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a subcommand when it is named, so that ``shoal run`` pays for nothing else."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        target = COMMANDS.get(cmd_name)
+        if target is None:
+            return None
+        module, attribute = target.split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Run and inspect jobs of several ranks."""
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """Run the command line ``arguments`` (without the program's name); returns the exit code.
+
+    Whatever is wrong with it is one line on stderr and code 2.
+    """
+    try:
+        code = cli.main(list(arguments) or ["--help"], prog_name="shoal", standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"shoal: {error.format_message()}", err=True)
+        return error.exit_code if isinstance(error, click.UsageError) else 2
+    except ShoalError as error:
+        click.echo(f"shoal: {error}", err=True)
+        return 2
+    except click.Abort:
+        return 130
+    return int(code or 0)
+
+
+def main() -> NoReturn:
+    """The entry point of the ``shoal`` script and of ``python -m shoal``."""
+    sys.exit(invoke(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""What the launcher tells each rank, as environment variables."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of ``shoal run``: what all its ranks share.
+
+    Attributes:
+        size: number of ranks, all on this machine.
+        ident: the job id that fences its keys in the store.
+        secret: authenticates every connection of the job; never on a command line.
+    """
+
+    size: int
+    ident: str = field(default_factory=lambda: secrets.token_hex(6))
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+
+    def variables(self, rank: int, store: str) -> dict[str, str]:
+        """shoal's own variables for ``rank``, with the store's URL."""
+        return {
+            "SHOAL_STORE": store,
+            "SHOAL_RANK": str(rank),
+            "SHOAL_SIZE": str(self.size),
+            "SHOAL_LOCAL_RANK": str(rank),
+            "SHOAL_LOCAL_SIZE": str(self.size),
+            "SHOAL_JOB": self.ident,
+            "SHOAL_EPOCH": "0",
+            "SHOAL_SECRET": self.secret,
+        }
+
+
+def defaults(size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None) -> dict[str, str]:
+    """Variables that the launcher sets unless the user did.
+
+    Args:
+        size: number of ranks.
+        inherited: the launcher's own environment.
+        terminal: size of the terminal that shows the output, None when there is none.
+
+    ``OMP_NUM_THREADS`` shares the cores between the ranks: each would otherwise start a thread per
+    core.  ``PYTHONUNBUFFERED`` makes lines appear when they are written.  On a terminal the ranks,
+    who write to pipes, are told that colours are seen and how wide a line may be.
+    """
+    cores = len(os.sched_getaffinity(0))
+    values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
+    if terminal is not None:
+        values["COLUMNS"] = str(max(20, terminal.columns - len(prefix(0, size))))
+        values["LINES"] = str(terminal.lines)
+        if "NO_COLOR" not in inherited:
+            values["FORCE_COLOR"] = "1"
+    return {name: value for name, value in values.items() if name not in inherited}
+
+
+def prefix(rank: int, size: int) -> str:
+    """What stands before each line of ``rank``: ``[3] ``, as wide for every rank."""
+    width = len(str(size - 1))
+    return f"[{rank:>{width}}] "

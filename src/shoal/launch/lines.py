@@ -1,0 +1,69 @@
+"""The bytes of one pipe, cut into lines and progress updates."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+
+_END = re.compile(rb"(\r\n|\n|\r)")
+
+#: a line longer than this is broken, so that a rank cannot fill the launcher's memory
+LONGEST = 1 << 20
+
+#: how much of a stream's end a failure's summary shows
+TAIL_LINES = 20
+_TAIL_WIDTH = 2000
+
+
+class Lines:
+    """Cuts a stream at ``\\n``, ``\\r\\n`` and ``\\r``.
+
+    ``\\r`` ends an update of a line that will be drawn again, as progress bars do.
+
+    Attributes:
+        drawing: the last end was a ``\\r``: what follows redraws a line.
+        tail: the last lines, for a summary.
+    """
+
+    def __init__(self) -> None:
+        self.drawing = False
+        self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._chunks: list[bytes] = []
+        self._length = 0
+        self._held = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Take the next bytes; gives the pieces they complete, each as (text, its end)."""
+        data = self._held + data
+        # A \r at the end may be the first half of \r\n: the next byte tells.
+        self._held = b"\r" if data.endswith(b"\r") else b""
+        pieces = _END.split(data[: len(data) - len(self._held)])
+        for text, end in zip(pieces[::2], pieces[1::2], strict=False):
+            yield self._finish(text, end)
+        if pieces[-1]:
+            self._chunks.append(pieces[-1])
+            self._length += len(pieces[-1])
+        if self._length > LONGEST:
+            yield self._finish(b"", b"\n")
+
+    @property
+    def partial(self) -> bytes:
+        """The bytes after the last end."""
+        return b"".join(self._chunks)
+
+    def close(self) -> Iterator[tuple[bytes, bytes]]:
+        """The stream has ended: gives what was left without an end, if anything."""
+        if self._chunks or self._held:
+            yield self._finish(b"", self._held or b"\n")
+            self._held = b""
+
+    def _finish(self, text: bytes, end: bytes) -> tuple[bytes, bytes]:
+        text = b"".join(self._chunks) + text
+        self._chunks.clear()
+        self._length = 0
+        if self.drawing and self.tail:
+            self.tail.pop()
+        self.drawing = end == b"\r"
+        self.tail.append(text[:_TAIL_WIDTH])
+        return text, end

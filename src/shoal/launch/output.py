@@ -1,0 +1,158 @@
+"""From the ranks' pipes to the launcher's stdout and stderr."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import IO
+
+from .environment import prefix
+from .lines import Lines
+from .sink import Sink, open_sinks
+
+#: bytes read from one pipe before the others get their turn
+_CHUNK = 1 << 16
+#: seconds without more bytes after which a terminal shows an unfinished line (a prompt)
+_QUIET = 0.1
+#: ANSI colours of the prefixes, rank after rank: all readable on black and on white
+_COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+class _Stream:
+    """stdout or stderr of one rank, on its way to a sink."""
+
+    def __init__(self, pipe: IO[bytes], prefix: bytes, sink: Sink) -> None:
+        self.pipe = pipe
+        self.prefix = prefix
+        self.sink = sink
+        self.lines = Lines()
+        #: when an unfinished line is to be shown, None if there is none to show
+        self.show_at: float | None = None
+
+    def take(self, data: bytes) -> None:
+        for text, end in self.lines.feed(data):
+            self.sink.line(self, self.prefix, text, end)
+        self.show_at = None
+        if self.sink.terminal and self.lines.partial:
+            self.show_at = time.monotonic() + (0.0 if self.lines.drawing else _QUIET)
+
+    def show(self) -> None:
+        self.show_at = None
+        self.sink.draw(self, self.prefix, self.lines.partial)
+
+    def end(self) -> None:
+        for text, end in self.lines.close():
+            self.sink.line(self, self.prefix, text, end)
+        self.show_at = None
+        self.pipe.close()
+
+
+class Output:
+    """Reads the pipes of all ranks and writes whole, prefixed lines.
+
+    Args:
+        selector: of the loop; the data of its keys are functions to call.
+        wake: makes the loop call :meth:`resume`; called from other threads.
+        size: number of ranks.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, wake: Callable[[], None], size: int) -> None:
+        self._selector = selector
+        self._size = size
+        self._out, self._err = open_sinks(wake)
+        self._streams: list[_Stream] = []
+        self._paused: list[_Stream] = []
+        self._stderr: dict[int, Lines] = {}
+
+    def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        """Take over the pipes of a rank: they are read to their end, then closed."""
+        for pipe, sink in ((stdout, self._out), (stderr, self._err)):
+            os.set_blocking(pipe.fileno(), False)
+            stream = _Stream(pipe, _label(rank, self._size, sink), sink)
+            self._streams.append(stream)
+            self._listen(stream)
+        self._stderr[rank] = stream.lines
+
+    def tail(self, rank: int) -> Sequence[bytes]:
+        """The last lines of a rank's stderr."""
+        return self._stderr[rank].tail
+
+    def say(self, text: bytes) -> None:
+        """Write whole lines of the launcher's own to stderr."""
+        for line in text.splitlines():
+            self._err.line(self, b"", line, b"\n")
+
+    def next_show(self) -> float | None:
+        """When :meth:`show` has something to do next."""
+        return min((s.show_at for s in self._streams if s.show_at is not None), default=None)
+
+    def show(self) -> None:
+        """Show the unfinished lines that have waited long enough."""
+        now = time.monotonic()
+        for stream in self._streams:
+            if stream.show_at is not None and stream.show_at <= now:
+                stream.show()
+
+    def resume(self) -> None:
+        """Read again from pipes that were left alone while a sink was full."""
+        paused, self._paused = self._paused, []
+        for stream in paused:
+            self._listen(stream)
+
+    def drain(self) -> None:
+        """Read what is left, and close every pipe, even one that a stranger still holds open."""
+        self.resume()
+        for stream in list(self._streams):
+            while stream in self._streams and self._read_once(stream):
+                pass
+            if stream in self._streams:
+                self._end(stream)
+
+    def close(self) -> None:
+        """No more will be said; what is queued is still written."""
+        self._out.close()
+        if self._err is not self._out:
+            self._err.close()
+
+    @property
+    def ended(self) -> bool:
+        """After :meth:`close`: everything has been written."""
+        return self._out.writer.ended and self._err.writer.ended
+
+    def _listen(self, stream: _Stream) -> None:
+        self._selector.register(stream.pipe, selectors.EVENT_READ, partial(self._read, stream))
+
+    def _read(self, stream: _Stream) -> None:
+        if stream.sink.writer.full:
+            self._selector.unregister(stream.pipe)
+            self._paused.append(stream)
+        else:
+            self._read_once(stream)
+
+    def _read_once(self, stream: _Stream) -> bool:
+        """Read a chunk; False when nothing is there now, or will be."""
+        try:
+            data = os.read(stream.pipe.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        # Nobody reads what the rank writes: it shall notice, as it would without a launcher.
+        if not data or stream.sink.writer.broken:
+            self._end(stream)
+            return False
+        stream.take(data)
+        return True
+
+    def _end(self, stream: _Stream) -> None:
+        self._selector.unregister(stream.pipe)
+        self._streams.remove(stream)
+        stream.end()
+
+
+def _label(rank: int, size: int, sink: Sink) -> bytes:
+    text = prefix(rank, size)
+    if sink.terminal and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "
+    return text.encode()

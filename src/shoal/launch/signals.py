@@ -1,0 +1,54 @@
+"""Signals as bytes in a pipe, for an event loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+#: end the job
+STOP = (signal.SIGINT, signal.SIGTERM)
+#: mean whatever the ranks make of them
+USER = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Signals:
+    """A context in which STOP and USER signals do nothing but make ``fd`` readable.
+
+    Only for the main thread, as Python's signal handlers are.  On leaving, the former handlers are
+    in place again.
+    """
+
+    def __enter__(self) -> Signals:
+        self.fd, self._writer = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._writer, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._old: dict[int, Any] = {number: signal.signal(number, _nothing) for number in (*STOP, *USER)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+        os.close(self.fd)
+        os.close(self._writer)
+
+    def wake(self) -> None:
+        """Make ``fd`` readable without a signal; from any thread."""
+        with suppress(BlockingIOError):
+            os.write(self._writer, b"\0")
+
+    def read(self) -> list[int]:
+        """The signals since the last call, in order of arrival; never blocks."""
+        with suppress(BlockingIOError):
+            return [number for number in os.read(self.fd, 4096) if number in self._old]
+        return []
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """The byte in the pipe says it all."""

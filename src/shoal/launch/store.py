@@ -1,0 +1,39 @@
+"""``shoal store``: a TCP store by itself, for ranks that somebody else starts."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+
+import click
+
+from .. import config
+from ..rendezvous import job_record
+from ..store import serve
+
+
+@click.command(short_help="Host a store for ranks that are started by other means.")
+@click.option("--listen", metavar="HOST:PORT", default="127.0.0.1:0", show_default=True)
+@click.option(
+    "--size",
+    type=click.IntRange(min=1),
+    help="Number of ranks: a process then needs no more than this address and the secret.",
+)
+def store(listen: str, size: int | None) -> int:
+    """Host a TCP store until SIGINT or SIGTERM. Port 0 takes a free one; the address is printed.
+
+    The secret comes from SHOAL_SECRET, or from the file that SHOAL_SECRET_FILE names; without one,
+    only loopback is served. With --size, `shoal.init("tcp://host:port")` gives ranks by arrival in
+    the job that SHOAL_JOB names.
+    """
+    records = job_record(size, config.JOB.get(), config.EPOCH.get()) if size is not None else {}
+    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        serve(listen, secret=config.secret(), records=records, announce=_announce)
+    return 0
+
+
+def _announce(url: str) -> None:
+    click.echo(f"shoal store: {url}")

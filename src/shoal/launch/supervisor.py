@@ -1,0 +1,203 @@
+"""The loop that watches over the ranks: exits, signals and deadlines.
+
+One thread and one epoll set.  The kernel lists ready descriptors in the order in which they became
+ready, so exits (seen through a ``pidfd``) are handled in the order in which they happened, even
+when many are seen at once: the first failure is the first, not the one with the lowest rank.
+
+A job goes through these phases::
+
+    RUNNING --a rank fails-----> FAILED    the others get SIGTERM, and SIGKILL a moment later
+       |-----SIGINT, SIGTERM---> STOPPING  passed on; SIGKILL after a long grace or a second SIGINT
+       v                           |
+    every rank has ended <---------+----> what they left in their process groups is killed,
+                                          the last output is written, then the summary
+"""
+
+from __future__ import annotations
+
+import enum
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from . import summary
+from .guardian import Guardian
+from .output import Output
+from .process import Rank, members
+from .signals import STOP, Signals
+
+#: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
+FAILURE_GRACE = 0.6
+#: seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
+STOP_GRACE = 30.0
+#: SIGINTs nearer than this are one: it may reach the launcher directly and through its group
+_SAME_INTERRUPT = 0.2
+#: seconds that helpers of a finished rank have to notice and end by themselves
+_LINGER = 0.5
+#: seconds after SIGKILL in which a process must be gone, unless the kernel holds it
+_LAST = 2.0
+_POLL = 0.02
+
+
+class _Phase(enum.Enum):
+    RUNNING = enum.auto()
+    FAILED = enum.auto()
+    STOPPING = enum.auto()
+
+
+class Supervisor:
+    """Runs one job to its end.
+
+    Args:
+        signals: the launcher's; what arrives there is passed on.
+        guardian: told of every rank before it runs.
+
+    Call :meth:`start` for each rank, :meth:`run` once, and :meth:`close` whatever happened.
+    """
+
+    def __init__(self, signals: Signals, guardian: Guardian) -> None:
+        self._signals = signals
+        self._announce = guardian.announcer()
+        self._ranks: list[Rank] = []
+        self._phase = _Phase.RUNNING
+        self._first_failure: Rank | None = None
+        self._stop_signal = 0
+        self._interrupted_at = -_SAME_INTERRUPT
+        self._kill_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._output: Output | None = None
+        self._closing = self._impatient = False
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the next rank; raises LaunchError."""
+        rank = Rank(len(self._ranks), argv, environment, self._announce)
+        self._ranks.append(rank)
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._ended(rank))
+
+    def run(self) -> int:
+        """Watch until every rank and all that they started is gone; returns the exit code.
+
+        That is the first failed rank's; or 128 and a number when a signal to the launcher ended
+        the job; or 0.
+        """
+        output = self._output = Output(self._selector, self._signals.wake, len(self._ranks))
+        for rank in self._ranks:
+            output.attach(rank.index, rank.stdout, rank.stderr)
+        self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
+        while any(rank.status is None for rank in self._ranks):
+            self._turn(None)
+        self._sweep(output)
+        output.drain()
+        code = self._conclude(output)
+        output.close()
+        self._closing = True
+        while not output.ended and not self._impatient:
+            self._turn(_POLL)
+        return code
+
+    def close(self) -> None:
+        """Kill what may still be alive, and release everything."""
+        for rank in self._ranks:
+            rank.send_group(signal.SIGKILL)
+            rank.reap()
+        self._selector.close()
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def _turn(self, timeout: float | None) -> None:
+        """Handle what is ready, or wait for it until ``timeout`` or the next deadline."""
+        assert self._output is not None
+        now = time.monotonic()
+        deadlines = [at - now for at in (self._kill_at, self._output.next_show()) if at is not None]
+        if timeout is not None:
+            deadlines.append(timeout)
+        for key, _ in self._selector.select(max(0.0, min(deadlines)) if deadlines else None):
+            key.data()
+        self._output.show()
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill()
+
+    def _ended(self, rank: Rank) -> None:
+        self._selector.unregister(rank.pidfd)
+        status = rank.collect()
+        if self._phase is _Phase.RUNNING and status != 0:
+            self._phase, self._first_failure = _Phase.FAILED, rank
+            self._kill_at = time.monotonic() + FAILURE_GRACE
+            self._send(signal.SIGTERM)
+        elif self._phase is _Phase.FAILED:
+            rank.stopped = -status in (signal.SIGTERM, signal.SIGKILL)
+
+    def _signalled(self) -> None:
+        assert self._output is not None
+        for number in self._signals.read():
+            if self._closing:
+                # The user does not want to wait until somebody reads the last output.
+                self._impatient |= number in STOP
+            elif number not in STOP:
+                self._send(number)
+            elif self._phase is _Phase.RUNNING:
+                self._phase, self._stop_signal = _Phase.STOPPING, number
+                self._kill_at = time.monotonic() + STOP_GRACE
+                self._stop(number)
+            elif self._phase is _Phase.STOPPING:
+                self._stop(number)
+        self._output.resume()
+
+    def _stop(self, number: int) -> None:
+        """Pass SIGINT or SIGTERM on; a second SIGINT kills."""
+        now = time.monotonic()
+        if number != signal.SIGINT:
+            self._send(number)
+        elif self._interrupted_at < 0:
+            self._interrupted_at = now
+            self._send(number)
+        elif now - self._interrupted_at > _SAME_INTERRUPT:
+            self._kill()
+
+    def _send(self, number: int) -> None:
+        """Send a signal to every rank that runs.
+
+        SIGINT reaches a rank's children too, as Ctrl-C at a terminal does.  The others do not: a
+        rank that saves its work on SIGTERM still needs its helpers, and SIGUSR1 would kill them.
+        """
+        for rank in self._ranks:
+            if rank.status is None and number == signal.SIGINT:
+                rank.send_group(number)
+            elif rank.status is None:
+                rank.send(number)
+
+    def _kill(self) -> None:
+        self._kill_at = None
+        for rank in self._ranks:
+            rank.send_group(signal.SIGKILL)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _sweep(self, output: Output) -> None:
+        """End what the ranks left behind in their groups."""
+        self._kill_at = None
+        groups = [rank.pid for rank in self._ranks]
+        orderly = self._phase is _Phase.RUNNING
+        now = time.monotonic()
+        kill_at = now + (_LINGER if orderly else 0.0)
+        killed = False
+        while (left := members(groups)) and now < kill_at + _LAST:
+            if now >= kill_at and not killed:
+                killed = True
+                self._kill()
+                if orderly:
+                    output.say(summary.leftovers(left))
+            self._turn(_POLL)
+            now = time.monotonic()
+
+    def _conclude(self, output: Output) -> int:
+        """Print the summary of a job that did not end well; gives the exit code."""
+        first = self._first_failure
+        if first is not None:
+            output.say(summary.failure(first, self._ranks, output.tail(first.index)))
+            return first.exit_code
+        if self._stop_signal and any(rank.status for rank in self._ranks):
+            output.say(summary.stopped(self._stop_signal, self._ranks))
+            return 128 + self._stop_signal
+        return 0
