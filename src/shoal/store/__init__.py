@@ -1,0 +1,34 @@
+"""Stores: key-value servers through which the processes of a job meet.
+
+=====================  ==================================================================
+:class:`MemoryStore`   for threads of one process
+:class:`FileStore`     a log file that the processes of a host, or of a shared disk, write
+:class:`TCPStore`      a server on the network, hosted by :class:`TCPStoreServer`
+:class:`PrefixStore`   a view of another store in which every key has a prefix
+=====================  ==================================================================
+
+:func:`open_store` finds the right one for a URL.
+"""
+
+from .base import MAX_VALUE, Store
+from .file import FileStore
+from .memory import MemoryStore
+from .opener import open_store, register_store
+from .prefix import PrefixStore
+from .serve import parse_address, serve
+from .tcp import TCPStore
+from .tcp_server import TCPStoreServer
+
+__all__ = [
+    "MAX_VALUE",
+    "FileStore",
+    "MemoryStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "TCPStoreServer",
+    "open_store",
+    "parse_address",
+    "register_store",
+    "serve",
+]

@@ -1,0 +1,121 @@
+"""A store in a file, for processes that share a disk and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import StoreError, StoreTimeout
+from ..wire import Deadline
+from .base import timed_out
+from .execute import RequestStore
+from .log import Log
+from .requests import Blocking, Request, Table, decode, encode
+
+T = TypeVar("T")
+
+#: seconds between two looks at the file while waiting for a key
+_SHORTEST_PAUSE = 0.0005
+_LONGEST_PAUSE = 0.02
+
+
+class FileStore(RequestStore):
+    """Processes write what they do to one log file, and each replays it into its own memory.
+
+    A request that changes something holds the file's lock while it reads what is new, applies
+    itself and appends itself; one that only looks takes no lock.  A process may be killed at any
+    moment: what it was told is done stays, a record it was writing is cut off by the next writer
+    (see ``log.py``), and the kernel releases its lock.
+
+    Nobody removes the file: who named it knows when the last process is done with it.
+
+    Args:
+        path: the file; made when it does not exist.
+        timeout: default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
+
+    Raises:
+        StoreError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, timeout: float | None = None) -> None:
+        super().__init__(timeout)
+        self.path = Path(path).absolute()
+        self._log = Log(self.path)
+        self._table = Table()
+        self._mutex = threading.Lock()  # the file's lock does not hold among threads
+        self._closing = threading.Event()
+
+    def clone(self) -> FileStore:
+        """The same file, opened once more."""
+        self._refuse_forked()
+        return FileStore(self.path, timeout=self.timeout)
+
+    def close(self) -> None:
+        """Close the file, once a request in progress is done with it; wakes threads that wait."""
+        if self._forked():
+            return
+        self._closing.set()
+        with self._mutex:
+            self._log.close()
+
+    def _execute(self, request: Request[T], deadline: Deadline) -> T:
+        self._refuse_forked()
+        if request.writes:
+            return self._write(request, deadline)
+        pause = _SHORTEST_PAUSE
+        while True:
+            with self._exclusive(deadline):
+                self._replay(locked=False)
+                missing = self._table.missing(request.keys) if isinstance(request, Blocking) else []
+                if not missing:
+                    return request.apply(self._table)
+            while True:
+                if deadline.expired:
+                    raise timed_out(missing, deadline.timeout)
+                self._closing.wait(min(pause, deadline.remaining()))
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+                with self._exclusive(deadline):
+                    if self._log.grown():
+                        break
+
+    def _write(self, request: Request[T], deadline: Deadline) -> T:
+        with self._exclusive(deadline), self._log.locked(deadline):
+            self._replay(locked=True)
+            try:
+                result = request.apply(self._table)
+                if self._table.touched:
+                    self._log.append(encode(request))
+            except BaseException:
+                # Whatever went wrong, the log is what counts: begin from it anew.
+                self._table = Table()
+                self._log.rewind()
+                raise
+            self._table.touched.clear()
+            return result
+
+    def _replay(self, *, locked: bool) -> None:
+        try:
+            for payload in self._log.read(locked=locked):
+                decode(payload).apply(self._table)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"file store {self.path} holds a record of another version: {error}") from error
+        self._table.touched.clear()
+
+    @contextlib.contextmanager
+    def _exclusive(self, deadline: Deadline) -> Iterator[None]:
+        """Keep out the other threads of this process."""
+        if not self._mutex.acquire(timeout=max(deadline.remaining(), 0.001)):
+            raise StoreTimeout(
+                f"file store {self.path} was busy in another thread for {deadline.timeout:g} s"
+            )
+        try:
+            if self._closing.is_set():
+                raise StoreError(f"this FileStore on {self.path} has been closed")
+            yield
+        finally:
+            self._mutex.release()

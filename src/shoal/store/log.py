@@ -1,0 +1,154 @@
+"""An append-only file of checksummed records that several processes write.
+
+Layout: 8 bytes of magic, then records, each a header (length of the payload and its CRC-32, both
+4 bytes little-endian) and the payload.  Only who holds the file's lock writes.
+
+A process that is killed in the middle of a write leaves a record that reaches beyond the end of
+the file.  It was never acknowledged; readers stop before it, and the next writer cuts it off.
+Anything else that does not fit its checksum is damage to the file, and is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import StoreError, StoreTimeout
+from ..wire import Deadline, close_in_forked_child
+
+_MAGIC = b"shoallg1"
+_HEADER = struct.Struct("<II")
+
+
+class Log:
+    """One process's view of the file.
+
+    Args:
+        path: where it is; made when it does not exist.
+
+    Raises:
+        StoreError: the file cannot be opened, or is something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = len(_MAGIC)
+        self._checked = False
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
+        close_in_forked_child(self)  # the lock goes with the file: a child must not keep it
+
+    @contextlib.contextmanager
+    def locked(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the file's lock.  StoreTimeout if another process keeps it beyond the deadline."""
+        pause = 0.0001
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline.expired:
+                    raise StoreTimeout(
+                        f"file store {self.path} stayed locked by another process for "
+                        f"{deadline.timeout:g} s; is it stopped?"
+                    ) from None
+            # Waiting in the kernel would have no deadline; the pauses differ so that all get a turn.
+            time.sleep(pause * random.random())
+            pause = min(2 * pause, 0.005)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def grown(self) -> bool:
+        """Whether there is something that :meth:`read` has not returned.  Cheap."""
+        return os.fstat(self._fd).st_size > self._offset
+
+    def read(self, *, locked: bool) -> Iterator[bytes]:
+        """The payloads of the records that were added since the last call.
+
+        Without the lock it ends at the first record that is not complete: a writer may be at work.
+        With the lock it cuts off what a killed writer has left behind.
+
+        Raises:
+            StoreError: the file is no log, or (seen with the lock only) is damaged.
+        """
+        self._check_magic(locked)
+        while header := os.pread(self._fd, _HEADER.size, self._offset):
+            end = self._offset + _HEADER.size
+            if len(header) == _HEADER.size:
+                length, checksum = _HEADER.unpack(header)
+                end += length
+            if len(header) < _HEADER.size or end > os.fstat(self._fd).st_size:
+                if locked:
+                    os.ftruncate(self._fd, self._offset)
+                return
+            payload = self._pread(length, self._offset + _HEADER.size)
+            if not payload or zlib.crc32(payload) != checksum:
+                if locked:
+                    raise StoreError(f"file store {self.path} is damaged at byte {self._offset}: remove it")
+                return  # cut off and written anew while it was read
+            self._offset = end
+            yield payload
+
+    def append(self, payload: bytes) -> None:
+        """Write one record; the lock is held and everything before it has been read.
+
+        When this returns the record survives the death of any process (not of the machine).
+
+        Raises:
+            StoreError: the file system took no more; the file is as before.
+        """
+        record = memoryview(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
+        end = self._offset
+        try:
+            while record:
+                written = os.pwrite(self._fd, record, end)
+                record = record[written:]
+                end += written
+        except OSError as error:
+            os.ftruncate(self._fd, self._offset)
+            raise StoreError(f"cannot write to file store {self.path}: {error.strerror}") from error
+        self._offset = end
+
+    def rewind(self) -> None:
+        """Let :meth:`read` begin from the first record again."""
+        self._offset = len(_MAGIC)
+
+    def close(self) -> None:
+        """Close the file; it may be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _check_magic(self, locked: bool) -> None:
+        if self._checked:
+            return
+        magic = os.pread(self._fd, len(_MAGIC), 0)
+        if magic == _MAGIC:
+            self._checked = True
+        elif not _MAGIC.startswith(magic):
+            raise StoreError(f"{self.path} is not a file store: it begins with {magic!r}")
+        elif locked:
+            os.pwrite(self._fd, _MAGIC, 0)
+            self._checked = True
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        parts = []
+        while count:
+            part = os.pread(self._fd, count, offset)
+            if not part:
+                break
+            parts.append(part)
+            count -= len(part)
+            offset += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
