@@ -1,0 +1,61 @@
+"""The pages tell the truth: links lead somewhere, the first example runs, the error tree is the real one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import shoal.errors
+from shoal.errors import ShoalError
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+ERRORS = ROOT / "docs" / "errors.md"
+
+
+def test_every_link_leads_to_a_file() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not dead
+
+
+def test_the_first_example_runs_alone(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    script = tmp_path / "hello.py"
+    script.write_text(code[1])
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"), result.stderr
+
+
+def _tree(error: type[Exception], indent: str = "") -> list[str]:
+    """The subclasses of ``error`` in the order of errors.py, drawn as ``tree`` draws folders."""
+    children = [child for child in error.__subclasses__() if child.__module__ == shoal.errors.__name__]
+    lines = []
+    for child in children:
+        last = child is children[-1]
+        lines.append(f"{indent}{'└── ' if last else '├── '}{child.__name__}")
+        lines += _tree(child, indent + ("    " if last else "│   "))
+    return lines
+
+
+def test_the_page_on_errors_draws_the_tree_as_it_is() -> None:
+    drawing = "\n".join(["ShoalError", *_tree(ShoalError)])
+    assert f"```\n{drawing}\n```" in ERRORS.read_text(), f"docs/errors.md should have:\n{drawing}"
+
+
+def test_the_page_on_errors_explains_every_exception() -> None:
+    page = ERRORS.read_text()
+    names = [
+        name
+        for name, value in vars(shoal.errors).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    missing = [name for name in names if not re.search(rf"^\| `{name}` \|", page, re.MULTILINE)]
+    assert not missing

@@ -1,0 +1,61 @@
+"""The wheel: built from a copy of the sources as a user would, used far from the checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PROGRAM = """
+import sys
+import shoal, torch
+assert shoal.__file__.startswith(sys.prefix), shoal.__file__
+with shoal.init() as group:
+    x = torch.full((1000,), float(group.rank + 1))
+    group.all_reduce(x).wait()
+    assert x.unique().tolist() == [3.0], x
+print("summed")
+"""
+
+
+def _run(*command: str | Path, cwd: Path) -> str:
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env={"PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+    )  # fmt: skip
+    assert result.returncode == 0, f"{command[0]} {command[1]} failed:\n{result.stdout}"
+    return result.stdout
+
+
+@pytest.mark.stress
+def test_a_wheel_builds_and_works_without_the_checkout(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("src", "cpp"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    _run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, source, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("shoal-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert sum(name.startswith("shoal/_core.") for name in names) == 1
+    assert "shoal/py.typed" in names
+    assert all(name.split("/")[0].split("-")[0] == "shoal" for name in names)
+
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    _run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    # Torch and the other dependencies come from where the tests have them: they are not what is tested.
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    shoal = tmp_path / "venv" / "bin" / "shoal"
+    assert _run(shoal, "run", "-n", "2", "program.py", cwd=tmp_path).count("summed") == 2
