@@ -59,7 +59,7 @@ format: $(BIN)/ruff  ## rewrite every source in the one format
 	$(BIN)/clang-format -i $(CPP)
 
 docs: $(DONE)/docs  ## the documentation as HTML in out/docs; a dead link is an error
-	$(BIN)/mkdocs build --strict --quiet --site-dir out/docs
+	$(BIN)/mkdocs build --strict --site-dir out/docs
 
 core: $(BIN)/ruff  ## build the native module into src/shoal, for work with PYTHONPATH=src
 	$(TOOLS) cmake -S . -B build/core -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
