@@ -155,6 +155,14 @@ class WaitTimeout(ShoalError, TimeoutError):
     """``wait(timeout)`` gave up.  Only the waiting ended: the operation goes on."""
 
 
+class InvalidFutureState(ShoalError, RuntimeError):
+    """A future was asked for what it does not have yet, or given a result when it needs none.
+
+    ``value()`` and ``exception()`` before completion: call ``wait()`` first, or ask ``done()``.
+    ``set_result`` and ``set_exception``: only once, and not on a future that an engine completes.
+    """
+
+
 class UnusedParameterError(ShoalError, RuntimeError):
     """Parameters took no part in the loss, so their bucket can never be reduced; they are named."""
 

@@ -1,0 +1,62 @@
+"""One callback of one future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .scope import CallbackScope, enter_scope, leave_scope
+
+if TYPE_CHECKING:
+    from .future import Future
+
+
+class Callback:
+    """A callback that a user registered: its function, its index, and the future of its result."""
+
+    __slots__ = ("_child", "_fn", "_index")
+
+    def __init__(self, fn: Callable[[Future[Any]], Any], index: int, child: Future[Any] | None) -> None:
+        self._fn = fn
+        self._index = index
+        self._child = child
+
+    def run(self, future: Future[Any]) -> None:
+        """Call the function in its scope and complete the child.  In a thread of the pool."""
+        token = enter_scope(None if future.key is None else CallbackScope(future.key, self._index))
+        try:
+            device = future._device
+            if device is None:
+                self._call(future)
+            else:
+                if self._child is not None:
+                    self._child._device = device.successor()
+                with device.callback_streams(future._payload()):
+                    self._call(future)
+        except BaseException as error:
+            if self._child is None or self._child.done():
+                raise
+            # An error passed on from the future itself would refer to it through the callback's frame.
+            passed_on = error is future._error
+            self._child.set_exception(error.with_traceback(None) if passed_on else without_frames(error, 2))
+        finally:
+            leave_scope(token)
+
+    def _call(self, future: Future[Any]) -> None:
+        value = self._fn(future)
+        if self._child is not None:
+            # Within the callback's streams: the events of the result are recorded on them.
+            self._child.set_result(value)
+
+
+def without_frames(error: BaseException, count: int) -> BaseException:
+    """``error`` without the outermost ``count`` frames of its traceback.
+
+    Those are our own; they refer to the future in which the error will be stored, and would make a
+    cycle that lives until the garbage collector comes by.
+    """
+    traceback = error.__traceback__
+    for _ in range(count):
+        if traceback is not None:
+            traceback = traceback.tb_next
+    return error.with_traceback(traceback)

@@ -1,0 +1,424 @@
+"""The future of one operation.
+
+Its life is PENDING, SETTLING (one thread has claimed the source's outcome and runs ``finish``), DONE.
+State and subscribers change under one lock for all futures; its critical sections are a few stores,
+and nothing foreign runs in them.  Subscribers are internal: they run on the completing thread, so
+they only wake or enqueue.  The callbacks that users register run in :mod:`shoal.future.pool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from ..errors import InvalidFutureState, UsageError, WaitTimeout
+from ..streams import DeviceEvents, events_behind
+from .callback import Callback, without_frames
+from .pool import pool
+from .scope import derive_key
+from .source import Source
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_logger = logging.getLogger("shoal")
+
+_PENDING, _SETTLING, _DONE = range(3)
+
+#: Seconds that a source is asked to block for at a time, without the GIL: Ctrl-C is seen in between.
+WAIT_SLICE = 0.1
+
+# Re-entrant: a finalizer that the garbage collector runs in a critical section may complete a future.
+_lock = threading.RLock()
+
+
+def _forget_lock() -> None:
+    """In a forked child nobody would release a lock that another thread of the parent held."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
+class Future(Generic[T]):
+    """The result of an operation that may still be running.
+
+    Args:
+        source: the operation, if an engine answers for it; else somebody calls :meth:`set_result` or
+            :meth:`set_exception`.
+        finish: gives the value once ``source`` is complete.  Runs exactly once, before anybody sees
+            the completion, in whichever thread meets it first; default: the value is ``None``.
+        key: the identity of the operation, equal on all ranks, from which those of operations issued
+            in callbacks are derived (see :mod:`shoal.callbacks`).  May be assigned until the first
+            callback is registered.
+        keep: kept alive until completion; for device tensors their memory is also kept from reuse
+            until the work on them is done.
+        device: for results on devices.
+
+    Giving up a wait (a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_device",
+        "_error",
+        "_finish",
+        "_keep",
+        "_observer",
+        "_source",
+        "_state",
+        "_subscribers",
+        "_value",
+        "key",
+    )
+
+    _value: T
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        *,
+        finish: Callable[[], T] | None = None,
+        key: int | None = None,
+        keep: object = None,
+        device: DeviceEvents | None = None,
+    ) -> None:
+        self._state = _PENDING
+        self._source = source
+        self._finish = finish
+        self.key = key
+        self._keep = keep
+        self._device = device
+        self._error: BaseException | None = None
+        #: Called on completion, in order.  Once not None, the source was asked to notify.
+        self._subscribers: list[Callable[[Future[T]], None]] | None = None
+        self._observer: Callable[[BaseException | None], None] | None = None
+        self._callbacks = 0
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None, *, blocking: bool = True) -> T:
+        """Wait for completion and return the value, or raise what went wrong.
+
+        Args:
+            timeout: seconds; ``None`` waits as long as the operation's own timeout lets it run.
+            blocking: for results on devices: whether to block until they are computed, or to return
+                once they are enqueued, with the current streams of this thread waiting for them.
+
+        Raises:
+            WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
+        """
+        if self._state != _DONE and not self._complete(timeout):
+            raise WaitTimeout(
+                f"gave up waiting after {timeout} s for {self!r}; the operation goes on, wait again for it"
+            )
+        error = self._error
+        if error is not None:
+            # Without this the traceback would refer to this frame, which refers to the future, which
+            # refers to the error: a cycle that lives until the garbage collector comes by.
+            del self
+            try:
+                raise error
+            finally:
+                del error
+        if self._device is not None:
+            self._device.wait(self._value, blocking)
+        return self._value
+
+    #: The same as :meth:`wait`.
+    result = wait
+
+    def done(self) -> bool:
+        """Whether the operation is complete, well or not (for devices: enqueued).  Never blocks."""
+        if self._state == _PENDING:
+            source = self._source
+            if source is not None and source.done():
+                self._settle()
+        return self._state == _DONE
+
+    def value(self) -> T:
+        """The value of a completed future; does not wait, nor make streams wait.
+
+        Raises:
+            InvalidFutureState: it is not complete.
+            BaseException: what went wrong.
+        """
+        if not self.done():
+            raise InvalidFutureState(f"{self!r} has no value yet; call wait(), or ask done() first")
+        error = self._error
+        if error is not None:
+            del self  # see wait
+            try:
+                raise error
+            finally:
+                del error
+        return self._value
+
+    def exception(self) -> BaseException | None:
+        """What went wrong with a completed future, or None.
+
+        Raises:
+            InvalidFutureState: it is not complete.
+        """
+        if not self.done():
+            raise InvalidFutureState(f"{self!r} has no outcome yet; call wait(), or ask done() first")
+        return self._error
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in asyncio, without blocking the loop; results on devices as with ``blocking=False``."""
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+
+            def wake(_: Future[T]) -> None:
+                # A loop that was closed meanwhile has nobody left to wake.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(_resolve, waiter)
+
+            self._subscribe(wake)
+            try:
+                yield from waiter
+            finally:
+                self._unsubscribe(wake)
+        error = self._error
+        if error is not None:
+            del self  # see wait
+            try:
+                raise error
+            finally:
+                del error
+        return self.wait(blocking=False)
+
+    # -- callbacks -----------------------------------------------------------------------------
+
+    def then(self, fn: Callable[[Future[T]], U]) -> Future[U]:
+        """A future of ``fn(self)``, which runs in a thread of its own once this future is complete.
+
+        ``fn`` runs also if the operation failed (``value()`` then raises).  What it raises becomes
+        the exception of the returned future; a future that it returns is a value like any other.
+        It may block, issue operations and wait for them.  The callbacks of one future start in the
+        order of registration.  Thread-local settings of torch (``no_grad``, ``inference_mode``, the
+        current device) do not reach it, except that for results on devices, fresh streams are
+        current which already wait for the work.
+
+        Operations issued in callbacks are matched across ranks by their place in the callback, so
+        every rank must register the same callbacks on a future in the same order.
+        """
+        child: Future[U] = Future()
+        self._register(fn, child)
+        return child
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Run ``fn(self)`` like :meth:`then`, for its effect: an exception is logged, not kept."""
+        self._register(fn, None)
+
+    # -- completing ----------------------------------------------------------------------------
+
+    def set_result(self, value: T) -> None:
+        """Complete the future with ``value``.
+
+        For tensors on devices, the work enqueued on the current streams is what the value needs.
+
+        Raises:
+            InvalidFutureState: it is complete already, or an engine completes it.
+        """
+        self._refuse_second_outcome()
+        self._publish(_PENDING, value, None, events_behind(value, self._device, self._keep))
+
+    def set_exception(self, error: BaseException) -> None:
+        """Complete the future with an exception: ``wait`` will raise this very object.
+
+        Raises:
+            InvalidFutureState: it is complete already, or an engine completes it.
+        """
+        if not isinstance(error, BaseException):
+            raise UsageError(f"set_exception takes an exception, got {type(error).__name__}: {error!r}")
+        self._refuse_second_outcome()
+        self._publish(_PENDING, None, error, None)
+
+    def observe(self, fn: Callable[[BaseException | None], None]) -> None:
+        """Call ``fn(exception or None)`` inline when the future completes, before anybody sees it.
+
+        For the group that keeps a record of its operations: there is one observer, it takes
+        nanoseconds and does not raise.  Everybody else wants :meth:`add_done_callback`.
+        """
+        with _lock:
+            self._observer = fn
+            if self._state == _DONE:
+                fn(self._error)
+
+    def __repr__(self) -> str:
+        if self._state != _DONE:
+            state = "pending"
+        elif self._error is not None:
+            state = f"failed with {type(self._error).__name__}"
+        else:
+            state = f"done with {type(self._value).__name__}"
+        return f"<shoal.Future {state}>" if self.key is None else f"<shoal.Future {self.key:#x} {state}>"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _complete(self, timeout: float | None) -> bool:
+        """Wait until the future is done; False when time ran out.
+
+        The calling thread goes into the engine; in slices, so that signal handlers run.
+        """
+        source = self._source
+        if source is None:
+            return self._block(timeout)
+        if timeout is None:
+            while not source.wait(WAIT_SLICE):
+                pass
+        else:
+            deadline = time.monotonic() + timeout
+            while not source.wait(min(WAIT_SLICE, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return False
+        self._settle()
+        # Another thread may be in the middle of `finish`.
+        return self._state == _DONE or self._block(None)
+
+    def _block(self, timeout: float | None) -> bool:
+        """Wait until some other thread has completed the future; False when time ran out."""
+        event = threading.Event()
+
+        def wake(_: Future[T]) -> None:
+            event.set()
+
+        self._subscribe(wake)
+        try:
+            return event.wait(None if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+        finally:
+            self._unsubscribe(wake)
+
+    def _settle(self) -> None:
+        """Take over the outcome of the completed source, unless another thread does."""
+        claimed = False
+        try:
+            with _lock:
+                if self._state == _PENDING:
+                    self._state = _SETTLING
+                    claimed = True
+            if claimed:
+                self._conclude()
+        except KeyboardInterrupt:
+            # Ctrl-C ends this thread's waiting, but the claim must not die with it.
+            if claimed and self._state == _SETTLING:
+                pool.submit(self._conclude)
+            raise
+
+    def _conclude(self) -> None:
+        # The locals let go of source and tensors outside the lock.
+        source, finish, keep = cast(Source, self._source), self._finish, self._keep
+        value: T | None = None
+        events = None
+        error = source.exception()
+        if error is None:
+            try:
+                if finish is not None:
+                    value = finish()
+                if self._device is not None:
+                    events = events_behind(value, self._device, keep)
+            except BaseException as raised:
+                if _is_interrupt(raised):
+                    raise
+                error = without_frames(raised, 1)
+        self._publish(_SETTLING, value, error, events)
+
+    def _publish(
+        self, expected: int, value: T | None, error: BaseException | None, device: DeviceEvents | None
+    ) -> None:
+        try:
+            with _lock:
+                if self._state != expected:
+                    self._refuse_second_outcome()
+                if self._observer is not None:
+                    self._observer(error)
+                self._value = cast(T, value)
+                self._error = error
+                self._device = device
+                self._source = self._finish = self._keep = None
+                self._state = _DONE
+        finally:
+            # Also when Ctrl-C came between the lock and here.
+            if self._subscribers is not None and self._state == _DONE:
+                self._drain()
+
+    def _drain(self) -> None:
+        """Call the subscribers in order.  Those who come meanwhile queue up behind."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with _lock:
+                    if not self._subscribers:
+                        self._subscribers = None
+                        break
+                    subscriber = self._subscribers.pop(0)
+                subscriber(self)
+            except KeyboardInterrupt as raised:
+                interrupt = raised
+            except Exception:
+                _logger.exception("could not pass on the completion of %r", self)
+        if interrupt is not None:
+            raise interrupt
+
+    def _subscribe(self, subscriber: Callable[[Future[T]], None]) -> None:
+        """Have ``subscriber(self)`` called on completion, by the completing thread; at once if done."""
+        source = None
+        with _lock:
+            queued = self._state != _DONE or self._subscribers is not None
+            if queued:
+                if self._subscribers is None:
+                    self._subscribers = []
+                    if self._state == _PENDING:
+                        source = self._source
+                self._subscribers.append(subscriber)
+        if not queued:
+            subscriber(self)
+        elif source is not None:
+            source.notify(self._settle)
+
+    def _unsubscribe(self, subscriber: Callable[[Future[T]], None]) -> None:
+        with _lock:
+            if self._subscribers is not None and subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+    def _register(self, fn: Callable[[Future[T]], Any], child: Future[Any] | None) -> None:
+        with _lock:
+            index = self._callbacks
+            self._callbacks += 1
+        if child is not None and self.key is not None:
+            child.key = derive_key(b"then", self.key, index)
+        callback = Callback(fn, index, child)
+        self._subscribe(lambda future: pool.submit(partial(callback.run, future)))
+
+    def _refuse_second_outcome(self) -> None:
+        if self._source is not None:
+            raise InvalidFutureState(f"{self!r} is completed by its engine; nobody else may set its outcome")
+        if self._state != _PENDING:
+            raise InvalidFutureState(f"{self!r} has an outcome already; it can be set only once")
+
+    def _payload(self) -> object:
+        """The tensors that users of the value get at: those of a collection are its futures' values."""
+        value = self._value
+        if isinstance(value, list) and value and isinstance(value[0], Future):
+            return [future._value for future in value]
+        return value
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

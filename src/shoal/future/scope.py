@@ -1,0 +1,67 @@
+"""How operations issued in callbacks get their identity.
+
+Callbacks run in different orders on different ranks, so what they issue cannot be numbered with the
+other operations of a group.  It is matched by a key, which every rank derives from the same three
+things: the key of the future, the index of the callback on it, and the index of the operation in the
+callback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from contextvars import ContextVar, Token
+
+
+def derive_key(purpose: bytes, *parts: int) -> int:
+    """A key that every rank derives equally from the same parts: 63 bits, never 0.
+
+    Args:
+        purpose: at most 16 bytes; keys of different purposes differ.
+        parts: unsigned 64-bit numbers.
+    """
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}Q", *parts), digest_size=8, person=purpose).digest()
+    return (int.from_bytes(digest, "little") & (2**63 - 1)) or 1
+
+
+class CallbackScope:
+    """The identity of one running callback: gives keys to the operations issued in it.
+
+    Args:
+        key: of the future the callback belongs to.
+        index: of the callback among those registered on that future.
+    """
+
+    __slots__ = ("_index", "_issued", "_key")
+
+    def __init__(self, key: int, index: int) -> None:
+        self._key = key
+        self._index = index
+        self._issued = 0
+
+    def next_key(self) -> int:
+        """The key of the next operation issued in this callback, equal on all ranks."""
+        key = derive_key(b"operation", self._key, self._index, self._issued)
+        self._issued += 1
+        return key
+
+
+_scope: ContextVar[CallbackScope | None] = ContextVar("shoal_callback_scope", default=None)
+
+
+def callback_scope() -> CallbackScope | None:
+    """The scope of the callback that the calling thread (or asyncio task) runs in, if any.
+
+    None outside callbacks, and in a callback of a future that has no key.
+    """
+    return _scope.get()
+
+
+def enter_scope(scope: CallbackScope | None) -> Token[CallbackScope | None]:
+    """Make ``scope`` the current one; hand what is returned to :func:`leave_scope`."""
+    return _scope.set(scope)
+
+
+def leave_scope(token: Token[CallbackScope | None]) -> None:
+    """Restore the scope from before :func:`enter_scope`."""
+    _scope.reset(token)

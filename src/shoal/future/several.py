@@ -1,0 +1,150 @@
+"""Several futures at once: wait for all, for any, collect them, or make one from another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from ..errors import InvalidFutureState, UsageError, WaitTimeout
+from ..streams import DeviceEvents
+from .future import WAIT_SLICE, Future
+from .scope import derive_key
+
+T = TypeVar("T")
+
+
+def wait_all(futures: Iterable[Future[T]], timeout: float | None = None) -> list[T]:
+    """Wait for all ``futures`` and return their values, in order.
+
+    Args:
+        timeout: seconds for all together; ``None`` for no limit.
+
+    Raises:
+        BaseException: that of a future which failed, within a fraction of a second, without waiting
+            for the others.
+        WaitTimeout: ``timeout`` ran out; the operations go on.
+    """
+    futures = list(futures)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for position, future in enumerate(futures):
+        while True:
+            left = WAIT_SLICE if deadline is None else max(0.0, deadline - time.monotonic())
+            if future.done() or future._complete(min(WAIT_SLICE, left)):
+                break
+            for other in futures[position + 1 :]:
+                if other.done():
+                    other.value()
+            if left == 0.0:
+                pending = sum(not other.done() for other in futures)
+                raise WaitTimeout(
+                    f"gave up waiting after {timeout} s with {pending} of {len(futures)} futures pending; "
+                    "their operations go on"
+                )
+        future.value()
+    return [future.wait() for future in futures]
+
+
+def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Future[T]:
+    """Wait until one of ``futures`` is complete, well or not, and return it.
+
+    Among several that are complete it is the first in the given order.
+
+    Args:
+        timeout: seconds; ``None`` for no limit.
+
+    Raises:
+        UsageError: ``futures`` is empty.
+        WaitTimeout: ``timeout`` ran out; the operations go on.
+    """
+    futures = list(futures)
+    if not futures:
+        raise UsageError("wait_any needs at least one future, got none")
+    event = threading.Event()
+
+    def wake(_: Future[T]) -> None:
+        event.set()
+
+    subscribed: list[Future[T]] = []
+    try:
+        for future in futures:
+            if event.is_set() or future.done():
+                break
+            subscribed.append(future)
+            future._subscribe(wake)
+        else:
+            if not event.wait(None if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))):
+                raise WaitTimeout(
+                    f"gave up waiting after {timeout} s for any of {len(futures)} futures; "
+                    "their operations go on"
+                )
+    finally:
+        for future in subscribed:
+            future._unsubscribe(wake)
+    return next(future for future in futures if future.done())
+
+
+def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
+    """A future of the list of ``futures``, complete when all of them are.
+
+    If one fails, the returned future fails at once with the same exception (as in torch).
+    """
+    futures = list(futures)
+    keys = [future.key for future in futures]
+    result: Future[list[Future[T]]] = Future()
+    if all(key is not None for key in keys):
+        result.key = derive_key(b"all", *(cast(int, key) for key in keys))
+    remaining = len(futures)
+    counting = threading.Lock()
+
+    def count(future: Future[T]) -> None:
+        nonlocal remaining
+        with counting:
+            remaining -= 1
+            last = remaining == 0
+        try:
+            if future._error is not None:
+                result.set_exception(future._error)
+            elif last:
+                _complete_collection(result, futures)
+        except InvalidFutureState:
+            pass  # an earlier failure was first
+
+    for future in futures:
+        future._subscribe(count)
+    if not futures:
+        result.set_result([])
+    return result
+
+
+def _complete_collection(result: Future[list[Future[T]]], futures: list[Future[T]]) -> None:
+    parts = [future._device for future in futures if future._device is not None]
+    if parts:
+        result._device = DeviceEvents.merged(parts)
+    result.set_result(futures)
+
+
+class Completion:
+    """The completion of a future as a :class:`~shoal.future.Source`, for a future that is made from it.
+
+    ``Future(Completion(f), finish=lambda: g(f.value()))`` is ``f`` with another value, without the
+    thread that a callback takes; so ``g`` must be quick.
+    """
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None) -> bool:
+        return self._future.done() or self._future._complete(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def exception(self) -> BaseException | None:
+        return self._future.exception()
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        self._future._subscribe(lambda _: fn())

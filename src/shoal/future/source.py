@@ -1,0 +1,25 @@
+"""What a future asks about the operation behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Source(Protocol):
+    """An operation of an engine, as a future sees it.  All methods may be called from any thread."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block, without the GIL, until the operation is complete; False when time ran out (or earlier)."""
+
+    def done(self) -> bool:
+        """Whether the operation is complete; never blocks."""
+
+    def exception(self) -> BaseException | None:
+        """What went wrong.  Called after completion only."""
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        """Call ``fn()`` once when the operation is complete (at once if it is), and forget it then.
+
+        ``fn`` is quick and does not raise; the thread that calls it must not be one that users wait on.
+        """

@@ -1,0 +1,236 @@
+"""The device part of futures: events behind which results are usable, and the streams that wait for them.
+
+On a device, work is enqueued on streams and runs later.  A future of such work is complete as soon as
+the work is enqueued; it then holds one event for each device (and stream), and whoever uses the
+result waits for the events: on the host, or only with its current streams.
+
+What a device must be able to do stands in :class:`StreamRuntime`; :class:`CudaRuntime` does it with
+``torch.cuda``.  Runtimes are chosen by device type, and :func:`register_runtime` puts another one in
+place (the tests play a deterministic one).
+
+The design is that of "CUDA-aware future for distributed" (pytorch issue 48305).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedOperation
+
+
+class StreamRuntime(abc.ABC):
+    """What a type of device must offer.  Streams and events are opaque to everyone else."""
+
+    @abc.abstractmethod
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream on which the calling thread enqueues work for ``device``."""
+
+    @abc.abstractmethod
+    def stream_from_pool(self, device: torch.device, high_priority: bool) -> Any:
+        """A stream of ``device`` for independent work; streams may be given out again."""
+
+    @abc.abstractmethod
+    def use(self, stream: Any) -> Any:
+        """A context manager in which ``stream`` is its device's current stream (in this thread)."""
+
+    @abc.abstractmethod
+    def record(self, stream: Any) -> Any:
+        """A new event that occurs when the work enqueued on ``stream`` until now is done."""
+
+    @abc.abstractmethod
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """Let work enqueued on ``stream`` from now on run after ``event``; does not block."""
+
+    @abc.abstractmethod
+    def synchronize(self, event: Any) -> None:
+        """Block the calling thread until ``event`` has occurred."""
+
+    @abc.abstractmethod
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Keep the memory of ``tensor``, once freed, from reuse until what ``stream`` has now is done."""
+
+
+class CudaRuntime(StreamRuntime):
+    """NVIDIA (and through HIP, AMD) devices, by ``torch.cuda``."""
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def stream_from_pool(self, device: torch.device, high_priority: bool) -> torch.cuda.Stream:
+        make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+        return make(device, priority=-1 if high_priority else 0)
+
+    def use(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        make: Callable[[], torch.cuda.Event] = torch.cuda.Event
+        event = make()
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+
+_runtimes: dict[str, StreamRuntime] = {"cuda": CudaRuntime()}
+
+
+def register_runtime(device_type: str, runtime: StreamRuntime | None) -> None:
+    """Use ``runtime`` for devices of ``device_type`` (``None``: none, their tensors are like the CPU's)."""
+    if runtime is None:
+        _runtimes.pop(device_type, None)
+    else:
+        _runtimes[device_type] = runtime
+
+
+def runtime_of(device: torch.device) -> StreamRuntime:
+    """The runtime for ``device``.
+
+    Raises:
+        UnsupportedOperation: nobody registered one for its type.
+    """
+    try:
+        return _runtimes[device.type]
+    except KeyError:
+        known = ", ".join(sorted(_runtimes))
+        raise UnsupportedOperation(
+            f"no stream runtime for device {device}; there is one for: {known}. "
+            "shoal.streams.register_runtime adds one"
+        ) from None
+
+
+def device_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in ``value`` (also within lists, tuples and dicts) on devices that have streams."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type in _runtimes:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from device_tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from device_tensors(item)
+
+
+class DeviceEvents:
+    """The events behind which a future's value is usable.
+
+    Give one to a :class:`~shoal.future.Future` to say on which devices its work will be, or at which
+    priority its callbacks run.
+
+    An engine calls :meth:`record` with its own streams before it completes the future.  For devices
+    without an event by then, one is recorded on the current stream of the completing thread.
+
+    Args:
+        devices: with an index each.  Those of the tensors in the value are found without being named.
+        high_priority: whether callbacks get streams of high priority.
+    """
+
+    __slots__ = ("_devices", "_high_priority", "_recorded")
+
+    def __init__(self, devices: Iterable[torch.device] = (), *, high_priority: bool = False) -> None:
+        self._devices = dict.fromkeys(devices)
+        self._high_priority = high_priority
+        #: (device, stream, event)
+        self._recorded: list[tuple[torch.device, Any, Any]] = []
+        for device in self._devices:
+            runtime_of(device)
+
+    def record(self, streams: Mapping[torch.device, Any]) -> None:
+        """Record an event on each of ``streams``, which hold all the work that the value needs."""
+        for device, stream in streams.items():
+            self._devices.setdefault(device)
+            self._recorded.append((device, stream, runtime_of(device).record(stream)))
+
+    def successor(self) -> DeviceEvents:
+        """Events of the same devices and priority, none recorded yet: for the result of a callback."""
+        return DeviceEvents(self._devices, high_priority=self._high_priority)
+
+    @staticmethod
+    def merged(parts: Iterable[DeviceEvents]) -> DeviceEvents:
+        """All events of ``parts``, at high priority if any part has it."""
+        result = DeviceEvents()
+        for part in parts:
+            result._devices.update(part._devices)
+            result._recorded.extend(part._recorded)
+            result._high_priority = result._high_priority or part._high_priority
+        return result
+
+    def complete(self, value: object, inputs: object = None) -> None:
+        """Record what is not recorded yet and tie the tensors' memory to the streams that work on it.
+
+        Args:
+            value: of the future.
+            inputs: what else the streams may still read.
+        """
+        tensors = [*device_tensors(value), *device_tensors(inputs)]
+        recorded = {device for device, _, _ in self._recorded}
+        needed = [*self._devices, *(tensor.device for tensor in tensors)]
+        self.record(
+            {device: runtime_of(device).current_stream(device) for device in needed if device not in recorded}
+        )
+        for device, stream, _ in self._recorded:
+            _protect(tensors, device, stream)
+
+    def wait(self, value: object, blocking: bool) -> None:
+        """Make ``value`` usable for the caller.
+
+        Args:
+            value: of the future; its memory is kept from reuse while the caller's streams work on it.
+            blocking: whether to block until the events have occurred, or to make only the current
+                streams of the calling thread wait for them.
+        """
+        tensors = list(device_tensors(value))
+        for device, _, event in self._recorded:
+            runtime = runtime_of(device)
+            current = runtime.current_stream(device)
+            if blocking:
+                runtime.synchronize(event)
+            else:
+                runtime.wait_event(current, event)
+            _protect(tensors, device, current)
+
+    @contextmanager
+    def callback_streams(self, value: object) -> Iterator[None]:
+        """A context in which each device's current stream is a fresh one that waits for the events."""
+        tensors = list(device_tensors(value))
+        streams = {
+            device: runtime_of(device).stream_from_pool(device, self._high_priority)
+            for device in self._devices
+        }
+        for device, _, event in self._recorded:
+            runtime_of(device).wait_event(streams[device], event)
+        with ExitStack() as stack:
+            # Entering a stream makes its device current too: the first device is to stay so.
+            for device, stream in reversed(streams.items()):
+                _protect(tensors, device, stream)
+                stack.enter_context(runtime_of(device).use(stream))
+            yield
+
+
+def events_behind(value: object, given: DeviceEvents | None, inputs: object) -> DeviceEvents | None:
+    """The events for a future that now completes with ``value``; None if no device takes part."""
+    if given is None:
+        if next(device_tensors(value), None) is None:
+            return None
+        given = DeviceEvents()
+    given.complete(value, inputs)
+    return given
+
+
+def _protect(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
+    for tensor in tensors:
+        if tensor.device == device:
+            runtime_of(device).record_stream(tensor, stream)
