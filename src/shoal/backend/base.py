@@ -19,34 +19,8 @@ import torch
 
 from ..errors import GroupError
 from ..future import Future
+from ..rendezvous.membership import Membership as Membership
 from ..spec import Operation
-from ..store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """What a rendezvous tells a process: who it is, and how to reach the others.
-
-    Attributes:
-        rank, size: in the job's world group.
-        local_rank, local_size: among the ranks the launcher placed on this host.
-        store: already prefixed by job id and epoch, shared by all ranks.
-        job, epoch: identify this incarnation of the job; traffic of another one is refused.
-        secret: the job's secret, b"" for a group of one.
-        interface: the address that listeners bind to (loopback unless ranks are elsewhere).
-        host: identity of the host; ranks with equal values try shared memory first.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    store: Store
-    job: str
-    epoch: int
-    secret: bytes
-    interface: str
-    host: str
 
 
 @dataclass(frozen=True, slots=True)

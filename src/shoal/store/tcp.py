@@ -61,6 +61,12 @@ class TCPStore(RequestStore):
         """``host:port`` of the server."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def connections(self) -> int:
+        """The number of connections that this store has open now."""
+        with self._lock:
+            return len(self._idle) + len(self._busy)
+
     def clone(self) -> TCPStore:
         """Another store with connections of its own to the same server."""
         self._refuse_forked()

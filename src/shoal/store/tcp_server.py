@@ -99,6 +99,11 @@ class TCPStoreServer:
         """What :func:`~shoal.store.open_store` takes."""
         return f"tcp://{self.address}"
 
+    @property
+    def clients(self) -> int:
+        """The number of connections that are open now; a store of one process may have several."""
+        return len(self._sessions)
+
     def start(self) -> TCPStoreServer:
         """Begin to serve; returns the server.  Starting twice is harmless."""
         if self._thread is None and not self._stopping:

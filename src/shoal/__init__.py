@@ -1,0 +1,136 @@
+"""shoal: communication and data-parallel training for PyTorch.
+
+    import shoal, torch
+
+    group = shoal.init()
+    group.all_reduce(torch.ones(1024)).wait()
+
+The public names are loaded when they are first used, so that ``import shoal`` costs nothing and the
+``shoal`` command does not pay for ``import torch``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend.base import Backend as Backend
+    from .backend.base import DataChannel as DataChannel
+    from .backend.base import GroupSpec as GroupSpec
+    from .backend.registry import register_backend as register_backend
+    from .errors import AuthenticationError as AuthenticationError
+    from .errors import CollectiveMismatch as CollectiveMismatch
+    from .errors import ConfigurationError as ConfigurationError
+    from .errors import ForkedProcess as ForkedProcess
+    from .errors import GroupAborted as GroupAborted
+    from .errors import GroupClosed as GroupClosed
+    from .errors import GroupError as GroupError
+    from .errors import InvalidFutureState as InvalidFutureState
+    from .errors import LaunchError as LaunchError
+    from .errors import ModelMismatch as ModelMismatch
+    from .errors import OperationTimeout as OperationTimeout
+    from .errors import OutOfSharedMemory as OutOfSharedMemory
+    from .errors import PeerLost as PeerLost
+    from .errors import RemoteError as RemoteError
+    from .errors import RendezvousError as RendezvousError
+    from .errors import RendezvousTimeout as RendezvousTimeout
+    from .errors import ShoalError as ShoalError
+    from .errors import StoreError as StoreError
+    from .errors import StoreTimeout as StoreTimeout
+    from .errors import UnsupportedOperation as UnsupportedOperation
+    from .errors import UnusedParameterError as UnusedParameterError
+    from .errors import UsageError as UsageError
+    from .errors import VersionMismatch as VersionMismatch
+    from .errors import WaitTimeout as WaitTimeout
+    from .errors import WireError as WireError
+    from .errors import WireTimeout as WireTimeout
+    from .future import Future as Future
+    from .future import collect_all as collect_all
+    from .future import wait_all as wait_all
+    from .future import wait_any as wait_any
+    from .group import Batch as Batch
+    from .group import Message as Message
+    from .group import ProcessGroup as ProcessGroup
+    from .initialize import init as init
+    from .parallel import DistributedDataParallel as DistributedDataParallel
+    from .rendezvous import Membership as Membership
+    from .rendezvous import register_rendezvous as register_rendezvous
+    from .spec import ANY_SOURCE as ANY_SOURCE
+    from .spec import Operation as Operation
+    from .spec import OpKind as OpKind
+    from .spec import ReduceOp as ReduceOp
+    from .store import FileStore as FileStore
+    from .store import MemoryStore as MemoryStore
+    from .store import PrefixStore as PrefixStore
+    from .store import Store as Store
+    from .store import TCPStore as TCPStore
+    from .store import TCPStoreServer as TCPStoreServer
+    from .store import register_store as register_store
+
+__version__ = "0.1.0"
+
+#: submodule -> the public names that it gives; the block above is the same for type checkers
+_PUBLIC = {
+    "backend.base": ["Backend", "DataChannel", "GroupSpec"],
+    "backend.registry": ["register_backend"],
+    "errors": [
+        "AuthenticationError",
+        "CollectiveMismatch",
+        "ConfigurationError",
+        "ForkedProcess",
+        "GroupAborted",
+        "GroupClosed",
+        "GroupError",
+        "InvalidFutureState",
+        "LaunchError",
+        "ModelMismatch",
+        "OperationTimeout",
+        "OutOfSharedMemory",
+        "PeerLost",
+        "RemoteError",
+        "RendezvousError",
+        "RendezvousTimeout",
+        "ShoalError",
+        "StoreError",
+        "StoreTimeout",
+        "UnsupportedOperation",
+        "UnusedParameterError",
+        "UsageError",
+        "VersionMismatch",
+        "WaitTimeout",
+        "WireError",
+        "WireTimeout",
+    ],
+    "future": ["Future", "collect_all", "wait_all", "wait_any"],
+    "group": ["Batch", "Message", "ProcessGroup"],
+    "initialize": ["init"],
+    "parallel": ["DistributedDataParallel"],
+    "rendezvous": ["Membership", "register_rendezvous"],
+    "spec": ["ANY_SOURCE", "OpKind", "Operation", "ReduceOp"],
+    "store": [
+        "FileStore",
+        "MemoryStore",
+        "PrefixStore",
+        "Store",
+        "TCPStore",
+        "TCPStoreServer",
+        "register_store",
+    ],
+}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,149 @@
+"""``shoal.init``: from nothing to a process group of everybody in the job.
+
+It puts together what the layers above offer: a rendezvous says who this process is, a backend from the
+registry connects it, and the world group stands on both.  The world group owns them: closing it closes
+the backend and leaves the rendezvous.  A world group that is still open when the interpreter exits is
+closed then, so that the others hear a goodbye and not a lost connection; if an uncaught exception ends
+the process, the group is aborted with it, so that the others hear the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import sys
+from typing import Any
+
+from . import config
+from .backend.base import Backend, GroupSpec
+from .backend.registry import backend_factory
+from .errors import UsageError
+from .group import ProcessGroup
+from .rendezvous import Membership, rendezvous
+
+#: seconds for closing what was left open when the process ends
+_EXIT_TIMEOUT = 10.0
+#: seconds for a goodbye after the backend could not be made
+_FAILED_TIMEOUT = 5.0
+
+_open: dict[int, ProcessGroup] = {}
+
+
+def init(
+    url: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    timeout: float | None = None,
+    secret: str | bytes | None = None,
+    backend: str = "native",
+    name: str = "world",
+    concurrency: int | None = None,
+    host_id: str | None = None,
+    **options: Any,
+) -> ProcessGroup:
+    """Meet the other processes of the job and connect to them.
+
+    Every process of the job calls it; it returns when all have come and are connected.
+
+    Args:
+        url: where to meet: ``env://`` (the default: what the launcher's environment says; a group of one
+            without a launcher), ``tcp://host:port``, ``file:///path``, or a scheme of
+            :func:`shoal.register_rendezvous`.
+        rank: of this process; None: as the launcher says, else in order of arrival.
+        size: number of processes; None: as the launcher says, else as the job's record in the store.
+        timeout: seconds until all must have come, and the group's default for operations; None:
+            ``SHOAL_TIMEOUT`` (300 s).
+        secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names.
+        backend: name of the data channel: "native", or one given to :func:`shoal.register_backend`.
+        name: of the group, for errors and logs.
+        concurrency: lanes: how many operations of a group may be in progress at once; None:
+            ``SHOAL_CONCURRENCY`` (1).
+        host_id: identity of this host; ranks with different values do not share memory.  None:
+            ``SHOAL_HOST_ID``, or the machine's own.
+        options: the backend's own; native takes ``transport="auto"``, ``"shm"`` or ``"tcp"``.
+
+    Returns:
+        The group of all processes; a context manager.
+
+    Raises:
+        UsageError, ConfigurationError: an argument or variable that cannot be right.
+        RendezvousError: the processes contradict each other; RendezvousTimeout names the missing ones.
+        AuthenticationError, VersionMismatch: a process does not belong to this job.
+    """
+    factory = backend_factory(backend)  # a misspelt name is refused before anybody waits
+    lanes = _lanes(concurrency)
+    seconds = config.TIMEOUT.get() if timeout is None else timeout
+    membership = rendezvous(url, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id)
+    try:
+        engine = factory(membership, timeout=seconds, **options)
+    except BaseException:
+        membership.release(_FAILED_TIMEOUT)
+        raise
+    return world(membership, engine, name=name, timeout=seconds, concurrency=lanes, options=options)
+
+
+def world(
+    membership: Membership,
+    engine: Backend,
+    *,
+    name: str,
+    timeout: float,
+    concurrency: int,
+    options: dict[str, Any],
+) -> ProcessGroup:
+    """The group of all ranks over a connected backend; it owns ``engine`` and ``membership``."""
+    identity = f"{membership.job}/{membership.epoch}/{name}"
+    spec = GroupSpec(
+        name=name,
+        ident=int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little"),
+        rank=membership.rank,
+        ranks=tuple(range(membership.size)),
+        concurrency=concurrency,
+        options=options,
+    )
+
+    def release(seconds: float) -> None:
+        _open.pop(id(engine), None)
+        try:
+            engine.close(seconds)
+        finally:
+            membership.release(seconds)
+
+    try:
+        group = ProcessGroup(
+            spec,
+            engine.channel(spec),
+            membership.store,
+            timeout=timeout,
+            backend=engine,
+            owner=release,
+            local_rank=membership.local_rank,
+        )
+    except BaseException:
+        release(_FAILED_TIMEOUT)
+        raise
+    _open[id(engine)] = group
+    return group
+
+
+def _lanes(concurrency: int | None) -> int:
+    if concurrency is None:
+        return config.CONCURRENCY.get()
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise UsageError(f"concurrency={concurrency!r}: expected a whole number from 1")
+    return concurrency
+
+
+def _close_at_exit() -> None:
+    # What the interpreter printed as the uncaught exception; 3.12 renamed it.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for group in list(_open.values()):
+        with contextlib.suppress(Exception):
+            if error is not None and not hasattr(sys, "ps1"):
+                group.abort(f"rank {group.rank} ended with {type(error).__name__}: {error}")
+            group.close(_EXIT_TIMEOUT)
+
+
+atexit.register(_close_at_exit)

@@ -1,0 +1,31 @@
+"""How the processes of a job find each other.
+
+    membership = rendezvous("tcp://10.0.0.1:29400")     # -> rank, size, store, secret, ...
+
+Data flows one way: ``environment`` reads what the launcher said, ``schemes`` opens the place that a
+URL names, ``meeting`` is the protocol by which the ranks meet there, and ``meet`` makes a
+:class:`Membership` of it all.  ``docs/rendezvous.md`` tells it to users.
+"""
+
+from .environment import Launch
+from .meet import rendezvous
+from .membership import Membership
+from .record import job_record
+from .schemes import env, file, tcp
+from .venue import Handler, Request, Venue, register_rendezvous, unregister_rendezvous
+
+register_rendezvous("env", env)
+register_rendezvous("tcp", tcp)
+register_rendezvous("file", file)
+
+__all__ = [
+    "Handler",
+    "Launch",
+    "Membership",
+    "Request",
+    "Venue",
+    "job_record",
+    "register_rendezvous",
+    "rendezvous",
+    "unregister_rendezvous",
+]

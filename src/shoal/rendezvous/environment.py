@@ -1,0 +1,247 @@
+"""What each launcher tells its processes, read from their environment.
+
+:func:`read` knows shoal's own variables and those of torchrun, Slurm, Open MPI and MPICH, and brings
+them into one form, :class:`Launch`.  It looks at the innermost launcher first: ``torchrun`` may run
+under Slurm, and ``mpirun`` starts its helpers through ``srun``, whose variables its ranks inherit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .. import config
+from ..errors import ConfigurationError
+from .slurm import first_host
+
+#: Ports that are derived and not given lie below Linux's range of ephemeral ports (32768 and up), so
+#: that no outgoing connection of another program sits on them by chance.
+DERIVED_PORTS = range(20000, 30000)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process's place as its launcher describes it.
+
+    Attributes:
+        launcher: who started the process, in words.
+        rank, size: None where the store has to say.
+        local_rank, local_size: None where they have to be found from the hosts of all ranks.
+        job, epoch: identity of this incarnation of the job.
+        url: where to meet; None: the ranks are all on this host and meet in a private file.
+        marker: a variable that every rank has in its environment and the launcher itself has not.
+    """
+
+    launcher: str
+    rank: int | None
+    size: int | None
+    local_rank: int | None = None
+    local_size: int | None = None
+    job: str = config.JOB.default
+    epoch: int = 0
+    url: str | None = None
+    marker: str = ""
+
+
+class _Reader:
+    """Typed access to the variables of one launcher, with errors that name launcher and variable."""
+
+    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
+        self.launcher = launcher
+        self.environ = environ
+
+    def text(self, *names: str) -> str | None:
+        """The first of the variables that is set, or None."""
+        return next((value for name in names if (value := self.environ.get(name, "").strip())), None)
+
+    def number(self, *names: str) -> int | None:
+        """The first of the variables that is set, as a number from 0, or None."""
+        text = self.text(*names)
+        if text is None:
+            return None
+        if not text.isdecimal():
+            raise ConfigurationError(
+                f"{self.launcher} set {names[0]}={text!r}: expected a whole number from 0"
+            )
+        return int(text)
+
+    def need(self, *names: str) -> int:
+        """Like :meth:`number`, for a variable that the launcher must have set."""
+        number = self.number(*names)
+        if number is None:
+            raise ConfigurationError(
+                f"the environment looks like {self.launcher}'s, but {' or '.join(names)} is not set; "
+                f"unset {self.launcher}'s variables, or give shoal.init a url, rank and size"
+            )
+        return number
+
+    def master_url(self) -> str | None:
+        """``tcp://MASTER_ADDR:MASTER_PORT`` where both are set."""
+        address, port = self.text("MASTER_ADDR"), self.number("MASTER_PORT")
+        if address is None or port is None:
+            return None
+        return tcp_url(address, port)
+
+
+def read(environ: Mapping[str, str]) -> Launch | None:
+    """The launch that ``environ`` describes; None when no launcher left a trace in it.
+
+    ``SHOAL_STORE``, ``SHOAL_JOB`` and ``SHOAL_EPOCH`` override what another launcher says.
+
+    Raises:
+        ConfigurationError: a variable is malformed or missing; the message names it.
+    """
+    launch = next((found for dialect in _DIALECTS if (found := dialect(environ)) is not None), None)
+    if launch is None:
+        return None
+    url, job = config.STORE.get(environ), environ.get(config.JOB.name, "").strip()
+    epoch = config.EPOCH.get(environ) if environ.get(config.EPOCH.name, "").strip() else launch.epoch
+    launch = replace(launch, url=url or launch.url, job=job or launch.job, epoch=epoch)
+    _check(launch)
+    return launch
+
+
+def _check(launch: Launch) -> None:
+    if launch.rank is not None and launch.size is not None and launch.rank >= launch.size:
+        raise ConfigurationError(
+            f"{launch.launcher} gives this process rank {launch.rank} in a job of size {launch.size}; "
+            f"ranks go from 0 to {launch.size - 1}"
+        )
+    if launch.url is None and (launch.size is None or launch.size > 1) and not launch.marker:
+        raise ConfigurationError(
+            f"{launch.launcher} gives rank and size but not where the ranks meet: set {config.STORE.name} "
+            "(tcp://host:port or file:///path), the same on every rank"
+        )
+
+
+def _shoal(environ: Mapping[str, str]) -> Launch | None:
+    rank, size = config.RANK.get(environ), config.SIZE.get(environ)
+    dynamic = config.STORE.get(environ) is not None and not any(
+        environ.get(name, "").strip() for name in _FOREIGN_RANKS
+    )
+    if rank is None and size is None and not dynamic:
+        return None
+    return Launch(
+        "shoal's environment",
+        rank,
+        size,
+        config.LOCAL_RANK.get(environ),
+        config.LOCAL_SIZE.get(environ),
+    )
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launch | None:
+    reader = _Reader("torchrun", environ)
+    if reader.text("RANK") is None or reader.text("WORLD_SIZE") is None:
+        return None
+    rank, size = reader.need("RANK"), reader.need("WORLD_SIZE")
+    run, local_size = reader.text("TORCHELASTIC_RUN_ID"), reader.number("LOCAL_WORLD_SIZE")
+    url, marker = reader.master_url(), ""
+    if reader.text("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent's own store, which speaks another protocol, listens on MASTER_PORT.
+        if local_size == size:
+            url, marker = None, "RANK"
+        else:
+            address = reader.text("MASTER_ADDR")
+            seed = f"torchrun/{run}/{reader.text('MASTER_PORT')}"
+            url = tcp_url(address, derived_port(seed)) if address is not None else None
+    return Launch(
+        reader.launcher,
+        rank,
+        size,
+        reader.number("LOCAL_RANK"),
+        local_size,
+        job=config.JOB.default if run in (None, "none") else f"torchrun-{run}",
+        epoch=reader.number("TORCHELASTIC_RESTART_COUNT") or 0,
+        url=url,
+        marker=marker,
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
+    reader = _Reader("Open MPI", environ)
+    if reader.text("OMPI_COMM_WORLD_RANK") is None:
+        return None
+    size = reader.need("OMPI_COMM_WORLD_SIZE")
+    local_size = reader.number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    url = reader.master_url()
+    return Launch(
+        reader.launcher,
+        reader.need("OMPI_COMM_WORLD_RANK"),
+        size,
+        reader.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size,
+        job=_job("mpi", reader.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+        url=url,
+        marker="OMPI_COMM_WORLD_RANK" if url is None and local_size == size else "",
+    )
+
+
+def _mpich(environ: Mapping[str, str]) -> Launch | None:
+    reader = _Reader("MPICH", environ)
+    # srun sets PMI_RANK too; only the process managers of MPICH say where the rank is on its host
+    if reader.text("PMI_RANK") is None or (
+        reader.text("SLURM_STEP_ID") is not None and reader.text("MPI_LOCALRANKID") is None
+    ):
+        return None
+    size, local_size = reader.need("PMI_SIZE"), reader.number("MPI_LOCALNRANKS")
+    url = reader.master_url()
+    return Launch(
+        reader.launcher,
+        reader.need("PMI_RANK"),
+        size,
+        reader.number("MPI_LOCALRANKID"),
+        local_size,
+        job=_job("mpi", reader.text("PMI_JOBID", "PMI_KVS")),
+        url=url,
+        marker="PMI_RANK" if url is None and local_size == size else "",
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
+    reader = _Reader("Slurm", environ)
+    # A batch script has SLURM_PROCID=0 as well, but no step: it is one process, not a rank.
+    step = reader.text("SLURM_STEP_ID", "SLURM_STEPID")
+    if step is None or reader.text("SLURM_PROCID") is None:
+        return None
+    size = reader.need("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = reader.text("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    one_host = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1
+    job = f"slurm-{reader.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}"
+    url = None
+    if not one_host and nodes is not None:
+        try:
+            url = tcp_url(first_host(nodes), derived_port(job))
+        except ValueError as error:
+            raise ConfigurationError(f"Slurm's SLURM_STEP_NODELIST cannot be read: {error}") from None
+    return Launch(
+        reader.launcher,
+        reader.need("SLURM_PROCID"),
+        size,
+        reader.number("SLURM_LOCALID"),
+        size if one_host else None,
+        job=job,
+        epoch=reader.number("SLURM_RESTART_COUNT") or 0,
+        url=url,
+        marker="SLURM_PROCID" if one_host else "",
+    )
+
+
+#: innermost launcher first
+_DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm)
+_FOREIGN_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID")
+
+
+def _job(launcher: str, ident: str | None) -> str:
+    return config.JOB.default if ident is None else f"{launcher}-{ident}"
+
+
+def derived_port(seed: str) -> int:
+    """A port that every process derives alike from ``seed``."""
+    return DERIVED_PORTS[zlib.crc32(seed.encode()) % len(DERIVED_PORTS)]
+
+
+def tcp_url(host: str, port: int) -> str:
+    """``tcp://host:port``, with the brackets that an IPv6 address needs."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,177 @@
+"""From a URL to a :class:`Membership`: open the place, meet the others, find out who is where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from .. import config
+from ..errors import (
+    AuthenticationError,
+    ConfigurationError,
+    RendezvousTimeout,
+    StoreError,
+    StoreTimeout,
+    UsageError,
+    VersionMismatch,
+    WireError,
+)
+from ..wire import Deadline
+from .host import LOOPBACK, address_towards, here, is_mine, resolve
+from .meeting import Meeting
+from .membership import Membership
+from .record import Descriptor
+from .venue import Request, Venue, open_venue, parse_url
+
+
+def rendezvous(
+    url: str | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    timeout: float | None = None,
+    secret: str | bytes | None = None,
+    host: str | None = None,
+) -> Membership:
+    """Meet the other processes of the job.
+
+    Args:
+        url: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a scheme given to
+            :func:`register_rendezvous`.
+        rank: of this process; None: as the launcher says, else in order of arrival.
+        size: number of processes; None: as the launcher says, else as the job's record in the store.
+        timeout: seconds until all must be there; None: ``SHOAL_TIMEOUT``.
+        secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names.
+        host: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
+
+    Raises:
+        UsageError, ConfigurationError: an argument or variable that cannot be right.
+        RendezvousError: a size or rank that the others contradict, or a group that is full.
+        RendezvousTimeout: names the ranks that did not come.
+        AuthenticationError, VersionMismatch, StoreError: the store, or the others, are strangers.
+    """
+    _check_numbers(rank, size)
+    if isinstance(secret, str):
+        secret = secret.encode()
+    seconds = config.TIMEOUT.get() if timeout is None else timeout
+    request = Request(
+        parse_url("env://" if url is None else url),
+        rank,
+        size,
+        config.secret() if secret is None else secret,
+        Deadline(seconds),
+        host=host,
+    )
+    return meet(request)
+
+
+def meet(request: Request) -> Membership:
+    """Serve a checked request.  A store that goes away before all have met is opened again."""
+    while True:
+        venue = open_venue(request)
+        try:
+            return attend(venue, request)
+        except (StoreTimeout, AuthenticationError, VersionMismatch):
+            _close(venue)
+            raise
+        except (StoreError, WireError) as error:
+            # The server of a job that ended here just now: rank 0 of ours will start another.
+            _close(venue)
+            if request.deadline.expired or venue.alone is not None:
+                raise RendezvousTimeout(
+                    f"rendezvous: the store went away, and none came within {request.deadline.timeout:g} s "
+                    f"({error})"
+                ) from error
+        except BaseException:
+            _close(venue)
+            raise
+
+
+def attend(venue: Venue, request: Request) -> Membership:
+    """Meet the others at ``venue``."""
+    environ = request.environ
+    machine = here()
+    host = request.host or config.HOST_ID.get(environ) or machine.machine
+    job = config.JOB.get(environ) if venue.job is None else venue.job
+    epoch = config.EPOCH.get(environ) if venue.epoch is None else venue.epoch
+    meeting = Meeting(
+        venue.store,
+        rank=venue.rank,
+        size=venue.size,
+        job=job,
+        epoch=epoch,
+        host=host,
+        here=machine,
+        deadline=request.deadline,
+    )
+    meeting.join()
+    venue.met()
+    secret = request.secret
+    if venue.private and not secret and meeting.size > 1:
+        secret = meeting.agree_on_secret()
+    together = [rank for rank, member in enumerate(meeting.members) if member.host == host]
+    return Membership(
+        rank=meeting.rank,
+        size=meeting.size,
+        local_rank=together.index(meeting.rank) if venue.local_rank is None else venue.local_rank,
+        local_size=len(together) if venue.local_size is None else venue.local_size,
+        store=meeting.store,
+        job=job,
+        epoch=epoch,
+        secret=secret,
+        interface=_interface(meeting.members, venue, secret, config.INTERFACE.get(environ)),
+        host=host,
+        release=_release(meeting, venue),
+    )
+
+
+def _check_numbers(rank: int | None, size: int | None) -> None:
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise UsageError(f"size={size!r}: expected a whole number from 1")
+    if rank is not None and (not isinstance(rank, int) or rank < 0 or (size is not None and rank >= size)):
+        raise UsageError(
+            f"rank={rank!r}: expected a whole number from 0" + ("" if size is None else f" to {size - 1}")
+        )
+
+
+def _interface(members: Sequence[Descriptor], venue: Venue, secret: bytes, configured: str | None) -> str:
+    """The address that this rank's listeners bind to."""
+    if configured is not None:
+        try:
+            address = resolve(configured, 0)[0]
+        except OSError as error:
+            raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is no address: {error}") from error
+        if not is_mine(address):
+            raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
+        return address
+    machines = sorted({member.machine for member in members})
+    if len(machines) == 1:
+        return LOOPBACK
+    if not secret:
+        names = ", ".join(machine.split("/")[0] for machine in machines)
+        raise ConfigurationError(
+            f"the ranks of this job run on several hosts ({names}) and the job has no secret: set "
+            "SHOAL_SECRET (or SHOAL_SECRET_FILE, the path of a file) to the same long random value for all"
+        )
+    return address_towards(venue.address or LOOPBACK)
+
+
+def _release(meeting: Meeting, venue: Venue) -> Callable[[float], None]:
+    def release(timeout: float) -> None:
+        try:
+            # The store may be gone with its host, and there is nobody left to tell.
+            with contextlib.suppress(StoreError, WireError):
+                meeting.leave()
+                if venue.alone is not None:
+                    meeting.wait_until_all_left(timeout, venue.alone)
+        finally:
+            _close(venue)
+
+    return release
+
+
+def _close(venue: Venue) -> None:
+    try:
+        venue.store.close()
+    finally:
+        venue.close()

@@ -1,0 +1,80 @@
+"""What the ranks of a job write into the store when they meet, and under which keys."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from ..errors import StoreError
+from ..store import MemoryStore, PrefixStore, Store
+from ..wire import build_version
+
+#: counts up when the protocol of ``meeting`` changes
+PROTOCOL = 1
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What all members of a room must agree on; ``fixed``: it also holds for the rooms to come."""
+
+    size: int
+    protocol: int = PROTOCOL
+    version: str = msgspec.field(default_factory=build_version)
+    fixed: bool = False
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """What a member tells the others about itself."""
+
+    host: str
+    machine: str
+    process: str
+    named: bool
+    token: str
+    left: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.process.split('/')[1]} on {self.machine.split('/')[0]}"
+
+
+def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, bytes]:
+    """The keys that whoever starts a job's store sets in it, so that ranks need not know the size.
+
+    Args:
+        size: number of ranks in the job.
+        job, epoch: as the ranks find them in ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+    """
+    with MemoryStore() as store:
+        room = room_of(root_of(store, job, epoch), 0)
+        room.set("record", msgspec.json.encode(Record(size, fixed=True)))
+        return {key: store.get(key) for key in store.list_keys()}
+
+
+def root_of(store: Store, job: str, epoch: int) -> Store:
+    """The keys of one incarnation of a job."""
+    return PrefixStore(f"{quote(job, safe='')}/{epoch}", store)
+
+
+def room_of(root: Store, generation: int) -> Store:
+    """The keys of one world group of it."""
+    return PrefixStore(str(generation), root)
+
+
+def rank_key(rank: int) -> str:
+    """The key of a rank's descriptor in its room."""
+    return f"rank/{rank}"
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """The :class:`Record` or :class:`Descriptor` that ``raw`` holds.
+
+    Raises:
+        StoreError: it holds something else; another program uses the same keys.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"rendezvous: a {kind.__name__} in the store cannot be read: {error}") from error

@@ -1,0 +1,146 @@
+"""The handlers of ``env://``, ``tcp://`` and ``file://``."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote, urlunsplit
+
+from ..errors import (
+    ConfigurationError,
+    RendezvousError,
+    RendezvousTimeout,
+    StoreTimeout,
+    UsageError,
+    WireError,
+)
+from ..store import FileStore, MemoryStore, TCPStore, TCPStoreServer
+from .environment import Launch, read
+from .host import address_towards, is_loopback, is_mine, resolve
+from .private import PrivateFile
+from .venue import Request, Venue, open_venue, parse_url
+
+
+def env(request: Request) -> Venue:
+    """``env://``: what the launcher's environment says; a group of one when there is no launcher."""
+    launch = read(request.environ)
+    if launch is None:
+        if request.size not in (None, 1) or request.rank not in (None, 0):
+            raise ConfigurationError(
+                f"env:// with rank={request.rank} and size={request.size}: no launcher set anything in the "
+                "environment, so there is no place to meet; give shoal.init a url, or start with `shoal run`"
+            )
+        return Venue(MemoryStore(), 0, 1)
+    rank = launch.rank if request.rank is None else request.rank
+    size = launch.size if request.size is None else request.size
+    try:
+        venue = _launched(launch, replace(request, rank=rank, size=size))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{launch.launcher}: {error}") from None
+    return replace(
+        venue,
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        job=launch.job,
+        epoch=launch.epoch,
+    )
+
+
+def _launched(launch: Launch, request: Request) -> Venue:
+    if launch.url is not None:
+        url = parse_url(launch.url)
+        if url.scheme == "env":
+            raise ConfigurationError("SHOAL_STORE must name a place to meet, not env:// again")
+        return open_venue(replace(request, url=url))
+    if request.size == 1:
+        return Venue(MemoryStore(), 0, 1)
+    meeting_file = PrivateFile(launch.job, launch.marker)
+    return Venue(
+        meeting_file.store(request.deadline.timeout),
+        request.rank,
+        request.size,
+        private=True,
+        met=meeting_file.unlink,
+        close=meeting_file.close,
+    )
+
+
+def file(request: Request) -> Venue:
+    """``file:///path``: a file that all ranks can lock, on a local disk or a shared one."""
+    if request.url.netloc not in ("", "localhost") or not request.url.path.startswith("/"):
+        raise UsageError(f"rendezvous url {urlunsplit(request.url)!r}: expected file:///absolute/path")
+    path = Path(unquote(request.url.path))
+    if not path.parent.is_dir():
+        raise UsageError(f"rendezvous file {str(path)!r}: there is no directory {str(path.parent)!r}")
+    store = FileStore(path, timeout=request.deadline.timeout)
+    return Venue(store, request.rank, request.size, private=True)
+
+
+def tcp(request: Request) -> Venue:
+    """``tcp://host:port``: a store server, which rank 0 starts when none listens there."""
+    host, port = _host_and_port(request)
+    address = _address(host, port, request.secret)
+    server = None
+    if request.rank == 0 and request.size is not None and is_mine(address):
+        server = _serve(address, port, request.secret)
+    try:
+        store = TCPStore(address, port, request.secret, timeout=request.deadline.remaining())
+    except StoreTimeout as error:
+        raise RendezvousTimeout(
+            f"rendezvous: rank 0, or whoever starts the store, is late or gone: {error}"
+        ) from error
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    venue = Venue(store, request.rank, request.size, address=address)
+    if server is None:
+        return venue
+    hosted = server
+    return replace(venue, alone=lambda: hosted.clients <= store.connections, close=hosted.close)
+
+
+def _host_and_port(request: Request) -> tuple[str, int]:
+    text = urlunsplit(request.url)
+    try:
+        host, port = request.url.hostname, request.url.port
+    except ValueError as error:
+        raise UsageError(f"rendezvous url {text!r}: {error}") from None
+    if not host or not port or request.url.path not in ("", "/"):
+        raise UsageError(f"rendezvous url {text!r}: expected tcp://host:port with a port from 1 to 65535")
+    return host, port
+
+
+def _address(host: str, port: int, secret: bytes) -> str:
+    """The numeric address to serve and to connect to."""
+    try:
+        address = resolve(host, port)[0]
+    except OSError as error:
+        raise RendezvousError(f"rendezvous: host {host!r} of the store is unknown: {error}") from error
+    if secret and is_loopback(address) and not _means_loopback(host):
+        # Many systems give their own name a loopback address in /etc/hosts, where no other host finds it.
+        return address_towards(address)
+    if not secret and not is_loopback(address):
+        raise ConfigurationError(
+            f"rendezvous at {host}:{port} is beyond this host and the job has no secret: set SHOAL_SECRET "
+            "(or SHOAL_SECRET_FILE, the path of a file) to the same long random value for every process, "
+            "or give shoal.init secret="
+        )
+    return address
+
+
+def _means_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _serve(address: str, port: int, secret: bytes) -> TCPStoreServer | None:
+    try:
+        return TCPStoreServer(address, port, secret).start()
+    except WireError:
+        return None  # somebody listens there: a server that was started for the job

@@ -1,0 +1,127 @@
+"""The places where ranks can meet, and the table of URL schemes that lead to them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
+
+from ..errors import UsageError
+from ..store import Store
+from ..wire import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody who wants to meet the others knows.
+
+    Attributes:
+        url: where to meet, taken apart.
+        rank, size: None where the launcher or the store has to say.
+        secret: the job's secret, b"" for none.
+        deadline: until when the meeting must have succeeded.
+        environ: the launcher's variables.
+        host: identity of the host if it is not the machine's own.
+    """
+
+    url: SplitResult
+    rank: int | None
+    size: int | None
+    secret: bytes
+    deadline: Deadline
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    host: str | None = None
+
+
+def _nothing() -> None:
+    """Nothing is to be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Venue:
+    """Where the ranks of a job meet, as the handler of a URL's scheme found it.
+
+    Attributes:
+        store: shared by all ranks of the job; closed with the group.
+        rank, size: of this process; None where the store has to say.
+        local_rank, local_size: None where they have to be found from the hosts of all ranks.
+        job, epoch: identity of this incarnation of the job; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+        private: nobody but this job's user can read the store, so that a secret can be agreed in it.
+        address: numeric network address of the store, where it has one; ranks on other hosts listen on
+            the interface that leads there.
+        alone: None, but for a process that serves the store to the others and so must be the last to go:
+            tells whether all others disconnected.
+        met: called when all ranks have met.
+        close: called after the store was closed.
+    """
+
+    store: Store
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    job: str | None = None
+    epoch: int | None = None
+    private: bool = False
+    address: str | None = None
+    alone: Callable[[], bool] | None = None
+    met: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+
+
+class Handler(Protocol):
+    """Opens the place that a URL names."""
+
+    def __call__(self, request: Request, /) -> Venue: ...
+
+
+_handlers: dict[str, Handler] = {}
+
+
+def register_rendezvous(scheme: str, handler: Handler) -> None:
+    """Give URLs that start with ``scheme://`` a meaning for :func:`shoal.init`.
+
+    Args:
+        scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, a letter first.
+        handler: called with a :class:`Request`; returns the :class:`Venue`.  It may be called several
+            times for one meeting, when the store is lost before all have met.
+
+    Raises:
+        UsageError: the scheme is malformed, or has a handler already.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise UsageError(f"rendezvous scheme {scheme!r}: expected lower-case letters, digits, '+', '-', '.'")
+    if scheme in _handlers:
+        raise UsageError(f"rendezvous scheme {scheme!r} has a handler already; choose another name")
+    _handlers[scheme] = handler
+
+
+def unregister_rendezvous(scheme: str) -> None:
+    """Take back a :func:`register_rendezvous`; does nothing when there was none."""
+    _handlers.pop(scheme, None)
+
+
+def parse_url(url: str) -> SplitResult:
+    """``url`` taken apart.
+
+    Raises:
+        UsageError: it is no URL, or nobody knows its scheme; the message lists those registered.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"rendezvous url {url!r}: {error}") from None
+    known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+    if "://" not in url:
+        raise UsageError(f"rendezvous url {url!r}: expected one that starts with {known}")
+    if parts.scheme not in _handlers:
+        raise UsageError(f"rendezvous url {url!r}: no handler for {parts.scheme}://; registered are {known}")
+    return parts
+
+
+def open_venue(request: Request) -> Venue:
+    """The venue that the request's URL names."""
+    return _handlers[request.url.scheme](request)

@@ -1,0 +1,16 @@
+"""Running a function on several ranks, in tests: as threads or as processes, with deadlines and faults.
+
+    from shoal.testing import run_threads
+
+    def sums(group):
+        return group.all_reduce(torch.ones(3)).wait().sum().item()
+
+    assert run_threads(sums, 4) == [12.0] * 4
+
+``run_threads`` takes milliseconds and shows almost everything; ``run_processes`` and ``processes`` are for
+what only processes show: their death, signals, forks.  ``docs/testing.md`` has more.
+"""
+
+from .threads import run_threads
+
+__all__ = ["run_threads"]

@@ -1,0 +1,80 @@
+"""What became of one rank, and the error that shows what became of all of them."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RemoteError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended.  Exactly one of the four is the case when nothing else is set: ``value``.
+
+    Attributes:
+        rank: which one.
+        value: what the function returned.
+        error: the exception that it raised, or a RemoteError with its text if it cannot be pickled.
+        traceback: the exception's traceback as text.
+        exitcode: of a process that ended without reporting: its exit code, or minus the signal.
+        stacks: where a rank was that did not end before the deadline.
+        at: moment of the report on the monotonic clock; the smallest failed first.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    exitcode: int | None = None
+    stacks: str | None = None
+    at: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode is None and self.stacks is None
+
+    def describe(self) -> str:
+        """What happened, in words."""
+        if self.stacks is not None:
+            return f"rank {self.rank} was still running at the deadline:\n{self.stacks}"
+        if self.error is not None:
+            return f"rank {self.rank} raised:\n{self.traceback}"
+        if self.exitcode is not None:
+            return f"rank {self.rank} {_ending(self.exitcode)}"
+        return f"rank {self.rank} returned"
+
+
+def _ending(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exited with code {exitcode} before the function returned"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"was ended by {name}"
+
+
+def failed(rank: int, error: BaseException, at: float) -> Outcome:
+    """The outcome of a rank whose function raised ``error``."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Outcome(rank, error=error, traceback=text, at=at)
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What the ranks returned.
+
+    Raises:
+        RemoteError: some did not; the message shows all that failed, the first one first, and its cause
+            is the first one's exception.
+    """
+    bad = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.at)
+    if not bad:
+        return [outcome.value for outcome in outcomes]
+    head = f"{len(bad)} of {len(outcomes)} ranks failed, rank {bad[0].rank} first\n"
+    text = "\n".join(f"{'-' * 80}\n{outcome.describe().rstrip()}" for outcome in bad)
+    raise RemoteError(f"{head}{text}") from bad[0].error

@@ -1,0 +1,156 @@
+"""Ranks as threads of this process: a group of any size in milliseconds.
+
+The ranks meet by the real rendezvous protocol over a store in memory, and each has a backend of its own,
+as processes would.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+from ..backend.registry import backend_factory
+from ..group import ProcessGroup
+from ..initialize import world
+from ..rendezvous.meet import attend
+from ..rendezvous.venue import Request, Venue
+from ..store import MemoryStore
+from ..wire import Deadline
+from .outcome import Outcome, failed, values
+
+T = TypeVar("T")
+_Meet: TypeAlias = Callable[[int], ProcessGroup]
+
+#: seconds for ranks to end after their groups were aborted at the deadline
+_AFTER_ABORT = 5.0
+
+
+def run_threads(
+    fn: Callable[..., T],
+    size: int,
+    *args: Any,
+    backend: str = "native",
+    timeout: float = 60.0,
+    hosts: Sequence[str] | None = None,
+    concurrency: int = 1,
+    op_timeout: float | None = None,
+    secret: bytes = b"",
+    **options: Any,
+) -> list[T]:
+    """Run ``fn(group, *args)`` on ``size`` ranks that are threads, and collect what it returns.
+
+    A rank that raises aborts its group, so that the others end too.  The groups are closed at the end.
+
+    Args:
+        fn: gets each rank's world group.
+        size: number of ranks.
+        args: further arguments of ``fn``.
+        backend: name of a registered backend.
+        timeout: seconds until all must have returned.  Then every thread's stack is dumped to standard
+            error and into the exception, and the groups are aborted.
+        hosts: identity of each rank's host, to treat this machine as several; None: one host.
+        concurrency: lanes of the groups.
+        op_timeout: default timeout of operations in seconds; None: ``timeout``.
+        secret: of the job.
+        options: the backend's own.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RemoteError: at least one rank raised or did not return in time; it holds every such rank's
+            traceback, the first one first.
+    """
+    if hosts is not None and len(hosts) != size:
+        raise ValueError(f"hosts={list(hosts)!r}: expected one for each of {size} ranks")
+    ranks = [_Rank(rank) for rank in range(size)]
+    deadline = Deadline(timeout)
+    factory = backend_factory(backend)
+    seconds = timeout if op_timeout is None else op_timeout
+
+    with MemoryStore(timeout) as store:
+
+        def meet(rank: int) -> ProcessGroup:
+            request = Request(
+                urlsplit("memory://"),
+                rank,
+                size,
+                secret,
+                Deadline(deadline.remaining()),
+                environ={},
+                host=None if hosts is None else hosts[rank],
+            )
+            venue = Venue(store.clone(), rank, size, job="threads", epoch=0)
+            membership = attend(venue, request)
+            try:
+                engine = factory(membership, timeout=seconds, **options)
+            except BaseException:
+                membership.release(0.0)
+                raise
+            return world(
+                membership, engine, name="world", timeout=seconds, concurrency=concurrency, options=options
+            )
+
+        for rank in ranks:
+            rank.start(meet, fn, args)
+        for rank in ranks:
+            rank.thread.join(deadline.remaining())
+        if any(rank.outcome is None for rank in ranks):
+            _give_up(ranks, timeout)
+    return values([rank.outcome for rank in ranks if rank.outcome is not None])
+
+
+class _Rank:
+    """One rank's thread, its group while it runs, and its outcome."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.group: ProcessGroup | None = None
+        self.outcome: Outcome | None = None
+        self.thread = threading.Thread(target=lambda: None)
+
+    def start(self, meet: _Meet, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        # A daemon: a rank that cannot be ended must not keep the test run from ending.
+        self.thread = threading.Thread(
+            target=self._run, args=(meet, fn, args), name=f"rank {self.rank}", daemon=True
+        )
+        self.thread.start()
+
+    def _run(
+        self, meet: Callable[[int], ProcessGroup], fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        try:
+            self.group = meet(self.rank)
+            with self.group:
+                value = fn(self.group, *args)
+        except BaseException as error:
+            outcome = failed(self.rank, error, time.monotonic())
+        else:
+            outcome = Outcome(self.rank, value, at=time.monotonic())
+        # The one who gave up on us may have written first.
+        if self.outcome is None:
+            self.outcome = outcome
+
+
+def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
+    """Show where everybody is, then end them."""
+    print(f"run_threads: not all ranks returned within {timeout:g} s; all stacks:", file=sys.stderr)
+    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+    frames = sys._current_frames()
+    late = [rank for rank in ranks if rank.outcome is None]
+    for rank in late:
+        frame = frames.get(rank.thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it is just ending)"
+        rank.outcome = Outcome(rank.rank, stacks=stack, at=time.monotonic())
+    for rank in ranks:
+        if rank.group is not None:
+            rank.group.abort(f"run_threads gave up after {timeout:g} s")
+    end = time.monotonic() + _AFTER_ABORT
+    for rank in late:
+        rank.thread.join(max(end - time.monotonic(), 0.0))
