@@ -32,10 +32,11 @@ class Pointers {
 
 }  // namespace
 
-void bind_kernels(nb::module_& m) {
+void bind_kernels(nb::module_& core) {
   using shoal::DType;
   using shoal::RedOp;
 
+  nb::module_ m = core.def_submodule("kernels", "The kernels under the collectives, for tests.");
   nb::class_<Reduction>(m, "Reduction", "dtype and op by code, PREMUL_SUM's factor, AVG's divisor.")
       .def(
           "__init__",
@@ -52,8 +53,8 @@ void bind_kernels(nb::module_& m) {
   m.def("legal",
         [](int dtype, int op) { return shoal::legal(static_cast<DType>(dtype), static_cast<RedOp>(op)); });
 
-  m.def("kernels_highest_level", &highest_level);
-  m.def("kernels_set_level", &set_level, nb::arg("level"));
+  m.def("highest_level", &highest_level);
+  m.def("set_level", &set_level, nb::arg("level"));
   m.def("accumulator_size", &accumulator_size, nb::arg("reduction"));
   m.def(
       "reduce",
