@@ -19,7 +19,8 @@ from ..spec import LEGAL_REDUCTIONS, SUM, OpKind, ReduceOp
 from .staging import Staging, is_plain, readable, readable_beside
 from .submission import Submitter, mapped
 
-_LEGAL = frozenset((dtype, code) for dtype, codes in LEGAL_REDUCTIONS.items() for code in codes)
+#: Complex tensors may be lazily conjugated, and take the slow path.
+_USUAL = {dtype: codes for dtype, codes in LEGAL_REDUCTIONS.items() if not dtype.is_complex}
 _STRIDED = torch.strided
 
 
@@ -49,12 +50,11 @@ class Collectives(Submitter):
             self._cpu
             and isinstance(x, torch.Tensor)
             and x.is_cpu
-            and (x.dtype, reduction.code) in _LEGAL
             and x.layout is _STRIDED
             and x.is_contiguous()
-            and not x.is_neg()
-            and not (x.is_complex() and x.is_conj())
+            and reduction.code in _USUAL.get(x.dtype, ())
             and not x.is_nested
+            and not x.is_neg()
         ):
             tensors = (x,)
             return self._submit(OpKind.ALL_REDUCE, tensors, tensors, timeout, reduction)
@@ -348,7 +348,7 @@ class Collectives(Submitter):
 
     def _in_place(
         self, kind: OpKind, x: torch.Tensor, timeout: float | None, op: ReduceOp, root: int = -1
-    ) -> Future[torch.Tensor]:
+    ) -> Future[Any]:
         if is_plain(x):
             return self._submit(kind, [x] if kind is not OpKind.BROADCAST else [], [x], timeout, op, root)
         staging = Staging()

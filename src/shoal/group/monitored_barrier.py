@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _ARRIVED = MAX_TAG + 1
 _VERDICT = MAX_TAG + 2
 _HEARD = MAX_TAG + 3
+_Received: TypeAlias = Future[tuple[torch.Tensor, int, int]]
 #: Seconds that rank 0 gives those who came to hear who did not.
 _LAST_WORDS = 2.0
 
@@ -43,9 +44,7 @@ def monitored_barrier(group: ProcessGroup, seconds: float) -> Future[None]:
     return _in_background(lambda: _attend(group, sent, verdict, seconds, patience))
 
 
-def _conduct(
-    group: ProcessGroup, arrivals: list[Future[torch.Tensor]], seconds: float, patience: float
-) -> None:
+def _conduct(group: ProcessGroup, arrivals: list[_Received], seconds: float, patience: float) -> None:
     deadline = time.monotonic() + seconds
     came: list[int] = []
     missing: list[int] = []
@@ -62,7 +61,7 @@ def _conduct(
 def _attend(
     group: ProcessGroup,
     sent: list[Future[None]],
-    verdict: list[Future[torch.Tensor]],
+    verdict: list[_Received],
     seconds: float,
     patience: float,
 ) -> None:
@@ -91,9 +90,7 @@ def _send(
     return group._submit_messages([group._message(OpKind.SEND, (x,), (), timeout, r, tag) for r in to])
 
 
-def _receive(
-    group: ProcessGroup, ranks: range | list[int], tag: int, timeout: float
-) -> list[Future[tuple[torch.Tensor, int, int]]]:
+def _receive(group: ProcessGroup, ranks: range | list[int], tag: int, timeout: float) -> list[_Received]:
     return group._submit_messages([group._message(OpKind.RECV, (), (), timeout, r, tag) for r in ranks])
 
 

@@ -13,7 +13,6 @@ import hashlib
 import math
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -73,8 +72,8 @@ class ProcessGroup(Collectives, PointToPoint):
         self._local_rank = local_rank
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
-        #: All groups that use the world's connections; shared among them.
-        self._family: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        #: The open groups that use the world's connections, without the world; shared among them.
+        self._family: set[ProcessGroup] = set()
         fork.watch(self)
 
     # -- identity ------------------------------------------------------------------------------
@@ -260,8 +259,9 @@ class ProcessGroup(Collectives, PointToPoint):
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
                 self._raise_refusal()
-            self._made[(name, *members)] += 1
-            count = self._made[(name, *members)]
+            identity = (name, *members)
+            self._made[identity] += 1
+            count = self._made[identity]
         listed = ",".join(map(str, members))
         return self._make(members, f"{name or 'subgroup'}:{listed}:{count}")
 

@@ -37,6 +37,7 @@ class Submitter:
         self._cpu = "cpu" in channel.devices
         self._submitting = threading.Lock()
         self._number = 0
+        self._calls: dict[str, Call] = {}
         #: "open", "closing", "closed", "aborted" or "forked": what was done to the group here.
         self._state = "open"
         self._abort_reason = ""
@@ -44,7 +45,10 @@ class Submitter:
     # -- what operations use -------------------------------------------------------------------
 
     def _call(self, name: str) -> Call:
-        return Call(name, self._rank, self._size, self._channel.devices)
+        call = self._calls.get(name)
+        if call is None:
+            call = self._calls[name] = Call(name, self._rank, self._size, self._channel.devices)
+        return call
 
     def _submit(
         self,

@@ -48,7 +48,7 @@ class Call:
             )
         if x.dtype not in DTYPE_CODES:
             self.refuse(f"{what} has dtype {x.dtype}, which cannot be sent", UnsupportedOperation)
-        if x.device.type not in self.devices:
+        if not (x.is_cpu and "cpu" in self.devices) and x.device.type not in self.devices:
             self.refuse(
                 f"{what} is on {x.device}, but the group takes tensors on {_listed(sorted(self.devices))}"
             )
