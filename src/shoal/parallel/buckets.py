@@ -1,8 +1,8 @@
 """Buckets: the memory that gradients lie in and are reduced in.
 
-A bucket is one flat tensor in the group's registered memory, so that its all-reduce needs no staging copy; the
-gradients of its members are views of it.  Which parameter lies where is decided by the native core
-(``cpp/reducer/assignment.h``), which knows sizes and kinds but no tensors.
+A bucket is one flat tensor in the group's registered memory, so that its all-reduce needs no staging
+copy; the gradients of its members are views of it.  Which parameter lies where is decided by the native
+core (``cpp/reducer/assignment.h``), which knows sizes and kinds but no tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from ..group import ProcessGroup
 
 #: A gradient's memory starts at a multiple of this many bytes.
 ALIGNMENT: int = _core.BUCKET_ALIGNMENT
+
+#: Which gradients of a pass have arrived, and which buckets may be sent (``cpp/reducer/readiness.h``).
+Readiness = _core.Readiness
 
 #: The first bucket is small, so that communication starts soon after backward has.
 FIRST_BUCKET_BYTES = 2**20

@@ -18,12 +18,12 @@ from .reducer import Reducer
 
 
 class DistributedDataParallel(nn.Module):
-    """Trains one model on several ranks: every rank computes gradients of its part of the batch, all get the mean.
+    """Trains one model on several ranks: each computes gradients of its part of a batch, all get the mean.
 
-    Wrap the model on every rank, and build the optimiser from the wrapped parameters or the module's own (they
-    are the same).  Wrapping is collective: it checks that all ranks hold the same model and gives all of them
-    rank 0's parameters and buffers.  Where the loss is a mean over equally large parts of a batch, training equals
-    that of a single process with the whole batch, up to rounding.
+    Wrap the model on every rank, and build the optimiser from the wrapped parameters or the module's own
+    (they are the same).  Wrapping is collective: it checks that all ranks hold the same model and gives all
+    of them rank 0's parameters and buffers.  Where the loss is a mean over equally large parts of a batch,
+    training equals that of a single process with the whole batch, up to rounding.
 
     Gradients are averaged while backward still runs, bucket by bucket; after ``backward()`` returns,
     ``parameter.grad`` holds the average, as a view of a bucket in the group's shared memory.
@@ -35,10 +35,10 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: the model.  Its parameters must not be replaced after wrapping.
         group: the ranks to train on.
-        bucket_cap_mb: largest bucket in MiB.  A smaller one starts communication earlier, a larger one makes it more
-            efficient.
-        broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.  The
-            initial values are rank 0's in any case.
+        bucket_cap_mb: largest bucket in MiB.  A smaller one starts communication earlier, a larger one makes
+            it more efficient.
+        broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.
+            The initial values are rank 0's in any case.
 
     Attributes:
         module: the model, as given.
@@ -103,8 +103,8 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within this context forward and backward passes stay local: gradients accumulate on each rank.
 
-        The first backward pass whose forward ran outside reduces the sum.  It is the forward pass that must run
-        within the context.
+        The first backward pass whose forward ran outside reduces the sum.  It is the forward pass that must
+        run within the context.
         """
         before = self._synchronised
         self._synchronised = False
@@ -134,8 +134,8 @@ class _BufferSync:
     def refresh(self, step: int) -> None:
         """Broadcast rank 0's buffers, unless that was done in this ``step``.
 
-        Only once a step: autograd may hold the buffers of the step's first forward pass, and would refuse to go
-        back through tensors that were written to since.
+        Only once a step: autograd may hold the buffers of the step's first forward pass, and would refuse to
+        go back through tensors that were written to since.
         """
         if step == self._step or not self._places:
             return
@@ -155,10 +155,10 @@ def _check_trainable(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
-                f"parameter {name!r} has no shape yet; run a forward pass through the module before wrapping it"
+                f"parameter {name!r} has no shape yet; run a forward pass through the module before wrapping"
             )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError(
-            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and the "
-            "module can be used as it is"
+            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and "
+            "the module can be used as it is"
         )

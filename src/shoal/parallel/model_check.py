@@ -44,7 +44,7 @@ def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[s
         if len(found) > _SHOWN:
             lines.append(f"  rank {rank}: and {len(found) - _SHOWN} more differences")
     raise ModelMismatch(
-        f"the ranks wrapped models that differ (seen by rank {group.rank}); build the same one on every rank:\n"
+        f"the ranks wrapped models that differ (seen by rank {group.rank}); build the same one everywhere:\n"
         + "\n".join(lines)
     )
 

@@ -9,7 +9,6 @@ import torch
 from ..group import ProcessGroup
 from .buckets import ALIGNMENT
 
-
 #: Tensors are sent together up to this many bytes; a larger one goes by itself.
 MESSAGE_BYTES = 25 * 2**20
 

@@ -9,9 +9,9 @@ A backward pass is reduced when it comes through the output of a forward pass th
 (:meth:`Reducer.expect`): hooks on the output open the pass.  Outputs that hold tensors where we do not
 find them (objects of unknown classes) open it with the first gradient that arrives.
 
-Ranks may disagree about which parameters the loss used.  A rank that misses some at the end of its pass sends
-the incomplete buckets nevertheless and says so in the last of them (``BucketSet.vote``): so nobody waits in vain,
-every rank raises the same error, and the group stays whole.
+Ranks may disagree about which parameters the loss used.  A rank that misses some at the end of its pass
+sends the incomplete buckets nevertheless and says so in the last of them (``BucketSet.vote``): so nobody
+waits in vain, every rank raises the same error, and the group stays whole.
 
 The order in which gradients arrived in the first pass replaces the reverse order of registration, once:
 rank 0's order, on all ranks.  (Dynamic discovery of the order is from NVIDIA's Apex; see also
@@ -28,12 +28,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .. import _core
 from ..errors import UnusedParameterError, UsageError
 from ..future import Future
 from ..group import ProcessGroup
 from ..spec import AVG
-from .buckets import Bucket, build_buckets
+from .buckets import Bucket, Readiness, build_buckets
 
 _NOTHING, _ATTEND, _TWICE = range(3)  # what Readiness.mark returns
 
@@ -55,14 +54,14 @@ class Reducer:
         self._parameters = tuple(parameters)
         self._cap = cap
         self._set = build_buckets(group, self._parameters, range(len(self._parameters) - 1, -1, -1), cap)
-        self._readiness = _core.Readiness(self._set.members())
+        self._readiness = Readiness(self._set.members())
         self._futures: list[Future[torch.Tensor]] = []
         self._finish_is_queued = False
         self._order_is_known = False
         #: Passes that were reduced; equal on all ranks.
         self.passes = 0
         handles = [
-            parameter.register_post_accumulate_grad_hook(_hook(self, index))  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, handles)
@@ -92,7 +91,7 @@ class Reducer:
         self._readiness.arm()
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._enter)
+                leaf.register_hook(self._enter)  # type: ignore[no-untyped-call]
 
     def ignore(self) -> None:
         """Do not reduce the next backward pass."""
@@ -105,11 +104,11 @@ class Reducer:
         self._queue_finish()
 
     def _queue_finish(self) -> None:
-        # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have tasks
-        # of their own; the hook on the output queues it in the outermost one.
+        # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
+        # tasks of their own; the hook on the output queues it in the outermost one.
         if not self._finish_is_queued:
             self._finish_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _attend(self, index: int, mark: int) -> None:
         """Something is to do after the gradient of parameter ``index`` arrived."""
@@ -146,8 +145,8 @@ class Reducer:
                 continue
             if gradient.layout is not torch.strided:
                 raise UsageError(
-                    f"the gradient of {self._names[index]!r} on rank {self._group.rank} is sparse; only dense "
-                    "ones can be reduced (torch.nn.Embedding has sparse=False)"
+                    f"the gradient of {self._names[index]!r} on rank {self._group.rank} is sparse; only "
+                    "dense ones can be reduced (torch.nn.Embedding has sparse=False)"
                 )
             sources.append(gradient)
             views.append(view)
@@ -159,8 +158,8 @@ class Reducer:
     def _absent(self, index: int, view: torch.Tensor) -> None:
         if len(self._futures) < self._readiness.ready:
             raise UsageError(
-                f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it could "
-                "be reduced: a hook that applies gradients during backward cannot be used here"
+                f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it "
+                "could be reduced: a hook that applies gradients during backward cannot be used here"
             )
         view.zero_()  # the pass is incomplete, and every rank will raise
 
@@ -209,9 +208,9 @@ class Reducer:
         return (
             f"backward ended without gradients for some parameters (seen by rank {self._group.rank}):\n  "
             + "\n  ".join(lines)
-            + "\nTheir buckets can never be complete.  Use every parameter in the loss on every rank, or wrap "
-            "the model with those that are not used frozen (requires_grad_(False)).  The gradients of this step "
-            "are undefined; the group is still usable."
+            + "\nTheir buckets can never be complete.  Use every parameter in the loss on every rank, or "
+            "freeze those that are not used (requires_grad_(False)) before wrapping the model.  The "
+            "gradients of this step are undefined; the group is still usable."
         )
 
     def _listed(self, indices: Sequence[int]) -> str:
