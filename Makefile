@@ -61,10 +61,8 @@ format: $(BIN)/ruff  ## rewrite every source in the one format
 docs: $(DONE)/docs  ## the documentation as HTML in out/docs; a dead link is an error
 	$(BIN)/mkdocs build --strict --site-dir out/docs
 
-core: $(BIN)/ruff  ## build the native module into src/shoal, for work with PYTHONPATH=src
-	$(TOOLS) cmake -S . -B build/core -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
-	$(TOOLS) cmake --build build/core
-	$(TOOLS) cmake --install build/core --prefix src
+core: $(DONE)/shoal  ## bring the native module into src/shoal, for work with PYTHONPATH=src
+	cp $(VENV)/lib/python3*/site-packages/shoal/_core*.so src/shoal/
 
 clean:  ## remove everything the other commands made, .venv too
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -76,8 +74,8 @@ clean:  ## remove everything the other commands made, .venv too
 $(DONE)/venv:
 	@command -v $(PYTHON) >/dev/null \
 	  || { echo "shoal needs Python >= 3.10 and found no '$(PYTHON)': install it, or name one with make PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "shoal needs Python >= 3.10 and '$(PYTHON)' is older: name another one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
+	  || { echo "shoal needs Python >= 3.10 and '$(PYTHON)' is older or does not start: name another one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "shoal needs Python's venv module and '$(PYTHON)' has none: on Debian, apt install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
