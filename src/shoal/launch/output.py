@@ -120,7 +120,7 @@ class Output:
     @property
     def ended(self) -> bool:
         """After :meth:`close`: everything has been written."""
-        return self._out.writer.ended and self._err.writer.ended
+        return self._out.writer.join(0.0) and self._err.writer.join(0.0)
 
     def _listen(self, stream: _Stream) -> None:
         self._selector.register(stream.pipe, selectors.EVENT_READ, partial(self._read, stream))

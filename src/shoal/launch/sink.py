@@ -62,9 +62,9 @@ class Writer:
         """Too much is waiting: do not write more for now."""
         return self._waiting > _ENOUGH
 
-    @property
-    def ended(self) -> bool:
-        """All was written (or can never be), and the thread is gone."""
+    def join(self, timeout: float) -> bool:
+        """Wait until all was written (or can never be) and the thread is gone; whether it is."""
+        self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def close(self) -> None:

@@ -1,0 +1,180 @@
+"""The ranks' output on its way through the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+
+from .conftest import Workshop, until
+
+
+def test_many_lines_of_many_ranks_stay_whole_and_in_order(workshop: Workshop) -> None:
+    code, out, err = workshop.run(
+        """
+        for i in range(2000):
+            os.write(1, b"out %d " % i)
+            os.write(1, b"x" * (i % 300) + b"\\n")
+            os.write(2, b"err %d\\n" % i)
+        """,
+        ranks=4,
+    )
+    assert code == 0
+    for rank in range(4):
+        of_rank = re.compile(rb"^\[%d\] (.*)$" % rank, re.MULTILINE)
+        assert of_rank.findall(out) == [b"out %d " % i + b"x" * (i % 300) for i in range(2000)]
+        assert of_rank.findall(err) == [b"err %d" % i for i in range(2000)]
+    assert len(out.splitlines()) == len(err.splitlines()) == 8000
+
+
+def test_stdout_and_stderr_in_one_pipe_stay_whole(workshop: Workshop) -> None:
+    code, out, _ = workshop.run(
+        """
+        for i in range(500):
+            for fd in (1, 2):
+                os.write(fd, b"one ")
+                os.write(fd, b"two\\n")
+        """,
+        stderr=subprocess.STDOUT,
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == [b"[0] one two"] * 1000 + [b"[1] one two"] * 1000
+
+
+def test_bytes_pass_unharmed(workshop: Workshop) -> None:
+    code, out, _ = workshop.run(
+        """
+        sys.stdout.write("fish \\N{FISH} \\n")
+        sys.stdout.flush()
+        os.write(1, bytes(i for i in range(256) if i not in b"\\r\\n") + b"\\r\\n" + b"no end")
+        """,
+        ranks=1,
+    )
+    binary = bytes(i for i in range(256) if i not in b"\r\n")
+    assert code == 0
+    assert out == "[0] fish \N{FISH} \n".encode() + b"[0] " + binary + b"\r\n[0] no end\n"
+
+
+def test_prefixes_of_more_than_ten_ranks_are_equally_wide(workshop: Workshop) -> None:
+    code, out, _ = workshop.end(workshop.shoal("run", "-n", "11", "sh", "-c", "echo $SHOAL_RANK"))
+    assert code == 0
+    assert sorted(out.splitlines()) == [b"[%2d] %d" % (rank, rank) for rank in range(11)]
+
+
+def test_a_reader_that_does_not_read_does_not_delay_the_end_of_the_ranks(workshop: Workshop) -> None:
+    launcher = workshop.start(
+        """
+        if rank == 1:
+            await_file("go")
+            tell("failed")
+            sys.exit(6)
+        signal.signal(signal.SIGTERM, lambda number, frame: (tell("told"), os._exit(0)))
+        tell("go")
+        while True:
+            os.write(1, b"y" * 99 + b"\\n")
+        """
+    )
+    workshop.read("failed")
+    # Nothing was read so far, so rank 0 fills every buffer; SIGTERM reaches it all the same.
+    workshop.read("told")
+    assert workshop.end(launcher)[0] == 6
+
+
+def test_a_reader_that_goes_away_is_noticed_by_the_ranks(workshop: Workshop) -> None:
+    launcher = workshop.start(
+        """
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        while True:
+            print("y" * 99)
+        """
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline().endswith(b"yyy\n")
+    launcher.stdout.close()
+    assert launcher.stderr is not None
+    err = launcher.stderr.read()
+    assert launcher.wait(60) == 141
+    assert b"killed by SIGPIPE" in err
+
+
+class Terminal:
+    """A pseudo terminal for a launcher's three standard files."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = os.openpty()
+        self.seen = b""
+
+    def files(self) -> dict[str, int]:
+        return {"stdin": self.slave, "stdout": self.slave, "stderr": self.slave}
+
+    def await_text(self, text: bytes) -> None:
+        def found() -> bool:
+            self._read()
+            return text in self.seen
+
+        until(found)
+
+    def rest(self) -> bytes:
+        os.close(self.slave)
+        with contextlib.suppress(OSError):  # EIO is the end of a terminal
+            while True:
+                self._read()
+        os.close(self.master)
+        return self.seen
+
+    def _read(self) -> None:
+        data = os.read(self.master, 4096)
+        if not data:
+            raise OSError("the end")
+        self.seen += data
+
+
+def test_on_a_terminal_prefixes_have_colours_and_ranks_are_told_of_it(workshop: Workshop) -> None:
+    terminal = Terminal()
+    launcher = workshop.start(
+        "print('colours', os.environ['FORCE_COLOR'], os.environ['COLUMNS'])", **terminal.files()
+    )
+    assert launcher.wait(60) == 0
+    lines = terminal.rest().splitlines()
+    assert sorted(lines) == [
+        b"\x1b[33m[1]\x1b[0m colours 1 76",
+        b"\x1b[36m[0]\x1b[0m colours 1 76",
+    ]
+
+
+def test_a_prompt_of_rank_0_is_shown_and_answered_on_the_terminal(workshop: Workshop) -> None:
+    terminal = Terminal()
+    launcher = workshop.start("print('hello', input('name? ') if rank == 0 else '')", **terminal.files())
+    terminal.await_text(b"name? ")
+    os.write(terminal.master, b"shoal\n")
+    assert launcher.wait(60) == 0
+    assert b"hello shoal" in terminal.rest()
+
+
+def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop) -> None:
+    terminal = Terminal()
+    launcher = workshop.start(
+        r"""
+        if rank == 0:
+            for step in range(4):
+                sys.stderr.write(f"\r {step}/3")
+                sys.stderr.flush()
+                await_file(f"go{step}")
+            sys.stderr.write("\n")
+        else:
+            await_file("speak")
+            print("a line")
+            tell("spoken")
+        """,
+        **terminal.files(),
+    )
+    terminal.await_text(b" 0/3")
+    (workshop.path / "speak").touch()
+    terminal.await_text(b"a line\r\n")
+    for step in range(4):
+        (workshop.path / f"go{step}").touch()
+    assert launcher.wait(60) == 0
+    rows = terminal.rest().replace(b"\x1b[?7l", b"").replace(b"\x1b[?7h", b"").split(b"\r\n")
+    shown = [re.sub(rb"\x1b\[\d+m", b"", row.rpartition(b"\r\x1b[K")[2]) for row in rows]
+    assert shown == [b"[1] a line", b"[0]  3/3", b""]

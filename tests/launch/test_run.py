@@ -1,0 +1,196 @@
+"""The command line of ``shoal run``, and what ranks find when they start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch.cli import COMMANDS, invoke
+from shoal.launch.command import resolve
+from shoal.launch.environment import defaults
+
+from .conftest import Workshop
+
+
+def test_a_rank_finds_its_place_in_the_environment(workshop: Workshop) -> None:
+    code, out, _ = workshop.run(
+        """
+        names = ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK", "EPOCH")
+        print(*(os.environ["SHOAL_" + name] for name in names))
+        """,
+        ranks=3,
+    )
+    assert code == 0
+    assert sorted(out.splitlines()) == [b"[%d] 3 %d 3 %d 0" % (r, r, r) for r in range(3)]
+
+
+def test_ranks_reach_the_launchers_store_which_knows_the_size(workshop: Workshop) -> None:
+    code, out, err = workshop.run(
+        """
+        from shoal import config
+        from shoal.rendezvous import job_record
+        from shoal.store import open_store
+        with open_store(config.STORE.get(), secret=config.secret(), timeout=30) as store:
+            store.add("arrivals", 1)
+            ((key, value),) = job_record(2, config.JOB.get()).items()
+            print(store.get(key) == value)
+        """
+    )
+    assert (code, err) == (0, b"")
+    assert sorted(out.splitlines()) == [b"[0] True", b"[1] True"]
+
+
+def test_the_secret_is_new_each_time_and_on_no_command_line(workshop: Workshop) -> None:
+    script = """
+        secret = os.environ["SHOAL_SECRET"]
+        lines = []
+        for pid in os.listdir("/proc"):
+            if pid.isdigit():
+                try:
+                    lines.append(open(f"/proc/{pid}/cmdline", errors="replace").read())
+                except OSError:
+                    pass
+        assert lines and not any(secret in line for line in lines)
+        print(secret)
+        """
+    first, second = workshop.run(script, ranks=1), workshop.run(script, ranks=1)
+    assert first[0] == second[0] == 0
+    assert len(first[1].strip()) == len(b"[0] ") + 64
+    assert first[1] != second[1]
+
+
+def test_stdin_goes_to_rank_0_and_the_others_see_its_end(workshop: Workshop) -> None:
+    launcher = workshop.start("print(sys.stdin.read())", ranks=3, stdin=subprocess.PIPE)
+    out, _ = launcher.communicate(b"for the first", timeout=60)
+    assert sorted(out.splitlines()) == [b"[0] for the first", b"[1] ", b"[2] "]
+    assert launcher.returncode == 0
+
+
+def test_arguments_of_the_script_are_passed_on_untouched(workshop: Workshop) -> None:
+    (workshop.path / "script.py").write_text("import sys; print(sys.argv[1:])")
+    arguments = ["-n", "3", "--dry-run", "--", "-m", "a b", "--help"]
+    for separator in ([], ["--"]):
+        code, out, _ = workshop.end(workshop.shoal("run", *separator, "script.py", *arguments))
+        assert (code, out.decode()) == (0, f"[0] {arguments}\n")
+
+
+def test_a_module_is_run_as_python_does(workshop: Workshop) -> None:
+    (workshop.path / "fish.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    code, out, _ = workshop.end(workshop.shoal("run", "-m", "fish", "-n", "3"))
+    assert (code, out) == (0, b"[0] __main__ ['-n', '3']\n")
+
+
+def test_a_dry_run_prints_environment_and_commands_but_runs_nothing(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (workshop.path / "script.py").write_text("open('ran', 'w')")
+    code, out, err = workshop.end(workshop.shoal("run", "-n", "2", "--dry-run", "script.py", "--name", "a b"))
+    text = out.decode()
+    assert (code, err) == (0, b"")
+    assert "SHOAL_SECRET=<secret>\n" in text
+    assert "OMP_NUM_THREADS=" in text
+    for rank in (0, 1):
+        line = next(line for line in text.splitlines() if line.startswith(f"rank {rank}: "))
+        assert f"SHOAL_RANK={rank} " in line
+        assert line.endswith(f"{sys.executable} script.py --name 'a b'")
+    assert not (workshop.path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-n", "2", "absent.py"], "absent.py: no such script"),
+        (["run", "-n", "2", "absent-program"], "absent-program: no such script"),
+        (["run", "-n", "2", "./absent/program"], "./absent/program: no such script"),
+        (["run", "-n", "0", "x.py"], "'-n'"),
+        (["run", "-n", "many", "x.py"], "'-n'"),
+        (["run"], "COMMAND"),
+        (["run", "--fast", "x.py"], "--fast"),
+        (["swim"], "swim"),
+        (["store", "--listen", "nowhere"], "shoal: "),
+        (["store", "--size", "0"], "'--size'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("shoal: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_program_that_cannot_be_executed_is_one_line_and_code_2(workshop: Workshop) -> None:
+    program = workshop.path / "program"
+    program.write_bytes(b"\x00not a program")
+    program.chmod(0o755)
+    code, out, err = workshop.end(workshop.shoal("run", "-n", "2", "./program"))
+    assert (code, out) == (2, b"")
+    assert err.startswith(b"shoal: rank 0 could not be started: ")
+    assert err.count(b"\n") == 1
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke([]) == 0
+    listing = capsys.readouterr().out
+    assert all(f"\n  {name} " in listing for name in COMMANDS)
+
+
+def test_what_a_command_line_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("a.py", 0o755), ("data", 0o644), ("tool", 0o755)):
+        Path(name).touch()
+        Path(name).chmod(mode)
+    Path("package").mkdir()
+    python = sys.executable
+    assert resolve(["a.py", "-x"], module=False) == [python, "a.py", "-x"]
+    assert resolve(["data"], module=False) == [python, "data"]
+    assert resolve(["package"], module=False) == [python, "package"]
+    assert resolve(["tool", "1"], module=False) == [str(tmp_path / "tool"), "1"]
+    assert os.path.basename(resolve(["sh"], module=False)[0]) == "sh"
+    assert resolve(["a.b", "-x"], module=True) == [python, "-m", "a.b", "-x"]
+    with pytest.raises(LaunchError, match="needs -m"):
+        resolve(["a.b"], module=False)
+
+
+def test_cores_are_shared_between_ranks_unless_the_user_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert defaults(3, {}, None)["OMP_NUM_THREADS"] == "2"
+    assert defaults(100, {}, None)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in defaults(2, {"OMP_NUM_THREADS": "5"}, None)
+
+
+def test_colours_are_not_forced_on_who_does_not_want_them() -> None:
+    size = os.terminal_size((80, 24))
+    assert defaults(2, {}, size)["FORCE_COLOR"] == "1"
+    assert "FORCE_COLOR" not in defaults(2, {"NO_COLOR": "1"}, size)
+    assert "FORCE_COLOR" not in defaults(2, {}, None)
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    code = "import sys, shoal.launch.run, shoal.launch.store; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
+def test_a_run_leaves_no_descriptor_thread_or_child_in_its_process(workshop: Workshop) -> None:
+    script = workshop.path / "twice.py"
+    script.write_text(
+        "import os, threading\n"
+        "from shoal.launch.run import launch\n"
+        "before = sorted(os.listdir('/proc/self/fd'))\n"
+        "assert launch(['sh', '-c', 'exit $SHOAL_RANK'], 2, {}) == 1\n"
+        "assert sorted(os.listdir('/proc/self/fd')) == before\n"
+        "assert threading.active_count() == 1\n"
+        "try: os.waitpid(-1, os.WNOHANG)\n"
+        "except ChildProcessError: print('clean')\n"
+    )
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, check=False)
+    assert result.stdout == b"clean\n"

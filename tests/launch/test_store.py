@@ -1,0 +1,49 @@
+"""``shoal store``: a store by itself."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from shoal.rendezvous import job_record
+from shoal.store import open_store
+
+from .conftest import Workshop
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_store_prints_its_address_serves_and_ends_on_a_signal(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setenv("SHOAL_SECRET", "of the job")
+    host = workshop.shoal("store", "--listen", "127.0.0.1:0", "--size", "3")
+    assert host.stdout is not None
+    line = host.stdout.readline().decode()
+    assert line.startswith("shoal store: tcp://127.0.0.1:")
+    with open_store(line.split()[-1], secret=b"of the job", timeout=30) as store:
+        for key, value in job_record(3).items():
+            assert store.get(key) == value
+        host.send_signal(number)
+        assert workshop.end(host) == (0, b"", b"")
+
+
+def test_beyond_loopback_a_store_needs_a_secret_and_says_how_to_set_one(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    monkeypatch.delenv("SHOAL_SECRET_FILE", raising=False)
+    code, out, err = workshop.end(workshop.shoal("store", "--listen", "0.0.0.0:0"))
+    assert (code, out) == (2, b"")
+    assert b"SHOAL_SECRET" in err
+    assert err.count(b"\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_line_and_code_2(workshop: Workshop) -> None:
+    first = workshop.shoal("store")
+    assert first.stdout is not None
+    address = first.stdout.readline().decode().rpartition("/")[2].strip()
+    code, _, err = workshop.end(workshop.shoal("store", "--listen", address))
+    assert code == 2
+    assert address.encode() in err
+    assert err.count(b"\n") == 1
