@@ -62,7 +62,7 @@ docs: $(DONE)/docs  ## the documentation as HTML in out/docs; a dead link is an 
 	$(BIN)/mkdocs build --strict --site-dir out/docs
 
 core: $(DONE)/shoal  ## bring the native module into src/shoal, for work with PYTHONPATH=src
-	cp $(VENV)/lib/python3*/site-packages/shoal/_core*.so src/shoal/
+	install $(VENV)/lib/python3*/site-packages/shoal/_core*.so src/shoal/
 
 clean:  ## remove everything the other commands made, .venv too
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
