@@ -17,7 +17,12 @@ struct Plan {
 struct Sum : Plan {
   template <class V>
   static V apply(V a, V b) {
-    return static_cast<V>(a + b);
+    if constexpr (std::is_integral_v<V>) {
+      using U = std::make_unsigned_t<V>;  // wraps; only the accumulator of AVG is signed
+      return static_cast<V>(static_cast<U>(a) + static_cast<U>(b));
+    } else {
+      return a + b;
+    }
   }
 };
 struct Average : Sum {
