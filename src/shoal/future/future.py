@@ -1,9 +1,11 @@
 """The future of one operation.
 
 Its life is PENDING, SETTLING (one thread has claimed the source's outcome and runs ``finish``), DONE.
-State and subscribers change under one lock for all futures; its critical sections are a few stores,
-and nothing foreign runs in them.  Subscribers are internal: they run on the completing thread, so
-they only wake or enqueue.  The callbacks that users register run in :mod:`shoal.future.pool`.
+All futures and the callback pool share one lock.  Under it an outcome is claimed and subscribers are
+queued and called; an outcome is published without it: whoever publishes writes the state and then
+reads the subscribers, whoever subscribes writes the subscribers and then reads the state, so one of
+the two sees the other.  Subscribers are internal and run on the completing thread, so they only wake
+or enqueue.  The callbacks that users register run in :mod:`shoal.future.pool`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -35,18 +36,6 @@ _PENDING, _SETTLING, _DONE = range(3)
 #: Seconds that a source is asked to block for at a time, without the GIL: Ctrl-C is seen in between.
 WAIT_SLICE = 0.1
 
-# Re-entrant: a finalizer that the garbage collector runs in a critical section may complete a future.
-_lock = threading.RLock()
-
-
-def _forget_lock() -> None:
-    """In a forked child nobody would release a lock that another thread of the parent held."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forget_lock)
-
 
 class Future(Generic[T]):
     """The result of an operation that may still be running.
@@ -63,6 +52,10 @@ class Future(Generic[T]):
             until the work on them is done.
         device: for results on devices.
 
+    Attributes:
+        record: the flight recorder's list, to which completion appends the time (of
+            ``time.monotonic_ns``) and the failure in words, or None.
+
     Giving up a wait (a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
     """
 
@@ -73,12 +66,12 @@ class Future(Generic[T]):
         "_error",
         "_finish",
         "_keep",
-        "_observer",
         "_source",
         "_state",
         "_subscribers",
         "_value",
         "key",
+        "record",
     )
 
     _value: T
@@ -101,7 +94,7 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
         #: Called on completion, in order.  Once not None, the source was asked to notify.
         self._subscribers: list[Callable[[Future[T]], None]] | None = None
-        self._observer: Callable[[BaseException | None], None] | None = None
+        self.record: list[Any] | None = None
         self._callbacks = 0
 
     # -- asking --------------------------------------------------------------------------------
@@ -232,7 +225,7 @@ class Future(Generic[T]):
             InvalidFutureState: it is complete already, or an engine completes it.
         """
         self._refuse_second_outcome()
-        self._publish(_PENDING, value, None, events_behind(value, self._device, self._keep))
+        self._set(value, None, events_behind(value, self._device, self._keep))
 
     def set_exception(self, error: BaseException) -> None:
         """Complete the future with an exception: ``wait`` will raise this very object.
@@ -242,19 +235,7 @@ class Future(Generic[T]):
         """
         if not isinstance(error, BaseException):
             raise UsageError(f"set_exception takes an exception, got {type(error).__name__}: {error!r}")
-        self._refuse_second_outcome()
-        self._publish(_PENDING, None, error, None)
-
-    def observe(self, fn: Callable[[BaseException | None], None]) -> None:
-        """Call ``fn(exception or None)`` inline when the future completes, before anybody sees it.
-
-        For the group that keeps a record of its operations: there is one observer, it takes
-        nanoseconds and does not raise.  Everybody else wants :meth:`add_done_callback`.
-        """
-        with _lock:
-            self._observer = fn
-            if self._state == _DONE:
-                fn(self._error)
+        self._set(None, error, None)
 
     def __repr__(self) -> str:
         if self._state != _DONE:
@@ -304,7 +285,7 @@ class Future(Generic[T]):
         """Take over the outcome of the completed source, unless another thread does."""
         claimed = False
         try:
-            with _lock:
+            with pool.lock:
                 if self._state == _PENDING:
                     self._state = _SETTLING
                     claimed = True
@@ -332,68 +313,66 @@ class Future(Generic[T]):
                 if _is_interrupt(raised):
                     raise
                 error = without_frames(raised, 1)
-        self._publish(_SETTLING, value, error, events)
+        self._publish(value, error, events)
 
-    def _publish(
-        self, expected: int, value: T | None, error: BaseException | None, device: DeviceEvents | None
-    ) -> None:
-        try:
-            with _lock:
-                if self._state != expected:
-                    self._refuse_second_outcome()
-                if self._observer is not None:
-                    self._observer(error)
-                self._value = cast(T, value)
-                self._error = error
-                self._device = device
-                self._source = self._finish = self._keep = None
-                self._state = _DONE
-        finally:
-            # Also when Ctrl-C came between the lock and here.
-            if self._subscribers is not None and self._state == _DONE:
-                self._drain()
+    def _set(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
+        """Publish an outcome that does not come from a source."""
+        with pool.lock:
+            self._refuse_second_outcome()
+            self._publish(value, error, device)
+
+    def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
+        self._value = cast(T, value)
+        self._error = error
+        if self.record is not None:
+            self._take_note(self.record)
+        self._device = device
+        self._source = self._finish = self._keep = None
+        self._state = _DONE
+        if self._subscribers is not None:
+            self._drain()
+
+    def _take_note(self, record: list[Any]) -> None:
+        # In words: an exception would keep alive what its traceback refers to.
+        error = self._error
+        record.extend((time.monotonic_ns(), None if error is None else f"{type(error).__name__}: {error}"))
 
     def _drain(self) -> None:
-        """Call the subscribers in order.  Those who come meanwhile queue up behind."""
+        """Call the subscribers, in order."""
         interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                with _lock:
-                    if not self._subscribers:
-                        self._subscribers = None
-                        break
-                    subscriber = self._subscribers.pop(0)
-                subscriber(self)
-            except KeyboardInterrupt as raised:
-                interrupt = raised
-            except Exception:
-                _logger.exception("could not pass on the completion of %r", self)
+        with pool.lock:
+            while self._subscribers:
+                try:
+                    self._subscribers.pop(0)(self)
+                except KeyboardInterrupt as raised:
+                    interrupt = raised
+                except Exception:
+                    _logger.exception("could not pass on the completion of %r", self)
+            self._subscribers = None
         if interrupt is not None:
             raise interrupt
 
     def _subscribe(self, subscriber: Callable[[Future[T]], None]) -> None:
         """Have ``subscriber(self)`` called on completion, by the completing thread; at once if done."""
         source = None
-        with _lock:
-            queued = self._state != _DONE or self._subscribers is not None
-            if queued:
-                if self._subscribers is None:
-                    self._subscribers = []
-                    if self._state == _PENDING:
-                        source = self._source
-                self._subscribers.append(subscriber)
-        if not queued:
-            subscriber(self)
-        elif source is not None:
+        with pool.lock:
+            if self._subscribers is None:
+                self._subscribers = []
+                if self._state == _PENDING:
+                    source = self._source
+            self._subscribers.append(subscriber)
+            if self._state == _DONE:
+                self._drain()
+        if source is not None:
             source.notify(self._settle)
 
     def _unsubscribe(self, subscriber: Callable[[Future[T]], None]) -> None:
-        with _lock:
+        with pool.lock:
             if self._subscribers is not None and subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)
 
     def _register(self, fn: Callable[[Future[T]], Any], child: Future[Any] | None) -> None:
-        with _lock:
+        with pool.lock:
             index = self._callbacks
             self._callbacks += 1
         if child is not None and self.key is not None:

@@ -41,8 +41,10 @@ class CallbackPool:
 
     def forget(self) -> None:
         """Start afresh, as a forked child must: it has neither the threads nor the owner of the lock."""
-        # Re-entrant: a finalizer that the garbage collector runs in a critical section may submit a job.
-        self._condition = threading.Condition(threading.RLock())
+        # Futures use it too.  Re-entrant: a finalizer that the garbage collector runs in a critical
+        # section may complete a future or submit a job.
+        self.lock = threading.RLock()
+        self._condition = threading.Condition(self.lock)
         self._queue: deque[Job] = deque()
         self._threads: set[threading.Thread] = set()
         self._running = 0
@@ -72,11 +74,14 @@ class CallbackPool:
         deadline = time.monotonic() + timeout
         with self._condition:
             self._closing = True
+            threads = list(self._threads)
             self._condition.notify_all()
-        while threads := list(self._threads):
+        while threads:
             threads[0].join(max(0.0, deadline - time.monotonic()))
             if threads[0].is_alive():
                 break
+            # The last jobs may have started further threads.
+            threads = threads[1:] or list(self._threads)
         self._closing = False
         return not threads
 
@@ -86,11 +91,12 @@ class CallbackPool:
         self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:
-            self._threads.discard(thread)
-            if not self._threads:
+        except BaseException as error:
+            if thread.ident is None:
+                self._threads.discard(thread)
+            # When the system is out of threads, those there are get to the job later.
+            if not isinstance(error, RuntimeError) or not self._threads:
                 raise
-            # Out of threads: those there are get to the job later.
 
     def _work(self) -> None:
         while (job := self._take()) is not None:

@@ -1,0 +1,181 @@
+"""The flight recorder: the last operations of a group, for the moment when something hangs or fails.
+
+It is always on, so recording costs next to nothing: one list of plain values per operation, appended
+to a ring.  No group or engine marks completion: the future itself appends the time and what failed to
+that list (its ``record``) when somebody first sees it complete; and for operations that nobody waited
+for, reading the record asks the future.  A record refers to its future weakly: it keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Any
+from weakref import ref
+
+import msgspec
+import torch
+
+from .future import Future
+from .spec import OpKind
+
+#: Elements of a record when :meth:`FlightRecorder.add` makes it; time and failure follow at the end.
+_FIELDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation.
+
+    Attributes:
+        kind: e.g. ``"all_reduce"``.
+        number: in the group's sequence; -1 for what is matched by key, or by peer and tag.
+        key: of operations issued in callbacks; else 0.
+        dtype, count: of what this rank put in or gets out, e.g. ``"float32"``; ``""`` and 0 for none.
+        root, peer, tag: in group ranks; -1 where there is none.
+        state: ``"submitted"``, ``"completed"``, ``"failed"``, or ``"released"``: the future was
+            dropped before anybody saw its outcome.
+        submitted, ended: ``time.monotonic_ns()``; ``ended`` is when the outcome was first seen, 0 before.
+        failure: type and message of the exception; ``""`` for none.
+    """
+
+    kind: str
+    number: int
+    key: int
+    dtype: str
+    count: int
+    root: int
+    peer: int
+    tag: int
+    state: str
+    submitted: int
+    ended: int
+    failure: str
+
+
+class FlightRecorder:
+    """The last operations of one group on one rank.  May be used from any thread.
+
+    Args:
+        group: its name.
+        rank: of this process in it.
+        size: how many operations to keep; 0 keeps none.
+    """
+
+    def __init__(self, group: str, rank: int, size: int = 1024) -> None:
+        self._group = group
+        self._rank = rank
+        self._ring: deque[list[Any]] = deque(maxlen=size)
+
+    def add(
+        self,
+        future: Future[Any],
+        kind: OpKind,
+        number: int,
+        key: int,
+        dtype: torch.dtype | None,
+        count: int,
+        root: int = -1,
+        peer: int = -1,
+        tag: int = -1,
+    ) -> None:
+        """Record that an operation was submitted; the arguments are as in :class:`Entry`."""
+        record = [monotonic_ns(), kind, number, key, dtype, count, root, peer, tag, ref(future)]
+        self._ring.append(record)
+        future.record = record
+        if future._source is None and future.done():  # its channel is eager: it was complete before
+            future._take_note(record)
+
+    def entries(self) -> list[Entry]:
+        """The operations, oldest first, in their present state."""
+        return [_entry(record) for record in list(self._ring)]
+
+    @property
+    def last_completed(self) -> Entry | None:
+        """The numbered operation with the highest number among those known to have completed well."""
+        completed = (entry for entry in self.entries() if entry.state == "completed" and entry.number >= 0)
+        return max(completed, key=lambda entry: entry.number, default=None)
+
+    def dump(self) -> str:
+        """The operations as a table for people, oldest first, with times in milliseconds."""
+        entries = self.entries()
+        return f"{self._title(entries)}\n{_table(entries)}"
+
+    def to_json(self) -> str:
+        """The operations for programs: an object with ``group``, ``rank``, ``now`` and ``entries``.
+
+        ``now`` is ``time.monotonic_ns()``, comparable with the times in the entries.
+        """
+        return msgspec.json.encode(
+            {
+                "group": self._group,
+                "rank": self._rank,
+                "now": monotonic_ns(),
+                "entries": self.entries(),
+            }
+        ).decode()
+
+    def _title(self, entries: list[Entry]) -> str:
+        pending = sum(entry.state == "submitted" for entry in entries)
+        return (
+            f"group {self._group!r}, rank {self._rank}: the last {len(entries)} operations, {pending} pending"
+        )
+
+
+def _entry(record: list[Any]) -> Entry:
+    submitted, kind, number, key, dtype, count, root, peer, tag, reference = record[:_FIELDS]
+    future = reference()
+    if future is not None:
+        future.done()  # the future takes note of a completion that nobody has seen yet
+    outcome = record[_FIELDS:]
+    if outcome:
+        state = "completed" if outcome[1] is None else "failed"
+    elif future is None:
+        state = "released"
+    else:
+        state = "submitted"
+    return Entry(
+        kind=OpKind(kind).name.lower(),
+        number=number,
+        key=key,
+        dtype="" if dtype is None else str(dtype).removeprefix("torch."),
+        count=count,
+        root=root,
+        peer=peer,
+        tag=tag,
+        state=state,
+        submitted=submitted,
+        ended=outcome[0] if outcome else 0,
+        failure=(outcome[1] or "") if outcome else "",
+    )
+
+
+def _table(entries: Iterable[Entry]) -> str:
+    # Imported here: a group must not pay for it.
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    now = monotonic_ns()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("operation", "count", "root", "peer", "tag", "age ms", "took ms"):
+        table.add_column(heading, justify="left" if heading == "operation" else "right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for entry in entries:
+        name = f"{entry.kind} #{entry.number}" if entry.number >= 0 else entry.kind
+        table.add_row(
+            f"{name} key {entry.key:#x}" if entry.key else name,
+            f"{entry.count} {entry.dtype}" if entry.dtype else "",
+            *("" if rank < 0 else str(rank) for rank in (entry.root, entry.peer, entry.tag)),
+            f"{(now - entry.submitted) / 1e6:.1f}",
+            f"{(entry.ended - entry.submitted) / 1e6:.3f}" if entry.ended else "",
+            f"{entry.state}: {entry.failure}" if entry.failure else entry.state,
+        )
+    text = io.StringIO()
+    Console(file=text, width=10_000, color_system=None, markup=False, emoji=False, highlight=False).print(
+        table
+    )
+    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
