@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shoal import Backend, DataChannel, Future, GroupAborted, GroupSpec, Membership, Operation, OpKind, Store
+from shoal.backend.registry import register_backend
 from shoal.errors import GroupError
 
 
@@ -72,3 +73,8 @@ class StoreChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         pass
+
+
+def use_store_backend() -> None:
+    """Register the backend as "store" in this process."""
+    register_backend("store", StoreBackend)

@@ -11,6 +11,9 @@
 what only processes show: their death, signals, forks.  ``docs/testing.md`` has more.
 """
 
+from .leaks import no_leaks
+from .outcome import Outcome
+from .processes import Ranks, processes, run_processes
 from .threads import run_threads
 
-__all__ = ["run_threads"]
+__all__ = ["Outcome", "Ranks", "no_leaks", "processes", "run_processes", "run_threads"]

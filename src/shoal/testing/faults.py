@@ -1,0 +1,92 @@
+"""Doing to processes what happens to them: death, a standstill, a broken connection.
+
+    with processes(fn, 3) as ranks:
+        ranks.kill(1)
+
+The functions here take process ids; the methods of :class:`~shoal.testing.Ranks` take ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+
+import psutil
+
+#: number of the system call pidfd_getfd, the same on all machines (Linux 5.6)
+_PIDFD_GETFD = 438
+#: seconds that a process gets to take note of a signal
+_TAKES_NOTE = 10.0
+
+
+def kill(pid: int) -> None:
+    """End the process at once (SIGKILL): it has no chance to say goodbye."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    """Bring the process to a standstill (SIGSTOP), and return when it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    process = psutil.Process(pid)
+    end = time.monotonic() + _TAKES_NOTE
+    while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+        if time.monotonic() > end:
+            raise TimeoutError(f"process {pid} does not stop")
+        time.sleep(0.001)
+
+
+def resume(pid: int) -> None:
+    """Let a stopped process go on (SIGCONT)."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def delay(pid: int, seconds: float) -> threading.Timer:
+    """Bring the process to a standstill for ``seconds``; returns at once, the timer that resumes it."""
+    stop(pid)
+    timer = threading.Timer(seconds, resume, (pid,))
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def cut(pid: int, other: int) -> int:
+    """Break all TCP connections between two processes of this machine, as a network would.
+
+    Both sides see the end of the stream at once.  Needs the right to trace ``pid``, which a parent has.
+
+    Returns:
+        the number of connections that were cut.
+    """
+    theirs = {connection.laddr for connection in psutil.Process(other).net_connections("tcp")}
+    # All are taken before the first is cut: that may already end the process.
+    copies = [
+        socket.socket(fileno=_descriptor_of(pid, connection.fd))
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.raddr and connection.raddr in theirs and connection.fd >= 0
+    ]
+    for copy in copies:
+        with copy, contextlib.suppress(OSError):  # the other side may have closed it
+            copy.shutdown(socket.SHUT_RDWR)
+    return len(copies)
+
+
+def _descriptor_of(pid: int, descriptor: int) -> int:
+    """A descriptor of ours for the file behind another process's."""
+    if pid == os.getpid():
+        return os.dup(descriptor)
+    handle = os.pidfd_open(pid)
+    try:
+        copy = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, handle, descriptor, 0))
+    finally:
+        os.close(handle)
+    if copy < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot reach into process {pid}: {os.strerror(code)}")
+    return copy

@@ -1,0 +1,96 @@
+"""Whether something was left behind: threads, descriptors, memory, children, files."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from ..future import pool
+
+#: seconds that what is ending gets to end
+_PATIENCE = 5.0
+
+#: what the fork server of ``processes`` needs as long as this process lives
+_ignored: set[str] = set()
+
+
+@contextlib.contextmanager
+def no_leaks(patience: float = _PATIENCE) -> Iterator[None]:
+    """Fail if the block leaves behind what was not there before.
+
+    It compares Python threads, native threads of shoal, open descriptors, mapped anonymous files
+    (memfd), shoal's files in ``/dev/shm`` and child processes.
+
+    Args:
+        patience: seconds that what is ending gets to end.
+
+    Raises:
+        AssertionError: lists what was left behind.
+    """
+    before = inventory()
+    yield
+    end = time.monotonic() + patience
+    gc.collect()
+    pool.shutdown()  # idle threads for callbacks would stay for some seconds
+    while left := inventory() - before - _ignored:
+        if time.monotonic() > end:
+            raise AssertionError("left behind: " + "; ".join(sorted(left)))
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def ignoring() -> Iterator[None]:
+    """What comes into being in the block is no leak."""
+    before = inventory()
+    yield
+    _ignored.update(inventory() - before)
+
+
+def inventory() -> set[str]:
+    """What this process has, one description for each thing."""
+    return {*_threads(), *_descriptors(), *_mappings(), *_shared_files(), *_children()}
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        yield f"thread {thread.name!r} ({thread.native_id})"
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it may have ended just now
+            name = (task / "comm").read_text().strip()
+            if name.startswith("shoal"):
+                yield f"native thread {name!r} ({task.name})"
+
+
+def _descriptors() -> Iterator[str]:
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            # listing the directory opens a descriptor of its own
+            if not target.startswith("/proc/") or not stat.S_ISDIR(os.stat(target).st_mode):
+                yield f"descriptor {entry} -> {target}"
+
+
+def _mappings() -> Iterator[str]:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "memfd:" in line:
+                yield f"mapping of {line.split(None, 5)[-1].strip()} at {line.split('-')[0]}"
+
+
+def _shared_files() -> Iterator[str]:
+    for path in Path("/dev/shm").glob("*shoal*"):
+        yield str(path)
+
+
+def _children() -> Iterator[str]:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield f"child process {child.pid} {child.name()}"
