@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import shoal
 import shoal.errors
 from shoal.errors import ShoalError
 
@@ -25,13 +30,32 @@ def test_every_link_leads_to_a_file() -> None:
     assert not dead
 
 
+def _programs(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def _run(program: str, folder: Path, *launcher: str) -> str:
+    """What ``program`` prints; it must end well."""
+    script = folder / "program.py"
+    script.write_text(program)
+    command = [sys.executable, *launcher, str(script)]
+    # The folder is another one, so a relative PYTHONPATH would no longer lead to what is tested.
+    environment = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 def test_the_first_example_runs_alone(tmp_path: Path) -> None:
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert code is not None
-    script = tmp_path / "hello.py"
-    script.write_text(code[1])
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout) == (0, "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"), result.stderr
+    (program,) = _programs("README.md")
+    assert _run(program, tmp_path) == "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"
+
+
+@pytest.mark.parametrize(
+    "program", [*_programs("README.md"), *_programs("docs/tutorial.md")], ids=itertools.count(1)
+)
+def test_every_program_on_the_pages_runs_on_two_ranks(program: str, tmp_path: Path) -> None:
+    _run(program, tmp_path, "-m", "shoal", "run", "-n", "2")
 
 
 def _tree(error: type[Exception], indent: str = "") -> list[str]:
