@@ -1,0 +1,104 @@
+"""Small models, and training them in one process and on several ranks, for the tests of this folder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.testing import run_threads
+
+#: So small that every model here has several buckets.
+SMALL_MB = 0.0005
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    """Nine parameters in double precision, one of them a scalar."""
+    torch.manual_seed(seed)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.Tanh(),
+        Scaled(),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 3),
+    ).double()
+
+
+def batches(count: int, inputs: Sequence[int] = (6,), outputs: int = 3, size: int = 12) -> list[Batch]:
+    """Random inputs and targets in double precision, the same in every call."""
+    random = torch.Generator().manual_seed(99)
+    return [
+        (
+            torch.randn(size, *inputs, generator=random, dtype=torch.float64),
+            torch.randn(size, outputs, generator=random, dtype=torch.float64),
+        )
+        for _ in range(count)
+    ]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
+def part(batch: Batch, group: shoal.ProcessGroup) -> Batch:
+    """This rank's equal share of a batch."""
+    return batch[0][group.rank :: group.size], batch[1][group.rank :: group.size]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, data: Iterable[Batch], *, set_to_none: bool = True) -> None:
+    """Plain training, of a model that may be wrapped."""
+    optimizer = sgd(model)
+    for batch in data:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def train_on_ranks(
+    model: nn.Module,
+    data: Sequence[Batch],
+    size: int,
+    *,
+    set_to_none: bool = True,
+    bucket_cap_mb: float = SMALL_MB,
+) -> list[nn.Module]:
+    """Train copies of ``model`` on ``size`` ranks, each with its share of every batch; returns the copies."""
+
+    def rank(group: shoal.ProcessGroup) -> nn.Module:
+        own = copy.deepcopy(model)
+        wrapped = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=bucket_cap_mb)
+        train(wrapped, [part(batch, group) for batch in data], set_to_none=set_to_none)
+        return own
+
+    return run_threads(rank, size, timeout=60)
+
+
+def assert_same_parameters(actual: nn.Module, expected: nn.Module, *, rtol: float = 1e-9) -> None:
+    for (name, a), b in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def on_ranks(size: int, fn: Callable[[shoal.ProcessGroup], object]) -> list[object]:
+    """Run ``fn(group)`` on ranks that are threads."""
+    return run_threads(fn, size, timeout=60)

@@ -1,0 +1,154 @@
+"""Where gradients lie, and which buckets may be sent: the decisions of cpp/reducer, and the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shoal
+from shoal._core import BUCKET_ALIGNMENT, assign_buckets
+from shoal.parallel.buckets import Readiness, build_buckets
+from shoal.testing import run_threads
+
+Assigned = list[tuple[list[int], list[int], int]]
+
+parameters = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2)), min_size=1, max_size=40)
+caps = st.tuples(st.integers(0, 1000), st.integers(0, 4000))
+
+
+@given(parameters, caps, st.randoms())
+def test_every_parameter_lies_in_exactly_one_bucket_of_its_kind(given_, caps_, random) -> None:
+    sizes, kinds = zip(*given_, strict=True)
+    order = random.sample(range(len(sizes)), len(sizes))
+    buckets: Assigned = assign_buckets(sizes, kinds, order, *caps_)
+    assert sorted(index for members, _, _ in buckets for index in members) == list(range(len(sizes)))
+    for members, offsets, nbytes in buckets:
+        assert len({kinds[index] for index in members}) == 1
+        assert [order.index(index) for index in members] == sorted(order.index(index) for index in members)
+        assert offsets[0] == 0
+        assert nbytes % BUCKET_ALIGNMENT == 0
+        ends = [*offsets[1:], nbytes]
+        for index, offset, end in zip(members, offsets, ends, strict=True):
+            assert offset % BUCKET_ALIGNMENT == 0
+            assert 0 <= end - offset - sizes[index] < BUCKET_ALIGNMENT
+
+
+@given(parameters, caps, st.randoms())
+def test_buckets_keep_to_their_caps_and_follow_the_expected_order(given_, caps_, random) -> None:
+    sizes, kinds = zip(*given_, strict=True)
+    order = random.sample(range(len(sizes)), len(sizes))
+    first_cap, cap = caps_
+    seen: set[int] = set()
+    buckets: Assigned = assign_buckets(sizes, kinds, order, first_cap, cap)
+    for members, _, nbytes in buckets:
+        limit = cap if kinds[members[0]] in seen else first_cap
+        seen.add(kinds[members[0]])
+        assert nbytes <= limit or len(members) == 1
+    completed = [order.index(members[-1]) for members, _, _ in buckets]
+    assert completed == sorted(completed)
+
+
+def test_the_first_bucket_is_small_so_that_communication_starts_early() -> None:
+    buckets = assign_buckets([64] * 6, [0] * 6, [5, 4, 3, 2, 1, 0], 64, 192)
+    assert [members for members, _, _ in buckets] == [[5], [4, 3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [0, 1, 1]])
+def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
+    with pytest.raises(ValueError, match="permutation"):
+        assign_buckets([4, 4], [0, 0], order, 100, 100)
+
+
+def test_buckets_become_ready_in_the_order_of_their_index_only() -> None:
+    readiness = Readiness([[2, 3], [0], [1]])
+    readiness.open()
+    assert readiness.mark(0) == 0  # bucket 1 is full but not bucket 0
+    assert readiness.mark(3) == 0
+    assert readiness.ready == 0
+    assert readiness.mark(2) == 1
+    assert readiness.ready == 2
+    assert readiness.mark(1) == 1
+    assert readiness.ready == 3
+    assert readiness.arrival() == [0, 3, 2, 1]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.randoms())
+def test_any_order_of_arrival_makes_all_buckets_ready(sizes, random) -> None:
+    shuffled = random.sample(range(sum(sizes)), sum(sizes))
+    members = [[shuffled.pop() for _ in range(size)] for size in sizes]
+    readiness = Readiness(members)
+    for _ in range(2):
+        readiness.open()
+        arrived: set[int] = set()
+        for index in random.sample(range(sum(sizes)), sum(sizes)):
+            before = readiness.ready
+            attend = readiness.mark(index)
+            arrived.add(index)
+            full = [set(bucket) <= arrived for bucket in members]
+            assert readiness.ready == (full.index(False) if False in full else len(full))
+            assert attend == (readiness.ready > before)
+        assert readiness.missing() == []
+        readiness.close()
+
+
+def test_a_gradient_that_comes_twice_is_noticed_and_those_that_do_not_come_are_listed() -> None:
+    readiness = Readiness([[2, 1, 0]])
+    readiness.open()
+    assert readiness.mark(1) == 0
+    assert readiness.mark(1) == 2
+    assert readiness.missing() == [0, 2]
+    assert readiness.arrived == 1
+
+
+def test_gradients_count_only_in_a_pass_and_the_first_one_opens_an_armed_pass() -> None:
+    readiness = Readiness([[1, 0]])
+    assert readiness.mark(0) == 0
+    assert readiness.arrived == 0
+    readiness.arm()
+    assert not readiness.opened
+    assert readiness.mark(0) == 1
+    assert readiness.opened
+    readiness.close()
+    assert not readiness.opened
+    assert readiness.mark(0) == 0  # closing disarmed it
+    readiness.arm()
+    readiness.disarm()
+    assert readiness.mark(0) == 0
+
+
+def test_a_pass_without_gradients_stays_armed() -> None:
+    readiness = Readiness([[0]])
+    readiness.arm()
+    readiness.open()
+    readiness.close()
+    assert readiness.mark(0) == 1
+
+
+@pytest.mark.parametrize("buckets", [[[0], [0]], [[0, 2]], [[1]]])
+def test_buckets_that_do_not_hold_every_parameter_once_are_refused(buckets: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="every parameter once"):
+        Readiness(buckets)
+
+
+def test_views_have_the_shape_and_strides_of_their_parameters() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        image = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        transposed = torch.empty(5, 7).t()
+        with_holes = torch.empty(6, 8)[::2, ::2]
+        empty = torch.empty(0, 3)
+        double = torch.empty(3, dtype=torch.float64)
+        given = [image, transposed, with_holes, empty, double, torch.empty(())]
+        made = build_buckets(group, given, range(len(given)), 2**20)
+        assert {bucket.flat.dtype for bucket in made.buckets} == {torch.float32, torch.float64}
+        for parameter, view in zip(given, made.views, strict=True):
+            assert view.shape == parameter.shape
+            assert view.dtype == parameter.dtype
+            if parameter is not with_holes:
+                assert view.stride() == parameter.stride()
+            view.fill_(1)  # every element has a place of its own
+        assert made.vote.item() == 0
+        assert sum(int((bucket.flat != 0).sum()) for bucket in made.buckets) == sum(x.numel() for x in given)
+
+    run_threads(rank, 1)

@@ -1,0 +1,208 @@
+"""The module wrapper: how it looks from outside, when it communicates, and what it does with buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import UsageError
+from tests.parallel.models import SMALL_MB, batches, loss_of, mlp, on_ranks, part
+
+
+def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0() -> None:
+    class Everything(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3, 2), float(rank)))
+            self.frozen = nn.Parameter(
+                torch.full((5,), float(rank), dtype=torch.bfloat16), requires_grad=False
+            )
+            self.register_buffer("count", torch.tensor(rank))
+            self.register_buffer("flags", torch.tensor([rank == 0, False]), persistent=False)
+            self.register_buffer("waves", torch.full((2,), rank + 1j * rank))
+            self.register_buffer("nothing", torch.empty(0))
+            self.register_buffer("absent", None)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(Everything(group.rank), group=group).module
+        assert model.weight.tolist() == [[0.0, 0.0]] * 3
+        assert model.frozen.tolist() == [0.0] * 5
+        assert model.count.item() == 0
+        assert model.flags.tolist() == [True, False]
+        assert model.waves.tolist() == [0j, 0j]
+
+    on_ranks(3, rank)
+
+
+def test_the_state_is_that_of_the_module_with_a_prefix() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        inner = mlp()
+        model = shoal.DistributedDataParallel(inner, group=group)
+        assert model.module is inner
+        assert list(model.state_dict()) == [f"module.{name}" for name in inner.state_dict()]
+        model.load_state_dict(model.state_dict())
+        assert not model.eval().module.training
+        assert model.train().module.training
+
+    on_ranks(1, rank)
+
+
+def test_arguments_and_outputs_pass_through() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, *more: int, flag: bool) -> dict[str, object]:
+            return {"out": [self.layer(x)], "more": more, "flag": flag}
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(Picky(), group=group)
+        result = model(torch.ones(1, 2), 3, 4, flag=True)
+        assert result["more"] == (3, 4)
+        assert result["flag"] is True
+        result["out"][0].sum().backward()
+        assert model.module.layer.bias.grad.tolist() == [1.0, 1.0]
+
+    on_ranks(2, rank)
+
+
+def test_a_rank_may_run_forward_alone_where_nothing_is_synchronised() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        inner = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
+        model = shoal.DistributedDataParallel(inner, group=group)
+        batch = part(batches(1)[0], group)
+        if group.rank == 1:  # each would hang if it communicated
+            with torch.no_grad():
+                model(batch[0])
+            with torch.inference_mode():
+                model(batch[0])
+            with model.no_sync():
+                loss_of(model, batch).backward()
+            model.eval()
+            model(batch[0])
+            model.train()
+        loss_of(model, batch).backward()
+
+    on_ranks(2, rank)
+
+
+def test_within_no_sync_gradients_stay_local_until_the_next_synchronised_backward() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(nn.Linear(1, 1, bias=False), group=group)
+        x = torch.full((1, 1), float(group.rank + 1))
+        with model.no_sync():
+            with model.no_sync():
+                model(x).sum().backward()
+            model(x).sum().backward()
+            assert model.module.weight.grad.item() == 2 * (group.rank + 1)
+        model(x).sum().backward()
+        assert model.module.weight.grad.item() == 4.5  # the mean of 3 and 6
+
+    on_ranks(2, rank)
+
+
+def test_a_no_sync_block_that_raises_ends() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(nn.Linear(1, 1, bias=False), group=group)
+        with pytest.raises(KeyError), model.no_sync():
+            raise KeyError
+        model(torch.full((1, 1), float(group.rank))).sum().backward()
+        assert model.module.weight.grad.item() == 0.5
+
+    on_ranks(2, rank)
+
+
+def _batch_normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -> None:
+    data = batches(3)
+
+    def rank(group: shoal.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        model = shoal.DistributedDataParallel(
+            _batch_normed(), group=group, broadcast_buffers=broadcast_buffers
+        )
+        seen = []
+        norm = model.module[1]
+        norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean.clone()))
+        for batch in data:
+            loss_of(model, part(batch, group)).backward()
+        return seen[-1], norm.running_mean
+
+    (before, after), (other_before, other_after) = on_ranks(2, rank)
+    assert torch.equal(before, other_before) == broadcast_buffers
+    assert not torch.equal(after, other_after)  # each rank's own part of the batch went in
+
+
+def test_two_forward_passes_through_batch_norm_before_backward_work() -> None:
+    """Overwriting buffers between them would make autograd refuse to go back through the first."""
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(_batch_normed(), group=group)
+        for one, two in (batches(2), batches(2)):
+            (loss_of(model, part(one, group)) + loss_of(model, part(two, group))).backward()
+
+    on_ranks(2, rank)
+
+
+def test_buffers_that_the_module_replaces_are_followed() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + x.detach().sum()
+            return self.layer(x)
+
+    def rank(group: shoal.ProcessGroup) -> float:
+        model = shoal.DistributedDataParallel(Replacing(), group=group)
+        for _ in range(3):
+            model(torch.full((1, 1), 10.0**group.rank)).sum().backward()
+        return model.module.seen.item()
+
+    assert on_ranks(2, rank) == [3.0, 12.0]
+
+
+def test_frozen_parameters_are_not_reduced() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        inner = mlp()
+        inner[0].requires_grad_(False)
+        model = shoal.DistributedDataParallel(inner, group=group, bucket_cap_mb=SMALL_MB)
+        loss_of(model, part(batches(1)[0], group)).backward()
+        assert inner[0].weight.grad is None
+        assert sum(len(bucket.members) for bucket in model._reducer.buckets) == 7
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("cap", [0, -1])
+def test_a_bucket_cap_that_is_not_positive_is_refused(cap: float) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        with pytest.raises(UsageError, match=f"bucket_cap_mb must be positive, got {cap}"):
+            shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=cap)
+
+    on_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        (nn.ReLU(), "no parameter of ReLU requires a gradient"),
+        (nn.Linear(2, 2).requires_grad_(False), "no parameter of Linear requires a gradient"),
+        (nn.LazyLinear(3), "parameter 'weight' has no shape yet; run a forward pass"),
+    ],
+)
+def test_modules_that_cannot_be_trained_are_refused(module: nn.Module, problem: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        with pytest.raises(UsageError, match=problem):
+            shoal.DistributedDataParallel(module, group=group)
+
+    on_ranks(2, rank)
