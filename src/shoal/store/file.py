@@ -74,14 +74,10 @@ class FileStore(RequestStore):
                 missing = self._table.missing(request.keys) if isinstance(request, Blocking) else []
                 if not missing:
                     return request.apply(self._table)
-            while True:
-                if deadline.expired:
-                    raise timed_out(missing, deadline.timeout)
-                self._closing.wait(min(pause, deadline.remaining()))
-                pause = min(1.5 * pause, _LONGEST_PAUSE)
-                with self._exclusive(deadline):
-                    if self._log.grown():
-                        break
+            if deadline.expired:
+                raise timed_out(missing, deadline.timeout)
+            self._closing.wait(min(pause, deadline.remaining()))
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
 
     def _write(self, request: Request[T], deadline: Deadline) -> T:
         with self._exclusive(deadline), self._log.locked(deadline):

@@ -69,10 +69,6 @@ class Log:
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def grown(self) -> bool:
-        """Whether there is something that :meth:`read` has not returned.  Cheap."""
-        return os.fstat(self._fd).st_size > self._offset
-
     def read(self, *, locked: bool) -> Iterator[bytes]:
         """The payloads of the records that were added since the last call.
 

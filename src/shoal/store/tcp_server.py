@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from ..errors import StoreError, WireError
-from ..wire import HANDSHAKE_TIMEOUT, Handshake, close_in_forked_child, listen
+from ..errors import StoreError, UsageError, WireError
+from ..wire import HANDSHAKE_TIMEOUT, Deadline, Handshake, close_in_forked_child, listen
 from ..wire.sockets import prepare
 from .base import checked_key, checked_value
 from .protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply
@@ -196,7 +196,7 @@ class TCPStoreServer:
             else:
                 self._receive(session)
             self._watch(session)
-        except (WireError, OSError, msgspec.MsgspecError) as error:
+        except (WireError, UsageError, OSError, msgspec.MsgspecError) as error:
             self._drop(session, str(error))
         except Exception:
             logger.exception("store: dropping client %s", session.name)
@@ -212,12 +212,13 @@ class TCPStoreServer:
 
     def _handle(self, session: Session, request: Request[Any]) -> None:
         if isinstance(request, Blocking) and (missing := self._table.missing(request.keys)):
-            if request.timeout <= 0:
+            deadline = Deadline(request.timeout)
+            if deadline.expired:
                 session.reply(encode_reply(Status.MISSING, missing))
                 return
             session.parked = request
             self._waiting.add(session, missing)
-            self._alarms.set(session, time.monotonic() + request.timeout)
+            self._alarms.set(session, deadline.at)
             return
         try:
             reply = encode_reply(Status.DONE, request.apply(self._table))

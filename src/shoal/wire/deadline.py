@@ -7,8 +7,8 @@ import time
 
 from ..errors import UsageError
 
-#: longer than any job; keeps every conversion to milliseconds in range
-_FOREVER = 1e8
+#: 23 days, about the longest that ``poll`` can wait
+_FOREVER = 2e6
 
 
 class Deadline:

@@ -1,0 +1,323 @@
+"""The TCP store: its server, its clients, and what either does when the other misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.errors import AuthenticationError, StoreError, StoreTimeout, UsageError, WireError
+from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
+from shoal.store.protocol import MAX_MESSAGE, PURPOSE
+from shoal.store.requests import Get, Wait, encode
+from shoal.wire import Connection, Deadline, connect, frame_header, listen
+
+from .conformance import StoreConformance, in_background
+
+SECRET = b"secret"
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
+
+
+@pytest.fixture
+def server() -> Iterator[TCPStoreServer]:
+    with TCPStoreServer(secret=SECRET, handshake_timeout=60) as server:
+        yield server
+
+
+def _client(server: TCPStoreServer, timeout: float = 30) -> TCPStore:
+    return TCPStore("127.0.0.1", server.port, SECRET, timeout=timeout)
+
+
+def _connection(server: TCPStoreServer) -> Connection:
+    return connect("127.0.0.1", server.port, secret=SECRET, purpose=PURPOSE, timeout=30, limit=MAX_MESSAGE)
+
+
+class TestTCPStore(StoreConformance):
+    @pytest.fixture
+    def store(self, server: TCPStoreServer) -> Iterator[Store]:
+        with _client(server) as store:
+            yield store
+
+
+@contextlib.contextmanager
+def _server_process(prelude: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server in a process of its own, and its port."""
+    code = (
+        f"{prelude}\nfrom shoal.store import serve\n"
+        f"serve('127.0.0.1:0', secret={SECRET!r}, announce=lambda url: print(url, flush=True))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=ENVIRON, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline().rpartition(":")[2])
+        finally:
+            process.kill()
+
+
+def test_records_are_there_from_the_beginning() -> None:
+    with TCPStoreServer(secret=SECRET, records={"size": b"4"}) as server, _client(server) as store:
+        assert store.get("size", 0) == b"4"
+        assert server.address == f"127.0.0.1:{server.port}"
+        assert server.url == f"tcp://127.0.0.1:{server.port}"
+
+
+def test_a_server_that_was_never_started_can_be_closed() -> None:
+    server = TCPStoreServer()
+    server.close()
+    server.close()
+
+
+def test_a_server_needs_a_secret_beyond_loopback() -> None:
+    with pytest.raises(UsageError, match="SHOAL_SECRET"):
+        TCPStoreServer("0.0.0.0")
+
+
+def test_a_port_can_be_used_again_at_once() -> None:
+    with TCPStoreServer(secret=SECRET) as server, _client(server) as store:
+        store.set("key", b"value")
+    with TCPStoreServer("127.0.0.1", server.port, SECRET) as again, _client(again) as store:
+        assert not store.check(["key"])
+
+
+def test_a_client_without_the_secret_is_refused_at_once(server: TCPStoreServer) -> None:
+    for secret in (b"", b"wrong"):
+        with pytest.raises(AuthenticationError, match=f"127.0.0.1:{server.port}"):
+            TCPStore("127.0.0.1", server.port, secret, timeout=60)
+    with _client(server) as store:
+        store.set("key", b"value")
+
+
+def test_a_server_may_start_after_its_clients() -> None:
+    with listen("127.0.0.1") as placeholder:
+        port = placeholder.getsockname()[1]
+    with in_background() as call:
+        opening = call(TCPStore, "127.0.0.1", port, SECRET, timeout=30)
+        with TCPStoreServer("127.0.0.1", port, SECRET), opening.result(30) as store:
+            assert store.num_keys() == 0
+
+
+def test_no_server_at_all_is_a_timeout_that_names_the_address() -> None:
+    with listen("127.0.0.1") as placeholder:
+        port = placeholder.getsockname()[1]
+    with pytest.raises(StoreTimeout, match=rf"no store at 127\.0\.0\.1:{port} within 0.05 s.*refused"):
+        TCPStore("127.0.0.1", port, SECRET, timeout=0.05)
+
+
+def test_something_else_on_the_port_is_an_error_at_once() -> None:
+    with listen("127.0.0.1") as listener, in_background() as call:
+
+        def impostor() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(1000))
+                sock.recv(1000)
+
+        answering = call(impostor)
+        with pytest.raises(WireError, match="does not speak"):
+            TCPStore("127.0.0.1", listener.getsockname()[1], SECRET, timeout=60)
+        answering.result(30)
+
+
+def test_a_killed_server_is_noticed_by_all_that_wait_and_named() -> None:
+    with _server_process() as (process, port), in_background() as call:
+        store = TCPStore("127.0.0.1", port, SECRET, timeout=120)
+        store.set("key", b"value")
+        waiting = [call(store.get, f"key-{i}") for i in range(4)]
+        process.kill()
+        for each in waiting:
+            with pytest.raises(StoreError, match=rf"lost the store at 127\.0\.0\.1:{port}"):
+                each.result(30)
+        with pytest.raises(StoreError, match=rf"lost the store at 127\.0\.0\.1:{port}"):
+            store.set("key", b"value")
+        store.close()
+
+
+def test_a_server_that_closes_is_noticed(server: TCPStoreServer) -> None:
+    with _client(server, timeout=120) as store, in_background() as call:
+        waiting = call(store.get, "key")
+        server.close()
+        with pytest.raises(StoreError, match="lost the store"):
+            waiting.result(30)
+
+
+def test_a_stopped_server_costs_no_more_than_the_deadline() -> None:
+    with _server_process() as (process, port), TCPStore("127.0.0.1", port, SECRET) as store:
+        process.send_signal(19)
+        with pytest.raises(StoreTimeout, match=r"'key' \(as far as known.*did not answer"):
+            store.get("key", 0.01)
+
+
+def test_a_closed_client_leaves_no_waiter_behind(server: TCPStoreServer) -> None:
+    with _client(server) as store, in_background() as call:
+        other = store.clone()
+        waiting = call(other.get, "key", 60)
+        _until(lambda: len(server._waiting) == 1)
+        other.close()
+        with pytest.raises(StoreError):
+            waiting.result(30)
+        _until(lambda: len(server._waiting) == 0)
+        store.set("key", b"value")
+
+
+def test_a_waiter_that_times_out_leaves_nothing_behind(server: TCPStoreServer) -> None:
+    with _client(server) as store:
+        with pytest.raises(StoreTimeout):
+            store.get("key", 0.01)
+        assert len(server._waiting) == 0
+        store.set("key", b"value")
+        assert store.get("key") == b"value"
+
+
+def test_a_half_open_client_is_dropped_and_the_others_go_on() -> None:
+    with TCPStoreServer(secret=SECRET, handshake_timeout=0.05) as server, _client(server) as store:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent:
+            while silent.recv(1000):
+                store.set("key", b"served meanwhile")
+        # This client is older than that deadline, which held for its handshake alone.
+        assert store.get("key") == b"served meanwhile"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame_header(MAX_MESSAGE + 1),
+        frame_header(2**32 - 1),
+        frame_header(0),
+        frame_header(5) + b"\xc1" * 5,
+        frame_header(1) + b"\x90",
+        frame_header(3) + encode(Wait([], 1.0))[:3],
+        frame_header(len(encode(Wait([], 1.0)))) + encode(Wait([], 1.0))[::-1],
+        frame_header(len(encode(Get(["k"], float("nan"))))) + encode(Get(["k"], float("nan"))),
+    ],
+)
+def test_a_client_that_sends_nonsense_is_dropped_and_the_others_go_on(
+    server: TCPStoreServer, data: bytes
+) -> None:
+    with _connection(server) as bad, _client(server) as store:
+        store.set("key", b"value")
+        bad.write(data, Deadline(10))
+        with pytest.raises(WireError):
+            bad.recv(30)
+        assert store.get("key") == b"value"
+
+
+def test_a_client_that_does_not_wait_for_its_answer_is_dropped(server: TCPStoreServer) -> None:
+    with _connection(server) as hasty, _client(server) as store:
+        hasty.send(encode(Wait(["key"], 60.0)), 10)
+        _until(lambda: len(server._waiting) == 1)
+        hasty.send(encode(Wait(["key"], 60.0)), 10)
+        with pytest.raises(WireError):
+            hasty.recv(30)
+        assert len(server._waiting) == 0
+        assert store.num_keys() == 0
+
+
+def test_a_deadline_without_end_does_not_stop_the_server(server: TCPStoreServer) -> None:
+    with _connection(server) as patient, _client(server) as store:
+        patient.send(encode(Wait(["key"], float("inf"))), 10)
+        _until(lambda: len(server._waiting) == 1)
+        store.set("key", b"value")
+        assert patient.recv(30)
+
+
+def test_a_client_that_reads_nothing_holds_up_nobody(server: TCPStoreServer) -> None:
+    with _connection(server) as slow, _client(server) as store:
+        store.set("large", bytes(MAX_VALUE))
+        slow.send(encode(Get(["large"], 1.0)), 10)
+        for _ in range(100):
+            store.add("counter", 1)
+        assert len(slow.recv(60)) > MAX_VALUE
+        assert store.get("counter") == b"100"
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_large_value_is_dropped(server: TCPStoreServer) -> None:
+    with _client(server) as store:
+        with _connection(server) as leaving:
+            leaving.write(frame_header(MAX_VALUE) + b"x" * 100_000, Deadline(30))
+        assert store.num_keys() == 0
+        _until(lambda: len(server._sessions) == 1)
+
+
+def test_an_error_inside_the_server_costs_one_client(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: object, __: object) -> None:
+        raise ZeroDivisionError
+
+    with _client(server) as store, _client(server) as other, caplog.at_level(logging.CRITICAL + 1):
+        monkeypatch.setattr(Wait, "apply", broken)
+        with pytest.raises(StoreError, match="lost the store"):
+            store.wait([])
+        assert other.num_keys() == 0
+
+
+def test_fifteen_hundred_clients_wait_at_once(server: TCPStoreServer) -> None:
+    clients = 1500
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4 * clients:
+        pytest.skip(f"this machine allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4 * clients), hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(_connection(server)) for _ in range(clients)]
+            for connection in connections:
+                connection.send(encode(Get(["start"], 60.0)), 10)
+            with _client(server) as store:
+                _until(lambda: len(server._waiting) == clients)
+                store.set("start", b"now")
+            assert {connection.recv(60) for connection in connections} == {b"\0\x91\xc4\x03now"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_server_without_descriptors_serves_those_it_has_and_takes_others_later() -> None:
+    # The soft limit is raised when it is reached; at the hard one clients wait for others to leave.
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 50))"
+    with _server_process(limits) as (_, port), TCPStore("127.0.0.1", port, SECRET, timeout=30) as store:
+        with contextlib.ExitStack() as stack:
+            for _ in range(60):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            assert store.add("counter", 1) == 1
+        with store.clone() as other:
+            assert other.add("counter", 1) == 2
+
+
+def test_a_store_can_be_hosted_in_the_foreground() -> None:
+    stop, urls = threading.Event(), list[str]()
+    announced = threading.Event()
+
+    def announce(url: str) -> None:
+        urls.append(url)
+        announced.set()
+
+    with in_background() as call:
+        serving = call(
+            serve, "127.0.0.1:0", secret=SECRET, records={"size": b"2"}, announce=announce, stop=stop
+        )
+        assert announced.wait(30)
+        with TCPStore("127.0.0.1", int(urls[0].rpartition(":")[2]), SECRET, timeout=30) as store:
+            assert store.get("size", 0) == b"2"
+        stop.set()
+        serving.result(30)
+
+
+def _until(condition: object) -> None:
+    """Wait for what the server's thread is about to do."""
+    assert callable(condition)
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
