@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -75,6 +77,29 @@ def test_a_job_survives_the_loss_of_its_guardian(workshop: Workshop) -> None:
             process.kill()
     (workshop.path / "go").touch()
     assert workshop.end(launcher) == (0, b"", b"")
+
+
+def test_a_launcher_killed_at_any_moment_of_its_start_leaves_nothing(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TEST_MARK", str(workshop.path))
+    mark = f"SHOAL_TEST_MARK={workshop.path}".encode()
+
+    def marked() -> list[int]:
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes() and alive(pid):
+                    found.append(pid)
+        return found
+
+    for trial in range(8):
+        launcher = workshop.start("time.sleep(600)", ranks=8)
+        # The guardian, then one rank after the other: strike when some of them are there.
+        until(lambda: len(marked()) >= 1 + trial)  # noqa: B023
+        launcher.kill()
+        launcher.wait()
+        until(lambda: not marked())
 
 
 def test_ranks_inherit_no_descriptor_but_the_standard_ones(workshop: Workshop) -> None:

@@ -152,6 +152,23 @@ def test_a_prompt_of_rank_0_is_shown_and_answered_on_the_terminal(workshop: Work
     assert b"hello shoal" in terminal.rest()
 
 
+def test_an_unfinished_line_that_goes_on_growing_is_shown(workshop: Workshop) -> None:
+    terminal = Terminal()
+    launcher = workshop.start(
+        """
+        while not os.path.exists("go"):
+            os.write(1, b".")
+            time.sleep(0.01)
+        """,
+        ranks=1,
+        **terminal.files(),
+    )
+    terminal.await_text(b"...")
+    (workshop.path / "go").touch()
+    assert launcher.wait(60) == 0
+    terminal.rest()
+
+
 def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop) -> None:
     terminal = Terminal()
     launcher = workshop.start(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,20 @@ def test_colours_are_not_forced_on_who_does_not_want_them() -> None:
 def test_the_launcher_does_not_import_torch() -> None:
     code = "import sys, shoal.launch.run, shoal.launch.store; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
+def test_a_launcher_without_standard_files_runs_its_ranks(workshop: Workshop) -> None:
+    (workshop.path / "script.py").write_text("print('into the void'); open('ran', 'w')")
+    command = f"exec {sys.executable} -m shoal run script.py <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=workshop.path, timeout=60, check=False).returncode == 0
+    assert (workshop.path / "ran").exists()
+
+
+def test_a_launcher_that_inherits_an_ignored_sigchld_sees_exits(workshop: Workshop) -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    assert workshop.run("sys.exit(9)", preexec_fn=ignore)[0] == 9
 
 
 def test_a_run_leaves_no_descriptor_thread_or_child_in_its_process(workshop: Workshop) -> None:

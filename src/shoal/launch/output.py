@@ -15,7 +15,7 @@ from .sink import Sink, open_sinks
 
 #: bytes read from one pipe before the others get their turn
 _CHUNK = 1 << 16
-#: seconds without more bytes after which a terminal shows an unfinished line (a prompt)
+#: seconds that a terminal waits for the rest of a line before it shows the beginning (a prompt)
 _QUIET = 0.1
 #: ANSI colours of the prefixes, rank after rank: all readable on black and on white
 _COLOURS = (36, 33, 35, 32, 34, 31)
@@ -35,9 +35,12 @@ class _Stream:
     def take(self, data: bytes) -> None:
         for text, end in self.lines.feed(data):
             self.sink.line(self, self.prefix, text, end)
-        self.show_at = None
-        if self.sink.terminal and self.lines.partial:
-            self.show_at = time.monotonic() + (0.0 if self.lines.drawing else _QUIET)
+        if not (self.sink.terminal and self.lines.partial):
+            self.show_at = None
+        elif self.lines.drawing:
+            self.show_at = 0.0
+        elif self.show_at is None:
+            self.show_at = time.monotonic() + _QUIET
 
     def show(self) -> None:
         self.show_at = None

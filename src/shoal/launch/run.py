@@ -51,6 +51,7 @@ def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
     Raises:
         LaunchError: a rank could not be started; none is left running.
     """
+    _open_standard_files()
     job = Job(size)
     # The secret has one source: a file that the shell names is not it.
     inherited = {name: value for name, value in os.environ.items() if name != "SHOAL_SECRET_FILE"}
@@ -63,6 +64,13 @@ def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
             # Threads begin here, after the last fork.
             server.start()
             return supervisor.run()
+
+
+def _open_standard_files() -> None:
+    """Make sure that descriptors 0 to 2 are open: who starts daemons likes to close them."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _terminal() -> os.terminal_size | None:

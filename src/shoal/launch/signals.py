@@ -27,6 +27,8 @@ class Signals:
         os.set_blocking(self._writer, False)
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._old: dict[int, Any] = {number: signal.signal(number, _nothing) for number in (*STOP, *USER)}
+        # With SIGCHLD ignored, as some parents hand it down, ended children would vanish unseen.
+        self._old_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
     def __exit__(
@@ -34,6 +36,7 @@ class Signals:
     ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        signal.signal(signal.SIGCHLD, self._old_child)
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self.fd)
         os.close(self._writer)
