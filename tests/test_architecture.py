@@ -58,7 +58,18 @@ def test_nothing_goes_through_torch_distributed() -> None:
     assert _importers_of("torch._C._distributed_c10d") == set()
 
 
-@pytest.mark.parametrize("module", ["shoal", "shoal.config", "shoal.wire", "shoal.store", "shoal.launch.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "shoal",
+        "shoal.config",
+        "shoal.wire",
+        "shoal.store",
+        "shoal.rendezvous",
+        "shoal.launch.run",
+        "shoal.launch.store",
+    ],
+)
 def test_torch_is_not_loaded_by(module: str) -> None:
     """`shoal run` and `shoal store` start at once because nothing they need pays for `import torch`."""
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
