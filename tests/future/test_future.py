@@ -1,0 +1,287 @@
+"""One future: waiting, asking, completing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shoal.errors import InvalidFutureState, UsageError, WaitTimeout
+from shoal.future import Future, pool
+
+from .sources import InstantSource, ManualSource
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Nothing is freed but by reference counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_future_gives_the_value_that_was_set() -> None:
+    future: Future[int] = Future()
+    assert not future.done()
+    future.set_result(3)
+    assert future.done()
+    assert future.wait() == future.result() == future.value() == 3
+    assert future.exception() is None
+
+
+def test_a_future_raises_the_very_exception_that_was_set() -> None:
+    future: Future[int] = Future()
+    error = Boom("why")
+    future.set_exception(error)
+    assert future.exception() is error
+    for ask in (future.wait, future.result, future.value):
+        with pytest.raises(Boom) as raised:
+            ask()
+        assert raised.value is error
+
+
+def test_waiting_blocks_until_another_thread_sets_the_result() -> None:
+    future: Future[str] = Future()
+    waiting = threading.Event()
+    got: list[str] = []
+
+    def wait() -> None:
+        waiting.set()
+        got.append(future.wait())
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    waiting.wait()
+    future.set_result("x")
+    for thread in threads:
+        thread.join()
+    assert got == ["x"] * 3
+
+
+def test_there_is_no_value_before_completion() -> None:
+    for future in (Future[int](), Future(ManualSource(), finish=lambda: 1)):
+        with pytest.raises(InvalidFutureState, match="no value yet"):
+            future.value()
+        with pytest.raises(InvalidFutureState, match="no outcome yet"):
+            future.exception()
+
+
+def test_an_outcome_can_be_set_only_once() -> None:
+    future: Future[int] = Future()
+    future.set_result(1)
+    with pytest.raises(InvalidFutureState, match="outcome already"):
+        future.set_result(2)
+    with pytest.raises(InvalidFutureState, match="outcome already"):
+        future.set_exception(Boom())
+    assert future.value() == 1
+
+
+def test_nobody_else_may_complete_the_future_of_an_engine() -> None:
+    future = Future(ManualSource(), finish=lambda: 1)
+    with pytest.raises(InvalidFutureState, match="its engine"):
+        future.set_result(2)
+    with pytest.raises(InvalidFutureState, match="its engine"):
+        future.set_exception(Boom())
+
+
+def test_only_exceptions_can_be_set_as_exceptions() -> None:
+    with pytest.raises(UsageError, match="got str: 'oops'"):
+        Future[int]().set_exception("oops")  # type: ignore[arg-type]
+
+
+def test_a_wait_that_times_out_leaves_the_operation_running() -> None:
+    source = ManualSource()
+    for future, complete in (
+        (own := Future[int](), lambda: own.set_result(5)),
+        (Future(source, finish=lambda: 5), source.complete),
+    ):
+        for timeout in (0, 0.01, -1.0):
+            with pytest.raises(WaitTimeout, match=f"after {timeout} s .*goes on"):
+                future.wait(timeout)
+        assert not future.done()
+        complete()
+        assert future.wait(0) == 5
+
+
+def test_an_endless_timeout_is_none() -> None:
+    future: Future[int] = Future()
+    threading.Timer(0.01, future.set_result, [1]).start()
+    assert future.wait(float("inf")) == 1
+    assert Future(InstantSource(), finish=lambda: 2).wait(float("inf")) == 2
+
+
+def test_the_waiting_thread_goes_straight_into_the_engine() -> None:
+    source = ManualSource()
+    future = Future(source, finish=lambda: threading.current_thread().name)
+    threading.Timer(0.01, source.complete).start()
+    assert future.wait() == threading.current_thread().name
+    assert source.timeouts
+    assert all(timeout is not None and timeout <= 0.1 for timeout in source.timeouts)
+
+
+def test_without_finish_the_value_is_none() -> None:
+    assert Future[None](InstantSource()).wait() is None
+
+
+def test_asking_done_completes_the_future() -> None:
+    source = ManualSource()
+    future = Future(source, finish=lambda: "value")
+    assert not future.done()
+    source.complete()
+    assert future.done()
+    assert future.value() == "value"
+
+
+def test_the_engines_exception_is_raised_and_finish_does_not_run() -> None:
+    source = ManualSource()
+    future: Future[None] = Future(source, finish=lambda: pytest.fail("finish ran"))
+    error = Boom()
+    source.complete(error)
+    with pytest.raises(Boom) as raised:
+        future.wait()
+    assert raised.value is error
+
+
+def test_what_finish_raises_is_the_exception() -> None:
+    def finish() -> int:
+        raise Boom("in finish")
+
+    future = Future(InstantSource(), finish=finish)
+    with pytest.raises(Boom, match="in finish"):
+        future.wait()
+    assert isinstance(future.exception(), Boom)
+
+
+def test_nobody_sees_the_completion_before_finish_has_run() -> None:
+    source = ManualSource()
+    entered, leave = threading.Event(), threading.Event()
+
+    def finish() -> int:
+        entered.set()
+        leave.wait()
+        return 1
+
+    future = Future(source, finish=finish)
+    source.complete()
+    first = threading.Thread(target=future.wait)
+    first.start()
+    entered.wait()
+    assert not future.done()
+    with pytest.raises(InvalidFutureState):
+        future.value()
+    got: list[int] = []
+    second = threading.Thread(target=lambda: got.append(future.wait()))
+    second.start()
+    callback = future.then(lambda f: f.value() + 1)
+    leave.set()
+    first.join()
+    second.join()
+    assert got == [1]
+    assert callback.wait(10) == 2
+
+
+def test_a_future_tells_its_state_and_key() -> None:
+    future: Future[int] = Future(key=255)
+    assert repr(future) == "<shoal.Future 0xff pending>"
+    future.set_result(1)
+    assert repr(future) == "<shoal.Future 0xff done with int>"
+    failed: Future[int] = Future()
+    failed.set_exception(Boom())
+    assert repr(failed) == "<shoal.Future failed with Boom>"
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_what_is_kept_for_the_operation_is_freed_on_completion() -> None:
+    kept, captured = torch.ones(2), torch.ones(2)
+    references = [weakref.ref(kept), weakref.ref(captured)]
+    source = ManualSource()
+    future = Future(source, finish=lambda captured=captured: None, keep=kept)
+    del kept, captured
+    assert all(reference() is not None for reference in references)
+    source.complete()
+    future.wait()
+    assert all(reference() is None for reference in references)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_dropped_future_frees_its_tensor_without_the_garbage_collector() -> None:
+    future: Future[torch.Tensor] = Future()
+    child = future.then(lambda f: f.value())
+    tensor = torch.ones(3)
+    reference = weakref.ref(tensor)
+    future.set_result(tensor)
+    assert child.wait(10) is tensor
+    del future, child, tensor
+    assert pool.shutdown(10)
+    assert reference() is None
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_futures_that_never_complete_are_freed_with_their_callbacks() -> None:
+    tensor = torch.ones(3)
+    reference = weakref.ref(tensor)
+    future: Future[torch.Tensor] = Future(keep=tensor)
+    child = future.then(lambda f: f.value())
+    with pytest.raises(WaitTimeout):
+        child.wait(0)
+    del future, tensor
+    assert reference() is None
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("ask", [Future[None].wait, Future[None].result, Future[None].value])
+def test_a_raised_exception_leads_to_no_cycle(ask: Callable[[Future[None]], None]) -> None:
+    references = []
+
+    def failed() -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(Boom())
+        references.append(weakref.ref(future))
+        return future
+
+    with pytest.raises(Boom) as raised:
+        ask(failed())
+    del raised
+    assert [reference() for reference in references] == [None]
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_an_error_passed_on_through_callbacks_keeps_nothing_alive() -> None:
+    def chain() -> list[weakref.ref[Future[None]]]:
+        first: Future[None] = Future()
+        second = first.then(lambda f: f.value())
+        third = second.then(lambda f: f.wait())
+        first.set_exception(Boom())
+        return [weakref.ref(first), weakref.ref(second), weakref.ref(third)]
+
+    references = chain()
+    assert pool.shutdown(10)
+    assert [reference() for reference in references] == [None, None, None]
+
+
+def test_a_forked_child_can_use_futures_of_its_own() -> None:
+    occupied, leave = threading.Event(), threading.Event()
+    blocker: Future[None] = Future()
+    blocker.add_done_callback(lambda f: (occupied.set(), leave.wait()))
+    blocker.set_result(None)
+    occupied.wait()
+    with pool.lock:  # as another thread might hold it while this one forks
+        pid = os.fork()
+    if pid == 0:
+        future: Future[int] = Future()
+        child = future.then(lambda f: f.value() + 1)
+        future.set_result(1)
+        os._exit(0 if child.wait(10) == 2 and pool.thread_count() == 1 else 1)
+    leave.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
