@@ -26,6 +26,8 @@ from .letter import Letter, contents, fill
 
 #: Seconds between two looks at the deadlines.
 _TICK = 0.05
+#: Numbered operations whose calls are remembered.
+_MEMORY = 1000
 _TO_ALL = (OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.BARRIER)
 _TO_ROOT = (OpKind.REDUCE, OpKind.GATHER)
 _FROM_ROOT = (OpKind.BROADCAST, OpKind.SCATTER)
@@ -77,6 +79,8 @@ class MailboxChannel(DataChannel):
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
         self._unclaimed: list[Letter] = []
+        #: what this rank called in the last numbered operations, for letters that nobody here expects
+        self._called: dict[str, str] = {}
         self._closed: set[int] = set()
         self._failure: GroupError | None = None
         self._reader = threading.Thread(target=self._read, name=f"mailbox-{group.name}", daemon=True)
@@ -101,6 +105,12 @@ class MailboxChannel(DataChannel):
                 if letter.slot == pending.slot and letter.source in pending.sources:
                     self._unclaimed.remove(letter)
                     self._deliver(pending, letter)
+            if operation.number >= 0:
+                self._called[pending.slot] = self._describe(operation)
+                self._called.pop(f"number {operation.number - _MEMORY}", None)
+                self._unclaimed, rest = [], self._unclaimed
+                for letter in rest:
+                    self._leave_unclaimed(letter)
             self._settle(pending)
         return pending.future
 
@@ -195,6 +205,13 @@ class MailboxChannel(DataChannel):
                     self._deliver(pending, letter)
                     self._settle(pending)
                     return
+            self._leave_unclaimed(letter)
+
+    def _leave_unclaimed(self, letter: Letter) -> None:
+        """Keep a letter for later, unless it belongs to an operation that expects no such letter."""
+        if letter.slot in self._called:
+            self._mismatch(letter.slot, letter.source, self._called[letter.slot], letter.call)
+        else:
             self._unclaimed.append(letter)
 
     def _deliver(self, pending: _Pending, letter: Letter) -> None:
@@ -202,11 +219,11 @@ class MailboxChannel(DataChannel):
         if letter.call == mine:
             pending.take(letter)
         else:
-            self._mismatch(pending, letter.source, mine, letter.call)
+            self._mismatch(pending.slot, letter.source, mine, letter.call)
 
-    def _mismatch(self, pending: _Pending, source: int, mine: str, theirs: str) -> None:
+    def _mismatch(self, slot: str, source: int, mine: str, theirs: str) -> None:
         table = f"  rank {self._rank}: {mine}\n  rank {source}: {theirs}"
-        self._break(errors.CollectiveMismatch(f"the ranks disagree on operation {pending.slot}:\n{table}"))
+        self._break(errors.CollectiveMismatch(f"the ranks disagree on operation {slot}:\n{table}"))
 
     def _settle(self, pending: _Pending) -> None:
         """Complete ``pending`` if it has all it needs, or fail it if that will never come."""
@@ -223,7 +240,7 @@ class MailboxChannel(DataChannel):
             if not self._fits(operation, letters, room):
                 theirs = [f"{DTYPES_BY_CODE[x.dtype]}{list(x.shape)}" for x in letters]
                 mine = [f"{x.dtype}{list(x.shape)}" for x in operation.outputs]
-                self._mismatch(pending, letters[0].source, f"has room for {mine}", f"sent {theirs}")
+                self._mismatch(pending.slot, letters[0].source, f"has room for {mine}", f"sent {theirs}")
                 return
             self._pending.remove(pending)
             pending.future.set_result(self._value(operation, letters))
