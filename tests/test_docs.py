@@ -52,7 +52,13 @@ def test_the_first_example_runs_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [*_programs("README.md"), *_programs("docs/tutorial.md")], ids=itertools.count(1)
+    "program",
+    [
+        program
+        for page in ("README.md", "docs/tutorial.md", "docs/data-parallel.md")
+        for program in _programs(page)
+    ],
+    ids=itertools.count(1),
 )
 def test_every_program_on_the_pages_runs_on_two_ranks(program: str, tmp_path: Path) -> None:
     _run(program, tmp_path, "-m", "shoal", "run", "-n", "2")
