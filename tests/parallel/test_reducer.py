@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.errors import UnusedParameterError, UsageError
+from shoal.errors import GroupAborted, UnusedParameterError, UsageError
 from tests.parallel.models import SMALL_MB, assert_same_parameters, batches, loss_of, mlp, on_ranks, part
 
 
@@ -264,6 +265,42 @@ def test_gradients_that_a_hook_takes_away_are_missed() -> None:
             loss_of(model, batches(1)[0]).backward()
 
     on_ranks(1, rank)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_backward_that_creates_a_graph_reduces_the_values() -> None:
+    (batch,) = batches(1)
+
+    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
+        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
+        loss_of(model, part(batch, group)).backward(create_graph=True)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert not any(gradient.requires_grad for gradient in gradients)
+        return gradients
+
+    mine, _ = on_ranks(2, rank)
+    expected = mlp()
+    loss_of(expected, batch).backward()
+    for gradient, parameter in zip(mine, expected.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_what_breaks_the_group_is_raised_by_backward_and_by_every_later_step() -> None:
+    aborted = threading.Event()
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
+        loss_of(model, part(batches(1)[0], group)).backward()
+        if group.rank == 1:
+            group.abort("had enough")
+            aborted.set()
+            return
+        for _ in range(2):
+            with pytest.raises(GroupAborted, match="had enough"):
+                loss_of(model, part(batches(1)[0], group)).backward()
+        assert aborted.wait(30)
+
+    on_ranks(2, rank)
 
 
 class Wrapped:
