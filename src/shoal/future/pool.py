@@ -80,8 +80,10 @@ class CallbackPool:
             threads[0].join(max(0.0, deadline - time.monotonic()))
             if threads[0].is_alive():
                 break
-            # The last jobs may have started further threads.
-            threads = threads[1:] or list(self._threads)
+            threads = threads[1:]
+            if not threads:
+                with self._condition:  # the last jobs may have started further threads
+                    threads = list(self._threads)
         self._closing = False
         return not threads
 
