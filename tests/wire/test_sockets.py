@@ -258,7 +258,7 @@ def test_a_timeout_that_makes_no_sense_is_a_usage_error(timeout: float) -> None:
 
 
 def test_a_timeout_without_end_is_a_long_one() -> None:
-    assert Deadline(float("inf")).milliseconds() > 10**10
+    assert 10**9 < Deadline(float("inf")).milliseconds() < 2**31
     assert Deadline(0).expired
     assert Deadline(0.0001).milliseconds() <= 1
     assert Deadline(5).at > time.monotonic()

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 
 from ..errors import WireError
-from ..wire import FrameReader, Handshake, frame_header
+from ..wire import FrameReader, PendingHandshake, frame_header
 from .requests import Blocking
 
 #: most bytes taken from one client at a time, so that a large value does not hold up the others
@@ -27,18 +27,15 @@ class Session:
         closed: whether the server has dropped the client.
     """
 
-    def __init__(self, sock: socket.socket, name: str, handshake: Handshake, limit: int) -> None:
-        sock.setblocking(False)
-        self.sock = sock
+    def __init__(self, handshake: PendingHandshake, name: str, limit: int) -> None:
+        self.sock: socket.socket = handshake.sock
         self.name = name
         self.authenticated = False
         self.parked: Blocking[object] | None = None
         self.closed = False
         self._handshake = handshake
-        self._step = bytearray()
         self._reader = FrameReader(limit)
         self._unsent: deque[memoryview] = deque()
-        self._write(handshake.greeting)
 
     @property
     def clogged(self) -> bool:
@@ -52,7 +49,7 @@ class Session:
             WireError: the client left, broke the protocol or failed to authenticate.
         """
         if not self.authenticated:
-            self._shake()
+            self.authenticated = self._handshake.step()
             return None
         while True:
             view = self._reader.view()[:_SLICE]
@@ -94,23 +91,3 @@ class Session:
         self._unsent.append(memoryview(data))
         if len(self._unsent) == 1:
             self.flush()
-
-    def _shake(self) -> None:
-        """Take the next step of the handshake, never reading beyond it."""
-        handshake = self._handshake
-        try:
-            data = self.sock.recv(handshake.needed - len(self._step))
-        except BlockingIOError:
-            return
-        if not data:
-            raise WireError("the client left in the middle of the handshake")
-        self._step += data
-        if len(self._step) < handshake.needed:
-            return
-        reply = handshake.feed(self._step)
-        self._step.clear()
-        if reply:
-            self._write(reply)
-        if handshake.failure is not None:
-            raise handshake.failure
-        self.authenticated = handshake.done

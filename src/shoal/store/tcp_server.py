@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ..errors import StoreError, UsageError, WireError
-from ..wire import HANDSHAKE_TIMEOUT, Deadline, Handshake, close_in_forked_child, listen
+from ..wire import HANDSHAKE_TIMEOUT, Deadline, PendingHandshake, close_in_forked_child, listen
 from ..wire.sockets import prepare
 from .base import checked_key, checked_value
 from .protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply
@@ -174,14 +174,13 @@ class TCPStoreServer:
             self._greet(sock, f"{address[0]}:{address[1]}")
 
     def _greet(self, sock: socket.socket, name: str) -> None:
-        handshake = Handshake(connecting=False, secret=self._secret, purpose=PURPOSE)
         try:
             prepare(sock)
-            session = Session(sock, name, handshake, MAX_MESSAGE)
+            handshake = PendingHandshake(sock, secret=self._secret, purpose=PURPOSE)
         except OSError:
             sock.close()
             return
-        close_in_forked_child(sock)
+        session = Session(handshake, name, MAX_MESSAGE)
         self._sessions.add(session)
         self._selector.register(sock, selectors.EVENT_READ, session)
         self._alarms.set(session, time.monotonic() + self._handshake_timeout)

@@ -15,6 +15,7 @@ Every call has one deadline for all that it does.  Every descriptor is close-on-
 child closes the sockets that it inherits, so that the death of the parent is seen at once.
 """
 
+from .acceptor import Acceptor, PendingHandshake
 from .connection import DEFAULT_LIMIT, Connection
 from .deadline import Deadline
 from .frames import FrameReader, frame_header
@@ -27,10 +28,12 @@ __all__ = [
     "DEFAULT_LIMIT",
     "HANDSHAKE_TIMEOUT",
     "PROTOCOL_VERSION",
+    "Acceptor",
     "Connection",
     "Deadline",
     "FrameReader",
     "Handshake",
+    "PendingHandshake",
     "accept",
     "build_version",
     "close_in_forked_child",

@@ -1,0 +1,166 @@
+"""Accepting from a listener that strangers can reach too, without waiting for any of them."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections import deque
+
+from ..errors import WireError, WireTimeout
+from .connection import DEFAULT_LIMIT, Connection
+from .deadline import Deadline
+from .handshake import HANDSHAKE_TIMEOUT, Handshake
+from .inherit import close_in_forked_child
+from .sockets import prepare
+
+
+class PendingHandshake:
+    """The accepting side of a handshake on a socket that is never waited for.
+
+    Args:
+        sock: just accepted; made non-blocking.
+        secret, purpose: what the other side must prove.
+    """
+
+    def __init__(self, sock: socket.socket, *, secret: bytes, purpose: str) -> None:
+        sock.setblocking(False)
+        close_in_forked_child(sock)
+        self.sock = sock
+        self._handshake = Handshake(connecting=False, secret=secret, purpose=purpose)
+        self._received = bytearray()
+        self._send(self._handshake.greeting)
+
+    def step(self) -> bool:
+        """Take what has arrived, never reading beyond the handshake; whether it has succeeded.
+
+        Raises:
+            WireError: the other side failed, or left.  OSError: it is gone.
+        """
+        handshake = self._handshake
+        try:
+            data = self.sock.recv(handshake.needed - len(self._received))
+        except BlockingIOError:
+            return False
+        if not data:
+            raise WireError("it left in the middle of the handshake")
+        self._received += data
+        if len(self._received) == handshake.needed:
+            reply = handshake.feed(self._received)
+            self._received.clear()
+            if reply:
+                self._send(reply)
+            if handshake.failure is not None:
+                raise handshake.failure
+        return handshake.done
+
+    def _send(self, data: bytes) -> None:
+        # A fresh socket takes the few bytes of a handshake whole.
+        if self.sock.send(data) != len(data):
+            raise WireError("it takes nothing")
+
+
+class Acceptor:
+    """Gives out authenticated connections; who fails or stays silent delays nobody.
+
+    Unlike :func:`~shoal.wire.accept` it runs any number of handshakes side by side and passes over
+    those that fail.  One thread may use it at a time.
+
+    Args:
+        listener: a listening socket, TCP or unix; the acceptor owns it from now on.
+        secret, purpose, limit: as of ``accept``.
+        handshake_timeout: seconds that each stranger gets to prove itself.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        secret: bytes,
+        purpose: str,
+        limit: int = DEFAULT_LIMIT,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._secret = secret
+        self._purpose = purpose
+        self._limit = limit
+        self._handshake_timeout = handshake_timeout
+        # In the order in which they came, which is that of their deadlines.
+        self._pending: dict[PendingHandshake, float] = {}
+        self._ready: deque[Connection] = deque()
+        self._refused = ""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        close_in_forked_child(self._selector)
+
+    def accept(self, timeout: float) -> Connection:
+        """The next connection whose other side has proved itself.
+
+        Raises:
+            WireTimeout: nobody did in time; the message says why the last stranger was refused.
+        """
+        deadline = Deadline(timeout)
+        while not self._ready:
+            oldest = next(iter(self._pending.values()), deadline.at)
+            for key, _ in self._selector.select(max(0.0, min(oldest, deadline.at) - time.monotonic())):
+                if key.data is None:
+                    self._greet()
+                else:
+                    self._step(key.data)
+            for pending in [each for each, at in self._pending.items() if at <= time.monotonic()]:
+                self._refuse(pending, f"it stayed silent for {self._handshake_timeout:g} s")
+            if deadline.expired and not self._ready:
+                why = f"; the last that tried was refused: {self._refused}" if self._refused else ""
+                raise WireTimeout(f"nobody connected within {timeout:g} s{why}")
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Close the listener and all connections that were not given out."""
+        for pending in self._pending:
+            pending.sock.close()
+        self._pending.clear()
+        for connection in self._ready:
+            connection.close()
+        self._ready.clear()
+        self._selector.close()
+        self._listener.close()
+
+    def __enter__(self) -> Acceptor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _greet(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # who knocked has left
+        except OSError as error:
+            raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
+        try:
+            prepare(sock)
+            pending = PendingHandshake(sock, secret=self._secret, purpose=self._purpose)
+        except OSError as error:
+            sock.close()
+            self._refused = str(error)
+            return
+        self._pending[pending] = time.monotonic() + self._handshake_timeout
+        self._selector.register(sock, selectors.EVENT_READ, pending)
+
+    def _step(self, pending: PendingHandshake) -> None:
+        try:
+            if pending.step():
+                self._selector.unregister(pending.sock)
+                del self._pending[pending]
+                self._ready.append(Connection(pending.sock, limit=self._limit))
+        except OSError as error:
+            self._refuse(pending, str(error))
+
+    def _refuse(self, pending: PendingHandshake, why: str) -> None:
+        self._refused = why
+        self._selector.unregister(pending.sock)
+        del self._pending[pending]
+        pending.sock.close()
