@@ -1,8 +1,9 @@
 """Train a small convolutional network on handwritten digits, on any number of ranks.
 
     $ shoal run -n 2 examples/digits.py
-    test accuracy 98.61 % (355 of 360 digits) after 12 epochs on 2 ranks
-    loss and accuracy over time: out/digits.png
+    [0] epoch 12/12 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━ loss 0.0067  test accuracy 99.2% 0:00:07
+    [0] test accuracy 99.17 % (357 of 360 digits) after 12 epochs on 2 ranks
+    [0] loss and accuracy over time: out/digits.png
 
 Alone it does the same, and arrives at the same network up to rounding:
 
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -168,10 +169,14 @@ def main() -> None:
         first = group.rank == 0
         digits = load()
         console = Console(quiet=not first)
-        columns = (TextColumn("epoch"), TextColumn("{task.completed}/{task.total}"), BarColumn())
-        with Progress(
-            *columns, TextColumn("{task.fields[news]}"), TimeElapsedColumn(), console=console, transient=True
-        ) as progress:
+        columns = (
+            "epoch {task.completed}/{task.total}",
+            BarColumn(),
+            "{task.fields[news]}",
+            TimeElapsedColumn(),
+        )
+        disable = not (first and console.is_terminal)
+        with Progress(*columns, console=console, disable=disable) as progress:
             history = train(
                 group,
                 make_network(options.seed),
