@@ -24,6 +24,7 @@ from .. import objects
 from ..backend.base import Backend, DataChannel, GroupSpec
 from ..errors import GroupAborted
 from ..future import Future
+from ..recorder import FlightRecorder
 from ..spec import ANY_SOURCE, DTYPE_CODES
 from ..store import PrefixStore, Store
 from . import fork
@@ -112,6 +113,11 @@ class ProcessGroup(Collectives, PointToPoint):
     def timeout(self) -> float:
         """The default timeout of an operation, in seconds."""
         return self._timeout
+
+    @property
+    def recorder(self) -> FlightRecorder | None:
+        """What the group did last; None if ``SHOAL_RECORDER_SIZE`` is 0."""
+        return self._recorder
 
     @property
     def state(self) -> str:

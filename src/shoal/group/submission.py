@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
+from .. import config
 from ..backend.base import DataChannel, GroupSpec
 from ..errors import ForkedProcess, GroupAborted, GroupClosed, UsageError
 from ..future import Completion, Future, callback_scope
+from ..recorder import FlightRecorder
 from ..spec import SUM, Operation, OpKind, ReduceOp
 from .validation import Call
 
 _MASK = 2**64 - 1
 #: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
 _ODD = 0x9E3779B97F4A7C15
+#: Stands for the tensor that an operation does not have, in its record.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Submitter:
@@ -38,6 +42,8 @@ class Submitter:
         self._submitting = threading.Lock()
         self._number = 0
         self._calls: dict[str, Call] = {}
+        records = config.RECORDER_SIZE.get()
+        self._recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
         #: "open", "closing", "closed", "aborted" or "forked": what was done to the group here.
         self._state = "open"
         self._abort_reason = ""
@@ -68,18 +74,20 @@ class Submitter:
                 self._raise_refusal()
             scope = callback_scope()
             if scope is None:
-                number = self._number
-                future = channel.submit(
-                    Operation(kind, number, 0, inputs, outputs, seconds, op, root, -1, 0, sizes)
-                )
+                number, key = self._number, 0
+            else:
+                number, key = -1, scope.next_key()
+            future = channel.submit(
+                Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
+            )
+            if scope is None:
                 self._number = number + 1
                 future.key = (self._spec.ident + number * _ODD) & _MASK
             else:
-                key = scope.next_key()
-                future = channel.submit(
-                    Operation(kind, -1, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
-                )
                 future.key = key
+            if self._recorder is not None:
+                x = inputs[0] if inputs else outputs[0] if outputs else _NOTHING
+                self._recorder.add(future, kind, number, key, x.dtype, x.numel(), root)
         return future
 
     def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
@@ -91,7 +99,16 @@ class Submitter:
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
                 self._raise_refusal()
-            return [self._channel.submit(operation) for operation in operations]
+            futures = []
+            for operation in operations:
+                future = self._channel.submit(operation)
+                if self._recorder is not None:
+                    x = next(iter((*operation.inputs, *operation.outputs)), _NOTHING)
+                    self._recorder.add(
+                        future, operation.kind, -1, 0, x.dtype, x.numel(), -1, operation.peer, operation.tag
+                    )
+                futures.append(future)
+            return futures
 
     def _message(
         self,

@@ -1,0 +1,65 @@
+"""A group whose channel only takes note of what it is given: for what groups do by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.backend.base import Backend, DataChannel, GroupSpec
+from shoal.errors import GroupAborted, GroupError
+from shoal.future import Future
+from shoal.group import ProcessGroup
+from shoal.spec import Operation
+from shoal.store import MemoryStore
+
+
+class NullChannel(DataChannel):
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.futures: list[Future[Any]] = []
+        self.broken: GroupError | None = None
+        self.closed_within: list[float] = []
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        self.operations.append(operation)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def failure(self) -> GroupError | None:
+        return self.broken
+
+    def abort(self, reason: str) -> None:
+        self.broken = self.broken or GroupAborted(reason)
+
+    def close(self, timeout: float) -> None:
+        self.closed_within.append(timeout)
+
+
+class NullBackend(Backend):
+    name = "null"
+
+    def __init__(self) -> None:
+        self.channels: list[NullChannel] = []
+        self.specs: list[GroupSpec] = []
+        self.forks = 0
+
+    def channel(self, group: GroupSpec) -> NullChannel:
+        self.specs.append(group)
+        self.channels.append(NullChannel())
+        return self.channels[-1]
+
+    def close(self, timeout: float) -> None:
+        """Nothing to close."""
+
+    def after_fork_in_child(self) -> None:
+        self.forks += 1
+
+
+def null_group(rank: int = 1, size: int = 4, owner: Any = None) -> tuple[ProcessGroup, NullChannel]:
+    """A group and its channel, which is in ``group._backend.channels`` with those of its subgroups."""
+    backend = NullBackend()
+    spec = GroupSpec("null", 77, rank, tuple(range(size)))
+    channel = backend.channel(spec)
+    group = ProcessGroup(
+        spec, channel, MemoryStore(), timeout=9.0, backend=backend, owner=owner or (lambda seconds: None)
+    )
+    return group, channel
