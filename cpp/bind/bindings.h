@@ -3,5 +3,6 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_engine(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);

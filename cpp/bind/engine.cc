@@ -1,0 +1,219 @@
+// The engine for backend/native.py: numbers, addresses and lists in, handles out.
+//
+// Whatever may block or move many bytes runs without the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+
+#include "bind/bindings.h"
+#include "engine/clock.h"
+#include "engine/context.h"
+
+namespace nb = nanobind;
+using namespace shoal;
+
+namespace {
+
+constexpr std::uint64_t kKeyed = 1ULL << 62;         // channels of operations that are matched by key
+constexpr std::uint64_t kInlineSubmit = 32 * 1024;  // larger operations are submitted without the GIL
+
+using Address = std::uintptr_t;
+using Parts = std::vector<std::pair<Address, std::uint64_t>>;
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::device::cpu>;
+
+std::int64_t nanoseconds(double seconds) {
+  return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000 : static_cast<std::int64_t>(seconds * 1e9);
+}
+
+std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
+
+Span span(Address address, std::uint64_t bytes) { return {reinterpret_cast<std::byte*>(address), bytes}; }
+
+std::vector<Span> spans(const Parts& parts) {
+  std::vector<Span> result;
+  result.reserve(parts.size());
+  for (auto [address, bytes] : parts) result.push_back(span(address, bytes));
+  return result;
+}
+
+nb::object error_tuple(const Error& error) {
+  if (error.code == ErrorCode::kNone) return nb::none();
+  return nb::make_tuple(static_cast<int>(error.code), error.text, error.ranks);
+}
+
+OperationPtr submit(Group& group, Request request) {
+  std::uint64_t bytes = 0;
+  for (const Span& part : request.in) bytes += part.bytes;
+  for (const Span& part : request.out) bytes += part.bytes;
+  if (bytes < kInlineSubmit) return group.submit(std::move(request));
+  nb::gil_scoped_release release;
+  return group.submit(std::move(request));
+}
+
+void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
+  request.keyed = number < 0;
+  request.channel = request.keyed ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
+}
+
+OperationPtr all_reduce(Group& group, Address address, std::uint64_t bytes, std::uint64_t count, int dtype, int op,
+                        double factor, std::int64_t number, std::uint64_t key, double timeout) {
+  Request request;
+  request.kind = Kind::kAllReduce;
+  set_channel(request, number, key);
+  request.in.assign(1, span(address, bytes));
+  request.out = request.in;
+  request.reduction = {static_cast<DType>(dtype), static_cast<RedOp>(op), factor,
+                       static_cast<std::uint32_t>(group.size())};
+  request.count = count;
+  request.timeout = nanoseconds(timeout);
+  return submit(group, std::move(request));
+}
+
+OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count, int dtype,
+                        int op, double factor, int root, std::vector<std::uint64_t> sizes, std::int64_t number,
+                        std::uint64_t key, double timeout) {
+  Request request;
+  request.kind = static_cast<Kind>(kind);
+  set_channel(request, number, key);
+  request.in = spans(in);
+  request.out = spans(out);
+  request.reduction = {static_cast<DType>(dtype), static_cast<RedOp>(op), factor,
+                       static_cast<std::uint32_t>(group.size())};
+  request.count = count;
+  request.root = root;
+  request.sizes = std::move(sizes);
+  request.timeout = nanoseconds(timeout);
+  return submit(group, std::move(request));
+}
+
+// part: the buffer, or an empty list to take what comes.
+OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::uint64_t tag, int dtype,
+                     const std::vector<std::uint64_t>& dims, double timeout) {
+  Request request;
+  request.kind = static_cast<Kind>(kind);
+  (request.kind == Kind::kSend ? request.in : request.out) = spans(part);
+  request.peer = peer;
+  request.tag = tag;
+  request.shape.dtype = static_cast<std::uint8_t>(dtype);
+  request.shape.dims = static_cast<std::uint8_t>(dims.size());
+  for (std::size_t i = 0; i < dims.size() && i < kMaxDims; ++i) request.shape.sizes[i] = dims[i];
+  request.timeout = nanoseconds(timeout);
+  return submit(group, std::move(request));
+}
+
+// A received message: (bytes or None, source, tag, dtype, dims).
+nb::object received(Operation& op) {
+  const auto& incoming = op.received;
+  if (!incoming) return nb::none();
+  const Shape& shape = incoming->header.shape;
+  std::vector<std::uint64_t> dims(shape.sizes, shape.sizes + std::min<int>(shape.dims, kMaxDims));
+  nb::object data = nb::none();
+  if (incoming->owned) {
+    auto* owner = incoming->owned.release();
+    nb::capsule capsule(owner, [](void* p) noexcept { delete[] static_cast<std::byte*>(p); });
+    std::size_t extent[1] = {static_cast<std::size_t>(incoming->header.total)};
+    data = nb::cast(Bytes(owner, 1, extent, capsule));
+  }
+  return nb::make_tuple(data, incoming->header.source, op.request().tag, shape.dtype, dims);
+}
+
+Bytes allocate(Group& group, std::size_t bytes) {
+  auto* block = new std::shared_ptr<Block>(group.allocate(bytes));
+  nb::capsule capsule(block, [](void* p) noexcept { delete static_cast<std::shared_ptr<Block>*>(p); });
+  std::size_t extent[1] = {bytes};
+  return Bytes((*block)->data(), 1, extent, capsule);
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const OutOfMemory& error) {
+      PyErr_SetString(PyExc_MemoryError, error.what());
+    }
+  });
+
+  nb::class_<Operation>(m, "Operation", "One operation on its way.")
+      .def("done", &Operation::done)
+      .def(
+          "wait",
+          [](std::shared_ptr<Operation> op, double timeout) {
+            if (op->done()) return true;
+            nb::gil_scoped_release release;
+            return op->group().context().wait(*op, until(timeout));
+          },
+          nb::arg("timeout"), "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
+      .def("error", [](const Operation& op) { return error_tuple(op.error()); }, "None, or (code, text, ranks).")
+      .def("announce", &Operation::announce, nb::arg("ticket"),
+           "Ask for the ticket among the context's completions; True if the operation is done already.")
+      .def("received", &received);
+
+  nb::class_<Group>(m, "Group", "The core of one process group.")
+      .def("all_reduce", &all_reduce, nb::arg("address"), nb::arg("bytes"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("op"), nb::arg("factor"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
+      .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("count"),
+           nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("root"), nb::arg("sizes"), nb::arg("number"),
+           nb::arg("key"), nb::arg("timeout"))
+      .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"), nb::arg("dtype"),
+           nb::arg("dims"), nb::arg("timeout"))
+      .def("broken", &Group::broken)
+      .def("failure", [](Group& group) -> nb::object {
+        auto error = group.failure();
+        return error ? error_tuple(*error) : nb::none();
+      })
+      .def(
+          "abort",
+          [](Group& group, const std::string& reason) {
+            group.fail({ErrorCode::kAborted, "rank " + std::to_string(group.rank()) + " aborted the group" +
+                                                 (reason.empty() ? "" : ": " + reason), {group.rank()}},
+                       true);
+          },
+          nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "close", [](Group& group, double timeout) { group.close(until(timeout)); }, nb::arg("timeout"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("allocate", &allocate, nb::arg("bytes"), "Shared memory as an array of bytes.");
+
+  nb::class_<Context>(m, "Context", "One rank's engine.")
+      .def_static(
+          "make",
+          [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit, double heartbeat) {
+            return std::make_shared<Context>(
+                Context::Options{rank, size, local_size, capacity, limit, nanoseconds(heartbeat)});
+          },
+          nb::arg("rank"), nb::arg("size"), nb::arg("local_size"), nb::arg("capacity"), nb::arg("limit"),
+          nb::arg("heartbeat"))
+      .def_prop_ro("memory_fd", &Context::memory_fd)
+      .def_prop_ro("memory_capacity", &Context::memory_capacity)
+      .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })
+      .def("make_ring", &Context::make_ring)
+      .def("add_local", &Context::add_local, nb::arg("peer"), nb::arg("socket"), nb::arg("memory_fd"),
+           nb::arg("capacity"), nb::arg("out"), nb::arg("in_"), nb::arg("pid"))
+      .def("add_remote", &Context::add_remote, nb::arg("peer"), nb::arg("socket"))
+      .def("start", &Context::start)
+      .def(
+          "group",
+          [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank, std::vector<int> ranks,
+             std::vector<int> hosts, int lanes) {
+            return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts), lanes});
+          },
+          nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"), nb::arg("lanes"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "completions", [](Context& context, double timeout) { return context.completions(nanoseconds(timeout)); },
+          nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "close", [](Context& context, double timeout) { context.close(until(timeout)); }, nb::arg("timeout"),
+          nb::call_guard<nb::gil_scoped_release>())
+      .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
+      .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
+      .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.");
+}

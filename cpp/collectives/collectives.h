@@ -1,0 +1,40 @@
+// The algorithms.  docs/algorithms.md gives the steps and the bytes of each.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "engine/operation.h"
+
+namespace shoal::collectives {
+
+// The coroutine of an operation, with the algorithm chosen by topology and size.
+Task start(Operation& op);
+
+// Within one host (shared.cc, exchange.cc, all_reduce.cc).
+Task shared(Operation& op);
+// Over links, any topology (over_links.cc): also operations issued in callbacks, which have no lane.
+Task over_links(Operation& op);
+// Several hosts, some with several members (hierarchical.cc).
+Task hierarchical(Operation& op);
+Task send(Operation& op);
+Task receive(Operation& op);
+
+inline Span slice(const Span& whole, std::uint64_t offset, std::uint64_t bytes) { return {whole.data + offset, bytes}; }
+
+// The elements [first, last) of `count` that part `index` of `parts` covers, in whole cache lines where possible.
+inline std::pair<std::uint64_t, std::uint64_t> share(std::uint64_t count, std::size_t item, int parts, int index) {
+  std::uint64_t line = item < 64 ? 64 / item : 1;
+  std::uint64_t lines = (count + line - 1) / line;
+  auto edge = [&](int i) {
+    std::uint64_t at = lines * static_cast<std::uint64_t>(i) / static_cast<std::uint64_t>(parts) * line;
+    return at < count ? at : count;
+  };
+  return {edge(index), edge(index + 1)};
+}
+
+// The spans of an operation that may be given as one buffer of equal parts.
+std::vector<Span> parts_of(const std::vector<Span>& spans, int parts);
+
+}  // namespace shoal::collectives

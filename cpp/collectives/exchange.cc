@@ -1,0 +1,152 @@
+// Within a host: members expose parts, and others read them in place or out of the staging buffers, window by window.
+
+#include <algorithm>
+
+#include "collectives/phase.h"
+
+namespace shoal::collectives {
+namespace {
+
+void copy(const Span& to, const std::byte* from) {
+  if (to.bytes > 0 && to.data != from) kernels::copy(to.data, from, to.bytes, false);
+}
+
+// Stages the first two windows.
+Task prime(Phase& phase) {
+  for (std::uint64_t window = 0; window < std::min<std::uint64_t>(2, phase.windows()); ++window) {
+    Task stage = phase.stage(window);
+    co_await stage;
+  }
+}
+
+// After window `window` of the others was read: says so, and refills the buffer it was in.
+Task turn(Phase& phase, std::uint64_t window) {
+  phase.advance(&Counters::taken, window + 1);
+  if (window + 2 >= phase.windows()) co_return;
+  Task taken = phase.all(&Counters::taken, window + 1);
+  co_await taken;
+  Task stage = phase.stage(window + 2);
+  co_await stage;
+}
+
+}  // namespace
+
+Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls) {
+  std::vector<Span> own = parts;
+  Phase phase(op);
+  Task open = phase.open(std::move(parts), kWindow);
+  co_await open;
+  Task first = prime(phase);
+  co_await first;
+  std::uint64_t windows = phase.windows();
+  for (const Pull& pull : pulls) {
+    if (pull.place == phase.self()) {
+      copy(pull.to, own[pull.part].data);
+      continue;
+    }
+    Task met = phase.meet(pull.place);
+    co_await met;
+    const Slot& slot = phase.slot(pull.place);
+    if (pull.part >= slot.parts || phase.entry(pull.place, pull.part).bytes != pull.to.bytes) {
+      Task mismatch = op.mismatch();
+      co_await mismatch;
+    }
+    if (slot.exposure != Exposure::kStaged)
+      copy(pull.to, phase.part(pull.place, pull.part));
+    else
+      windows = std::max(windows, slot.windows);
+  }
+  for (std::uint64_t window = 0; window < windows; ++window) {
+    for (const Pull& pull : pulls) {
+      if (pull.place == phase.self() || phase.slot(pull.place).exposure != Exposure::kStaged) continue;
+      std::uint64_t step = phase.step_bytes(pull.place), offset = window * step;
+      if (window >= phase.slot(pull.place).windows) continue;
+      Task ready = phase.staged(pull.place, window + 1);
+      co_await ready;
+      if (offset >= pull.to.bytes) continue;
+      copy(slice(pull.to, offset, std::min(step, pull.to.bytes - offset)),
+           phase.staging(pull.place) + (window & 1) * kWindow + pull.part * step);
+    }
+    Task next = turn(phase, window);
+    co_await next;
+  }
+  Task close = phase.close();
+  co_await close;
+}
+
+Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> reduces, bool partial) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t item = itemsize(reduction.dtype);
+  const std::size_t out_item = partial ? kernels::accumulator_size(reduction) : item;
+  const std::vector<Span> own = parts;
+  Phase phase(op);
+  Task open = phase.open(std::move(parts), kWindow);
+  co_await open;
+  Task first = prime(phase);
+  co_await first;
+  Task met = phase.meet_all();
+  co_await met;
+
+  const int size = phase.size();
+  std::vector<const void*> sources(static_cast<std::size_t>(size));
+  auto run = [&](std::byte* to, std::uint64_t bytes) {
+    if (bytes == 0) return;
+    if (partial) {
+      kernels::reduce_partial(reduction, to, sources.data(), sources.size(), bytes / item);
+    } else {
+      void* destination = to;
+      kernels::reduce(reduction, &destination, 1, sources.data(), sources.size(), bytes / item, false);
+    }
+  };
+  bool any_staged = false;
+  std::uint64_t windows = 0;
+  for (int place = 0; place < size; ++place) {
+    any_staged |= phase.slot(place).exposure == Exposure::kStaged;
+    windows = std::max(windows, phase.slot(place).windows);
+    bool same = phase.slot(place).parts == own.size();
+    for (std::size_t i = 0; same && i < own.size(); ++i) same = phase.entry(place, static_cast<std::uint32_t>(i)).bytes == own[i].bytes;
+    if (same) continue;
+    Task mismatch = op.mismatch();
+    co_await mismatch;
+  }
+  if (!any_staged) {
+    for (const Reduce& job : reduces) {
+      for (int place = 0; place < size; ++place) sources[static_cast<std::size_t>(place)] = phase.part(place, job.part);
+      run(job.to, own[job.part].bytes);
+    }
+  }
+  const std::uint64_t step = kWindow / std::max<std::size_t>(own.size(), 1) / 64 * 64;
+  for (std::uint64_t window = 0; window < windows; ++window) {
+    for (int place = 0; place < size; ++place) {
+      if (phase.slot(place).exposure != Exposure::kStaged || place == phase.self()) continue;
+      Task ready = phase.staged(place, window + 1);
+      co_await ready;
+    }
+    for (const Reduce& job : reduces) {
+      std::uint64_t offset = window * step, bytes = own[job.part].bytes;
+      if (offset >= bytes) continue;
+      for (int place = 0; place < size; ++place)
+        sources[static_cast<std::size_t>(place)] =
+            phase.slot(place).exposure == Exposure::kStaged
+                ? phase.staging(place) + (window & 1) * kWindow + job.part * step
+                : phase.part(place, job.part) + offset;
+      run(job.to + offset / item * out_item, std::min(step, bytes - offset));
+    }
+    Task next = turn(phase, window);
+    co_await next;
+  }
+  Task close = phase.close();
+  co_await close;
+}
+
+Task meet(Operation& op) {
+  Phase phase(op);
+  Task open = phase.open({}, kWindow);
+  co_await open;
+  Task met = phase.meet_all();
+  co_await met;
+  Task close = phase.close();
+  co_await close;
+}
+
+}  // namespace shoal::collectives

@@ -1,0 +1,310 @@
+// Several hosts, some with several members: what can be done in shared memory is done there first.
+//
+// m is the size of the smallest host.  Data is cut into m slices; on every host the member at place j < m owns slice j
+// and is the only one that exchanges it with the other hosts.  Reductions cross hosts as partial results in the
+// accumulator's type and are finished once, by one owner of each element.
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/messages.h"
+#include "collectives/phase.h"
+
+namespace shoal::collectives {
+namespace {
+
+constexpr std::uint64_t kBlock = 16 << 20;      // bytes reduced at a time
+constexpr std::uint64_t kOneStream = 64 << 10;  // smaller broadcasts leave the host in one piece
+
+struct Map {
+  const std::vector<std::vector<int>>& hosts;
+  int host, place, owners, size;
+
+  explicit Map(const Group& group) : hosts(group.hosts()), host(group.host()), size(group.size()) {
+    owners = static_cast<int>(hosts[0].size());
+    for (const auto& members : hosts) owners = std::min(owners, static_cast<int>(members.size()));
+    const auto& mine = hosts[static_cast<std::size_t>(host)];
+    place = static_cast<int>(std::find(mine.begin(), mine.end(), group.rank()) - mine.begin());
+  }
+  int count() const { return static_cast<int>(hosts.size()); }
+  int locals() const { return static_cast<int>(hosts[static_cast<std::size_t>(host)].size()); }
+  int rank_at(int h, int p) const { return hosts[static_cast<std::size_t>(h)][static_cast<std::size_t>(p)]; }
+  // The host and place of a rank.
+  std::pair<int, int> find(int rank) const {
+    for (int h = 0; h < count(); ++h)
+      for (int p = 0; p < static_cast<int>(hosts[static_cast<std::size_t>(h)].size()); ++p)
+        if (rank_at(h, p) == rank) return {h, p};
+    return {-1, -1};
+  }
+};
+
+// Within a team of one there is nothing to share.
+Task local_exchange(Operation& op, const Map& map, std::vector<Span> parts, std::vector<Pull> pulls) {
+  if (map.locals() > 1) {
+    Task work = exchange(op, std::move(parts), std::move(pulls));
+    co_await work;
+    co_return;
+  }
+  for (const Pull& pull : pulls)
+    if (pull.to.data != parts[pull.part].data && pull.to.bytes > 0)
+      std::memmove(pull.to.data, parts[pull.part].data, pull.to.bytes);
+}
+
+Task local_partials(Operation& op, const Map& map, std::vector<Span> parts, std::vector<Reduce> jobs) {
+  if (map.locals() > 1) {
+    Task work = reduce_parts(op, std::move(parts), std::move(jobs), true);
+    co_await work;
+    co_return;
+  }
+  const kernels::Reduction& reduction = op.request().reduction;
+  for (const Reduce& job : jobs) {
+    const void* from = parts[job.part].data;
+    if (parts[job.part].bytes > 0)
+      kernels::reduce_partial(reduction, job.to, &from, 1, parts[job.part].bytes / itemsize(reduction.dtype));
+  }
+}
+
+// One block of an all-reduce (root < 0) or reduce.  Only the root's `data` is written in the latter.
+Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  const std::uint64_t count = data.bytes / item;
+  auto [root_host, root_place] = map.find(root);
+  std::vector<Span> slices;
+  for (int j = 0; j < map.owners; ++j) {
+    auto [first, last] = share(count, item, map.owners, j);
+    slices.push_back(slice(data, first * item, (last - first) * item));
+  }
+  const bool owner = map.place < map.owners;
+  const Span mine = owner ? slices[static_cast<std::size_t>(map.place)] : Span{};
+  const std::uint64_t elements = mine.bytes / item;
+
+  std::vector<std::byte> partial(elements * wide);
+  std::vector<Reduce> jobs;
+  if (owner) jobs.push_back({static_cast<std::uint32_t>(map.place), partial.data()});
+  Task reduced = local_partials(op, map, slices, std::move(jobs));
+  co_await reduced;
+
+  // The owners of this slice: host h finishes part h of it (all-reduce), or the root's host all of it (reduce).
+  std::vector<std::byte> result(root < 0 ? 0 : mine.bytes);
+  std::byte* finished = root < 0 ? mine.data : result.data();
+  if (owner) {
+    auto part_of = [&](int h) {
+      if (root >= 0) return h == root_host ? std::pair<std::uint64_t, std::uint64_t>(0, elements) : std::pair<std::uint64_t, std::uint64_t>(0, 0);
+      return share(elements, item, map.count(), h);
+    };
+    auto [first, last] = part_of(map.host);
+    const std::uint64_t length = (last - first) * wide;
+    std::vector<std::byte> room(length * static_cast<std::uint64_t>(map.count()));
+    Messages inputs(op), results(op);
+    for (int h = 0; h < map.count(); ++h) {
+      if (h == map.host) continue;
+      int peer = map.rank_at(h, map.place);
+      if (root < 0 || map.host == root_host)
+        inputs.receive(peer, step, room.data() + static_cast<std::uint64_t>(h) * length, length);
+      auto [from, to] = part_of(h);
+      if (root < 0 || h == root_host) inputs.send(peer, step, partial.data() + from * wide, (to - from) * wide);
+      if (root < 0) results.receive(peer, step + 1, finished + from * item, (to - from) * item);
+    }
+    Task arrived = inputs.finish_receives();
+    co_await arrived;
+    if (last > first) {
+      std::vector<const void*> sources;
+      for (int h = 0; h < map.count(); ++h)
+        sources.push_back(h == map.host ? partial.data() + first * wide : room.data() + static_cast<std::uint64_t>(h) * length);
+      void* to = finished + first * item;
+      kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
+    }
+    for (int h = 0; root < 0 && h < map.count(); ++h)
+      if (h != map.host) results.send(map.rank_at(h, map.place), step + 1, finished + first * item, (last - first) * item);
+    Task sent = inputs.finish();
+    co_await sent;
+    Task spread = results.finish();
+    co_await spread;
+  }
+  if (root >= 0 && map.host != root_host) co_return;
+  std::vector<Span> parts;
+  if (owner) parts.push_back({finished, mine.bytes});
+  std::vector<Pull> pulls;
+  for (int j = 0; j < map.owners; ++j)
+    if (root < 0 ? j != map.place : map.place == root_place)
+      pulls.push_back({j, 0, slices[static_cast<std::size_t>(j)]});
+  Task shared_out = local_exchange(op, map, std::move(parts), std::move(pulls));
+  co_await shared_out;
+}
+
+Task reduce(Operation& op, Span data, int root) {
+  Map map(op.group());
+  std::uint32_t step = 0;
+  std::uint64_t offset = 0;
+  do {
+    Span block = slice(data, offset, std::min(kBlock, data.bytes - offset));
+    Task work = reduce_block(op, map, block, root, step);
+    co_await work;
+    offset += block.bytes;
+    step += 2;
+  } while (offset < data.bytes);
+}
+
+Task broadcast(Operation& op, Span data, int root) {
+  Map map(op.group());
+  auto [root_host, root_place] = map.find(root);
+  const int streams = data.bytes > kOneStream ? map.owners : 1;
+  auto part = [&](int j) {
+    auto [first, last] = share(data.bytes, 1, streams, j);
+    return slice(data, first, last - first);
+  };
+  Messages messages(op);
+  if (map.host == root_host) {
+    // A single stream leaves from the root itself, several after the host has the data.
+    if (map.locals() > 1) {
+      std::vector<Span> parts;
+      std::vector<Pull> pulls;
+      if (map.place == root_place)
+        parts.push_back(data);
+      else
+        pulls.push_back({root_place, 0, data});
+      Task work = exchange(op, std::move(parts), std::move(pulls));
+      co_await work;
+    }
+    for (int h = 0; h < map.count(); ++h)
+      if (h != root_host && map.place < streams)
+        messages.send(map.rank_at(h, map.place), 0, part(map.place).data, part(map.place).bytes);
+    Task sent = messages.finish();
+    co_await sent;
+    co_return;
+  }
+  std::vector<Span> parts;
+  if (map.place < streams) {
+    Span mine = part(map.place);
+    messages.receive(map.rank_at(root_host, map.place), 0, mine.data, mine.bytes);
+    Task arrived = messages.finish();
+    co_await arrived;
+    parts.push_back(mine);
+  }
+  std::vector<Pull> pulls;
+  for (int j = 0; j < streams; ++j)
+    if (j != map.place) pulls.push_back({j, 0, part(j)});
+  Task work = local_exchange(op, map, std::move(parts), std::move(pulls));
+  co_await work;
+}
+
+Task barrier(Operation& op) {
+  Map map(op.group());
+  if (map.locals() > 1) {
+    Task arrived = meet(op);
+    co_await arrived;
+  }
+  if (map.place == 0) {
+    Messages messages(op);
+    for (int h = 0; h < map.count(); ++h) {
+      if (h == map.host) continue;
+      messages.send(map.rank_at(h, 0), 0, nullptr, 0);
+      messages.receive(map.rank_at(h, 0), 0, nullptr, 0);
+    }
+    Task met = messages.finish();
+    co_await met;
+  }
+  if (map.locals() > 1) {
+    Task released = meet(op);
+    co_await released;
+  }
+}
+
+// Every block crosses to each other host once: there the member at the sender's place (modulo the host's size) takes
+// it, and the host shares what its members hold.
+Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
+  Map map(op.group());
+  const int rank = op.group().rank();
+  auto held_by = [&](int place) {
+    std::vector<int> ranks(1, map.rank_at(map.host, place));
+    for (int h = 0; h < map.count(); ++h)
+      for (int p = 0; h != map.host && p < static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size()); ++p)
+        if (p % map.locals() == place) ranks.push_back(map.rank_at(h, p));
+    return ranks;
+  };
+  Messages messages(op);
+  std::vector<Span> parts;
+  for (int source : held_by(map.place)) {
+    Span part = source == rank ? mine : out[static_cast<std::size_t>(source)];
+    if (source != rank) messages.receive(source, 0, part.data, part.bytes);
+    parts.push_back(part);
+  }
+  for (int h = 0; h < map.count(); ++h) {
+    int there = static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size());
+    if (h != map.host) messages.send(map.rank_at(h, map.place % there), 0, mine.data, mine.bytes);
+  }
+  Task arrived = messages.finish();
+  co_await arrived;
+  std::vector<Pull> pulls;
+  for (int place = 0; place < map.locals(); ++place) {
+    std::vector<int> held = held_by(place);
+    for (std::size_t i = 0; i < held.size(); ++i)
+      pulls.push_back({place, static_cast<std::uint32_t>(i), out[static_cast<std::size_t>(held[i])]});
+  }
+  Task work = local_exchange(op, map, std::move(parts), std::move(pulls));
+  co_await work;
+}
+
+// On every host, the member at place i (modulo the host's size) reduces the host's inputs for rank i and sends the
+// partial result to it; rank i finishes one partial result per host.
+Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
+  Map map(op.group());
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  const int rank = op.group().rank();
+  std::vector<std::vector<std::byte>> partials;
+  std::vector<Reduce> jobs;
+  for (int to = map.place; to < map.size; to += map.locals()) {
+    partials.emplace_back(in[static_cast<std::size_t>(to)].bytes / item * wide);
+    jobs.push_back({static_cast<std::uint32_t>(to), partials.back().data()});
+  }
+  std::vector<Reduce> kept = jobs;
+  Task reduced = local_partials(op, map, in, std::move(jobs));
+  co_await reduced;
+  const std::uint64_t length = out.bytes / item * wide;
+  std::vector<std::byte> room(length * static_cast<std::uint64_t>(map.count()));
+  Messages messages(op);
+  std::vector<const void*> sources(static_cast<std::size_t>(map.count()));
+  for (int h = 0; h < map.count(); ++h) {
+    int from = map.rank_at(h, rank % static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size()));
+    sources[static_cast<std::size_t>(h)] = room.data() + static_cast<std::uint64_t>(h) * length;
+    if (from != rank) messages.receive(from, 0, room.data() + static_cast<std::uint64_t>(h) * length, length);
+  }
+  for (const Reduce& job : kept) {
+    int to = static_cast<int>(job.part);
+    if (to == rank)
+      sources[static_cast<std::size_t>(map.host)] = job.to;
+    else
+      messages.send(to, 0, job.to, in[job.part].bytes / item * wide);
+  }
+  Task arrived = messages.finish();
+  co_await arrived;
+  void* to = out.data;
+  if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), out.bytes / item);
+}
+
+}  // namespace
+
+Task hierarchical(Operation& op) {
+  const Request& request = op.request();
+  const int size = op.group().size();
+  switch (request.kind) {
+    case Kind::kAllReduce:
+      return reduce(op, request.out[0], -1);
+    case Kind::kReduce:
+      return reduce(op, request.in[0], request.root);
+    case Kind::kBroadcast:
+      return broadcast(op, request.out[0], request.root);
+    case Kind::kBarrier:
+      return barrier(op);
+    case Kind::kAllGather:
+      return all_gather(op, request.in[0], parts_of(request.out, size));
+    case Kind::kReduceScatter:
+      return reduce_scatter(op, parts_of(request.in, size), request.out[0]);
+    default:
+      return over_links(op);
+  }
+}
+
+}  // namespace shoal::collectives

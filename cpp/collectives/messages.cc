@@ -1,0 +1,107 @@
+#include "collectives/messages.h"
+
+#include "engine/context.h"
+
+namespace shoal::collectives {
+
+Messages::Messages(Operation& op) : op_(op), group_(op.group()) {
+  op_.messages.push_back(this);
+  if (op.request().kind >= Kind::kSend) return;
+  for (auto& [rank, call] : group_.context().messenger().early_calls(group_.ident(), op.request().channel))
+    group_.on_call_seen(rank, op.request().channel, call);
+}
+
+Messages::~Messages() {
+  std::erase(op_.messages, this);
+  for (auto& incoming : incoming_)
+    if (incoming->state.load(std::memory_order_acquire) < Incoming::kDone)
+      group_.context().messenger().cancel(incoming);
+  for (auto& [link, message] : outgoing_)
+    if (!message->done.load(std::memory_order_acquire)) link->cancel(message);
+}
+
+void Messages::send(int to, FrameHeader header, const void* data) {
+  auto message = std::make_shared<Outgoing>();
+  header.group = group_.ident();
+  header.source = static_cast<std::uint32_t>(group_.rank());
+  message->header = header;
+  message->data = static_cast<const std::byte*>(data);
+  Link* link = group_.link(to);
+  outgoing_.emplace_back(link, message);
+  link->send(message);
+}
+
+void Messages::send(int to, std::uint32_t step, const void* data, std::uint64_t bytes) {
+  FrameHeader header;
+  header.channel = op_.request().channel;
+  header.step = step;
+  header.total = bytes;
+  header.call = op_.call();
+  send(to, header, data);
+}
+
+void Messages::post(std::shared_ptr<Incoming> incoming) {
+  incoming->group = group_.ident();
+  incoming_.push_back(incoming);
+  group_.context().messenger().post(incoming);
+}
+
+void Messages::receive(int from, std::uint32_t step, void* data, std::uint64_t bytes) {
+  auto incoming = std::make_shared<Incoming>();
+  incoming->channel = op_.request().channel;
+  incoming->step = step;
+  incoming->source = from;
+  incoming->data = static_cast<std::byte*>(data);
+  incoming->capacity = bytes;
+  incoming->call = op_.call();
+  post(std::move(incoming));
+}
+
+bool Messages::received() {
+  for (; received_ < incoming_.size(); ++received_) {
+    int state = incoming_[received_]->state.load(std::memory_order_acquire);
+    if (state == Incoming::kRefused) {
+      refused_ = true;
+      return true;
+    }
+    if (state != Incoming::kDone) return false;
+  }
+  return true;
+}
+
+bool Messages::settled() {
+  if (!received()) return false;
+  if (refused_) return true;
+  for (; sent_ < outgoing_.size(); ++sent_)
+    if (!outgoing_[sent_].second->done.load(std::memory_order_acquire)) return false;
+  return true;
+}
+
+Task Messages::finish() {
+  auto condition = op_.until([this] { return settled(); });
+  co_await condition;
+  if (refused_) {
+    Task mismatch = op_.mismatch();
+    co_await mismatch;
+  }
+}
+
+Task Messages::finish_receives() {
+  auto condition = op_.until([this] { return received(); });
+  co_await condition;
+  if (refused_) {
+    Task mismatch = op_.mismatch();
+    co_await mismatch;
+  }
+}
+
+std::vector<int> Messages::sources_of(const Operation& op) {
+  std::vector<int> sources;
+  for (const Messages* messages : op.messages)
+    for (auto& incoming : messages->incoming_)
+      if (incoming->source >= 0 && incoming->state.load(std::memory_order_acquire) < Incoming::kMatched)
+        sources.push_back(incoming->source);
+  return sources;
+}
+
+}  // namespace shoal::collectives

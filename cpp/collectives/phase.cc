@@ -1,0 +1,150 @@
+#include "collectives/phase.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine/context.h"
+
+namespace shoal::collectives {
+
+Phase::Phase(Operation& op)
+    : op_(op), team_(*op.group().team()),
+      lane_(team_.lane(static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lanes())))),
+      number_(++lane_.phase) {}
+
+Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
+  parts_ = std::move(parts);
+  window_ = window;
+  auto found = op_.until([this] { return team_.resolve(); });
+  co_await found;
+  // The slot was last used two phases ago; whoever has begun the phase between has done with it.
+  int place = 0;
+  auto free = op_.until([this, place]() mutable {
+    for (; place < size(); ++place)
+      if (seat(place).slot(number_ - 1).phase.load(std::memory_order_acquire) < number_ - 1) return false;
+    return true;
+  });
+  co_await free;
+
+  Slot& mine = lane_.seats[static_cast<std::size_t>(self())].slot(number_);
+  PartEntry* table = seat(self()).table(number_);
+  Arena& arena = *op_.group().context().arena();
+  std::uint64_t total = 0, longest = 0;
+  bool shared = true;
+  for (const Span& part : parts_) {
+    total += part.bytes;
+    longest = std::max(longest, part.bytes);
+    shared &= part.bytes == 0 || arena.contains(part.data, part.bytes);
+  }
+  mine.call = op_.call();
+  mine.parts = static_cast<std::uint32_t>(parts_.size());
+  mine.exposure = total <= kInline ? Exposure::kInline : shared ? Exposure::kDirect : Exposure::kStaged;
+  std::byte* data = team_.inline_data(seat(self()), number_);
+  std::uint64_t offset = 0;
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const Span& part = parts_[i];
+    table[i].bytes = part.bytes;
+    if (mine.exposure == Exposure::kInline) {
+      table[i].offset = offset;
+      if (part.bytes > 0) std::memcpy(data + offset, part.data, part.bytes);
+      offset += part.bytes;
+    } else if (mine.exposure == Exposure::kDirect && part.bytes > 0) {
+      table[i].offset = arena.offset_of(part.data);
+    }
+  }
+  std::uint64_t step = parts_.empty() ? window_ : window_ / parts_.size() / 64 * 64;
+  windows_ = mine.exposure == Exposure::kStaged ? (longest + step - 1) / step : 0;
+  mine.windows = windows_;
+  mine.phase.store(number_, std::memory_order_release);
+  team_.ring_all(lane_);
+}
+
+Task Phase::meet(int place) {
+  auto published = op_.until([this, place] { return slot(place).phase.load(std::memory_order_acquire) >= number_; });
+  co_await published;
+  if (!(slot(place).call == op_.call())) {
+    Task mismatch = op_.mismatch();
+    co_await mismatch;
+  }
+}
+
+Task Phase::meet_all() {
+  int place = 0;
+  auto published = op_.until([this, place]() mutable {
+    for (; place < size(); ++place)
+      if (slot(place).phase.load(std::memory_order_acquire) < number_) return false;
+    return true;
+  });
+  co_await published;
+  for (int i = 0; i < size(); ++i) {
+    if (slot(i).call == op_.call()) continue;
+    Task mismatch = op_.mismatch();
+    co_await mismatch;
+  }
+}
+
+Task Phase::all(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows) {
+  int place = 0;
+  auto reached = op_.until([this, counter, windows, place]() mutable {
+    for (; place < size(); ++place)
+      if (place != self() && this->reached(place, counter) < target(windows)) return false;
+    return true;
+  });
+  co_await reached;
+}
+
+void Phase::advance(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows) {
+  (seat(self()).counters->*counter).store(target(windows), std::memory_order_release);
+  team_.ring_all(lane_);
+}
+
+Task Phase::close() {
+  seat(self()).counters->taken.store((number_ + 1) << kPhaseShift, std::memory_order_release);
+  team_.ring_all(lane_);
+  if (exposure() == Exposure::kInline) co_return;
+  Task taken = all(&Counters::taken, 1ULL << kPhaseShift);
+  co_await taken;
+}
+
+bool Phase::all_direct() const {
+  for (int place = 0; place < size(); ++place)
+    if (!direct(place)) return false;
+  return true;
+}
+
+std::byte* Phase::part(int place, std::uint32_t part) const {
+  const Slot& from = slot(place);
+  std::uint64_t offset = entry(place, part).offset;
+  if (from.exposure == Exposure::kInline) return team_.inline_data(seat(place), number_) + offset;
+  return seat(place).memory->base() + offset;
+}
+
+std::byte* Phase::staging(int place) const {
+  const Seat& from = seat(place);
+  return from.memory->base() + from.counters->staging.load(std::memory_order_acquire);
+}
+
+std::uint64_t Phase::step_bytes(int place) const { return window_ / std::max(slot(place).parts, 1u) / 64 * 64; }
+
+Task Phase::stage(std::uint64_t window) {
+  if (window < 2) {
+    // What earlier phases left in the buffers must have been read.
+    Task before = all(&Counters::taken, 0);
+    co_await before;
+  }
+  std::byte* buffer = my_staging() + (window & 1) * window_;
+  std::uint64_t step = step_bytes(self());
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    std::uint64_t offset = window * step;
+    if (offset >= parts_[i].bytes) continue;
+    kernels::copy(buffer + i * step, parts_[i].data + offset, std::min(step, parts_[i].bytes - offset), false);
+  }
+  advance(&Counters::staged, window + 1);
+}
+
+Task Phase::staged(int place, std::uint64_t windows) {
+  auto ready = op_.until([this, place, windows] { return reached(place, &Counters::staged) >= target(windows); });
+  co_await ready;
+}
+
+}  // namespace shoal::collectives

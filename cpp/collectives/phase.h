@@ -1,0 +1,85 @@
+// One phase of a team: what this member exposes to the others on its host, and what it may read of theirs.
+#pragma once
+
+#include <vector>
+
+#include "collectives/collectives.h"
+#include "engine/group.h"
+#include "engine/team.h"
+
+namespace shoal::collectives {
+
+constexpr std::uint64_t kWindow = 2 * kChunk;  // an exchange uses the staging buffers as two of this size
+
+class Phase {
+ public:
+  explicit Phase(Operation& op);
+
+  Team& team() const { return team_; }
+  int self() const { return team_.self(); }
+  int size() const { return team_.size(); }
+
+  // Publishes what this member exposes: inline if it is small, in place if it lies in shared memory, else to be staged
+  // in windows of `window` bytes.
+  Task open(std::vector<Span> parts, std::uint64_t window);
+  // Waits until a member (or all) has published, and compares what it calls.
+  Task meet(int place);
+  Task meet_all();
+  // Waits until a counter of every other member has reached `window` windows of this phase.
+  Task all(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows);
+  // Tells the others; at the end of the phase they need nothing more of this member.
+  void advance(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows);
+  Task close();
+
+  const Slot& slot(int place) const { return seat(place).slot(number_); }
+  bool direct(int place) const { return slot(place).exposure == Exposure::kDirect; }
+  bool all_direct() const;
+  Exposure exposure() const { return slot(self()).exposure; }
+  const PartEntry& entry(int place, std::uint32_t part) const { return seat(place).table(number_)[part]; }
+  // Where a part lies, if it need not be staged.
+  std::byte* part(int place, std::uint32_t part) const;
+  std::byte* staging(int place) const;
+  std::byte* my_staging() { return team_.staging(lane_); }
+  // Puts window `window` of my parts into its staging buffer.
+  Task stage(std::uint64_t window);
+  Task staged(int place, std::uint64_t windows);
+  std::uint64_t step_bytes(int place) const;  // bytes of each part in a window
+  std::uint64_t windows() const { return windows_; }
+  std::uint64_t reached(int place, std::atomic<std::uint64_t> Counters::*counter) const {
+    return (seat(place).counters->*counter).load(std::memory_order_acquire);
+  }
+  std::uint64_t target(std::uint64_t windows) const { return (number_ << kPhaseShift) + windows; }
+  Operation& op() const { return op_; }
+
+ private:
+  const Seat& seat(int place) const { return lane_.seats[static_cast<std::size_t>(place)]; }
+
+  Operation& op_;
+  Team& team_;
+  TeamLane& lane_;
+  std::uint64_t number_;
+  std::vector<Span> parts_;
+  std::uint64_t window_ = 0;
+  std::uint64_t windows_ = 0;
+};
+
+// exchange.cc: members read parts of one another.
+struct Pull {
+  int place;
+  std::uint32_t part;
+  Span to;
+};
+Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls);
+
+// Each member reduces some parts over all members; `partial`: results stay in the accumulator's type.
+struct Reduce {
+  std::uint32_t part;
+  std::byte* to;
+};
+Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> reduces, bool partial);
+Task meet(Operation& op);  // a barrier
+
+// all_reduce.cc: root < 0 for an all-reduce, else the place that gets the result.
+Task shared_all_reduce(Operation& op, Span data, int root);
+
+}  // namespace shoal::collectives

@@ -1,0 +1,135 @@
+#include <cstring>
+
+#include "collectives/messages.h"
+#include "collectives/phase.h"
+#include "engine/context.h"
+
+namespace shoal::collectives {
+namespace {
+
+void copy(const Span& to, const Span& from) {
+  if (to.bytes > 0 && to.data != from.data) std::memmove(to.data, from.data, to.bytes);
+}
+
+// A group of one: what a reduction does to a single input still happens (factors, bools).
+Task alone(Operation& op) {
+  const Request& request = op.request();
+  if (request.kind == Kind::kAllReduce || request.kind == Kind::kReduce || request.kind == Kind::kReduceScatter) {
+    const void* from = request.in[0].data;
+    void* to = request.out.empty() ? request.in[0].data : request.out[0].data;
+    std::uint64_t count = request.in[0].bytes / itemsize(request.reduction.dtype);
+    if (count > 0) kernels::reduce(request.reduction, &to, 1, &from, 1, count, false);
+  } else if (!request.in.empty() && !request.out.empty()) {
+    copy(request.out[0], request.in[0]);
+  }
+  co_return;
+}
+
+}  // namespace
+
+std::vector<Span> parts_of(const std::vector<Span>& spans, int parts) {
+  if (spans.size() != 1 || parts == 1) return spans;
+  std::vector<Span> split;
+  std::uint64_t bytes = spans[0].bytes / static_cast<std::uint64_t>(parts);
+  for (int i = 0; i < parts; ++i) split.push_back(slice(spans[0], static_cast<std::uint64_t>(i) * bytes, bytes));
+  return split;
+}
+
+Task start(Operation& op) {
+  Group& group = op.group();
+  const Request& request = op.request();
+  if (request.kind == Kind::kSend) return send(op);
+  if (request.kind == Kind::kRecv) return receive(op);
+  if (group.size() == 1) return alone(op);
+  if (request.keyed) return over_links(op);
+  if (group.hosts().size() == 1) return shared(op);
+  for (const auto& host : group.hosts())
+    if (host.size() > 1) return hierarchical(op);
+  return over_links(op);
+}
+
+Task shared(Operation& op) {
+  Group& group = op.group();
+  const Request& request = op.request();
+  const int size = group.size(), rank = group.rank(), root = request.root;
+  const auto self = static_cast<std::uint32_t>(rank);
+  std::vector<Span> in = parts_of(request.in, size), out = parts_of(request.out, size);
+  std::vector<Pull> pulls;
+  switch (request.kind) {
+    case Kind::kAllReduce:
+      return shared_all_reduce(op, request.out[0], -1);
+    case Kind::kReduce:
+      return shared_all_reduce(op, request.in[0], root);
+    case Kind::kBarrier:
+      return meet(op);
+    case Kind::kBroadcast:
+      if (rank != root) pulls.push_back({root, 0, request.out[0]});
+      return exchange(op, rank == root ? std::vector<Span>{request.out[0]} : std::vector<Span>{}, pulls);
+    case Kind::kAllGather:
+      for (int place = 0; place < size; ++place) pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});
+      return exchange(op, request.in, pulls);
+    case Kind::kGather:
+      for (int place = 0; rank == root && place < size; ++place)
+        pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});
+      return exchange(op, request.in, pulls);
+    case Kind::kScatter:
+      pulls.push_back({root, self, request.out[0]});
+      return exchange(op, rank == root ? in : std::vector<Span>{}, pulls);
+    case Kind::kAllToAll:
+      for (int place = 0; place < size; ++place) pulls.push_back({place, self, out[static_cast<std::size_t>(place)]});
+      return exchange(op, in, pulls);
+    default: {
+      std::vector<Reduce> jobs(1, Reduce{self, request.out[0].data});
+      return reduce_parts(op, in, jobs, false);
+    }
+  }
+}
+
+Task send(Operation& op) {
+  const Request& request = op.request();
+  FrameHeader header;
+  header.channel = kPointToPoint | request.tag;
+  header.total = request.in[0].bytes;
+  header.shape = request.shape;
+  Messages messages(op);
+  messages.send(request.peer, header, request.in[0].data);
+  Task sent = messages.finish();
+  co_await sent;
+}
+
+Task receive(Operation& op) {
+  const Request& request = op.request();
+  auto incoming = std::make_shared<Incoming>();
+  incoming->channel = kPointToPoint | request.tag;
+  incoming->source = request.peer;
+  incoming->allocate = request.out.empty();
+  if (!incoming->allocate) {
+    incoming->data = request.out[0].data;
+    incoming->capacity = request.out[0].bytes;
+    incoming->dtype = request.shape.dtype;
+  }
+  op.received = incoming;
+  Messages messages(op);
+  messages.post(incoming);
+  auto settled = op.until([&messages] { return messages.received(); });
+  co_await settled;
+  if (incoming->state.load() != Incoming::kRefused) co_return;
+  const Shape& sent = incoming->header.shape;
+  Fingerprint theirs, mine;
+  theirs.kind = static_cast<std::uint8_t>(Kind::kSend);
+  theirs.dtype = sent.dtype;
+  theirs.count = incoming->header.total / itemsize(static_cast<DType>(sent.dtype));
+  mine.kind = static_cast<std::uint8_t>(Kind::kRecv);
+  mine.dtype = request.shape.dtype;
+  mine.count = request.out[0].bytes / itemsize(static_cast<DType>(mine.dtype));
+  op.group().fail({ErrorCode::kMismatch,
+                   "a message with tag " + std::to_string(request.tag) + " does not fit its receiver:\n  rank " +
+                       std::to_string(incoming->header.source) + ": " + describe(theirs) + "\n  rank " +
+                       std::to_string(op.group().rank()) + ": " + describe(mine),
+                   {}},
+                  true);
+  auto never = op.never();
+  co_await never;
+}
+
+}  // namespace shoal::collectives

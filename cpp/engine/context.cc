@@ -1,0 +1,333 @@
+#include "engine/context.h"
+
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <new>
+
+#include "engine/clock.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kMillisecond = 1'000'000;
+constexpr std::int64_t kActive = 20 * kMillisecond;  // how long after a submission the progress thread looks in
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Context::Context(Options options) : options_(options), peers_(static_cast<std::size_t>(options.size)) {
+  arena_ = std::make_shared<Arena>(options.capacity, options.limit);
+  std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
+  header_ = new (arena_->mapping().base() + offset) ArenaHeader;
+  ring_capacity_ = options_.local_size <= 8 ? 256 * 1024 : 64 * 1024;
+  // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
+  bool roomy = options_.local_size <= static_cast<int>(std::thread::hardware_concurrency());
+  spins_ = roomy ? 2000 : 0;
+  yields_ = roomy ? 20 : 30;
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  watch(wakeup_, kWakeup);
+}
+
+Context::~Context() {
+  if (!forked_ && started_ && !closed_) close(now_ns());
+  for (Peer& peer : peers_) {
+    peer.link.reset();
+    if (peer.socket >= 0) ::close(peer.socket);
+    if (peer.pidfd >= 0) ::close(peer.pidfd);
+  }
+  if (wakeup_ >= 0) ::close(wakeup_);
+  if (epoll_ >= 0) ::close(epoll_);
+}
+
+void Context::watch(int fd, std::uint64_t what) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = what;
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+}
+
+std::uint64_t Context::make_ring() {
+  std::uint64_t offset = arena_->allocate(Ring::footprint(ring_capacity_), false);
+  new (arena_->mapping().base() + offset) Ring;
+  return offset;
+}
+
+void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out, std::uint64_t in,
+                        int pid) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  peer.memory = std::make_unique<Mapping>(memory_fd, capacity);
+  peer.socket = socket;
+  auto& header = *peer.memory->at<ArenaHeader>(0);
+  auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out), peer.memory->at<Ring>(in),
+                                         ring_capacity_, &header.doorbell);
+  peer.ring = link.get();
+  peer.link = std::move(link);
+  ring_peers_.push_back(rank);
+  watch(socket, static_cast<std::uint64_t>(rank));
+  if (pid > 0 && pid != getpid()) {
+    // A forked child of the peer may hold its socket open; the process itself is what counts.
+    peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    if (peer.pidfd >= 0) watch(peer.pidfd, kPidfd | static_cast<std::uint64_t>(rank));
+  }
+}
+
+void Context::add_remote(int rank, int socket) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  auto link = std::make_unique<TcpLink>(rank, *this, socket, epoll_);
+  peer.tcp = link.get();
+  peer.link = std::move(link);
+  watch(socket, static_cast<std::uint64_t>(rank));
+}
+
+void Context::start() {
+  started_ = true;
+  progress_thread_ = std::thread([this] { progress_loop(); });
+  watch_thread_ = std::thread([this] { watch_loop(); });
+}
+
+Link* Context::link(int peer) const { return peers_[static_cast<std::size_t>(peer)].link.get(); }
+
+const Mapping& Context::peer_memory(int peer) const {
+  return peer == options_.rank ? arena_->mapping() : *peers_[static_cast<std::size_t>(peer)].memory;
+}
+
+// -- groups ---------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<Group> Context::make_group(Group::Options options) {
+  auto group = std::make_shared<Group>(shared_from_this(), std::move(options));
+  std::vector<Pending> early;
+  {
+    std::lock_guard lock(groups_mutex_);
+    groups_.push_back(group);
+    auto mine = std::stable_partition(early_.begin(), early_.end(),
+                                      [&](const Pending& p) { return p.header.group != group->ident(); });
+    early.assign(std::make_move_iterator(mine), std::make_move_iterator(early_.end()));
+    early_.erase(mine, early_.end());
+  }
+  for (auto& pending : early) {
+    int rank = static_cast<int>(pending.header.source);
+    if (pending.header.type == FrameType::kGroupClosed) group->on_peer_closed(rank, pending.header.channel);
+    if (pending.header.type == FrameType::kBroken)
+      group->on_broken(rank, static_cast<ErrorCode>(pending.header.code), pending.text);
+    if (pending.header.type == FrameType::kCallQuery) group->on_call_query(rank, pending.header.channel);
+  }
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    int state = peers_[p].state.load();
+    int rank = group->rank_of(static_cast<int>(p));
+    if (rank < 0 || state == Peer::kAlive) continue;
+    if (state == Peer::kLost)
+      group->on_peer_lost(static_cast<int>(p), "it was lost before the group was made");
+    else
+      group->on_peer_closed(rank, 0);
+  }
+  return group;
+}
+
+// A closed group stays until all members have closed it: until then they may read its block.
+void Context::drop_groups() {
+  std::vector<std::shared_ptr<Group>> dropped;
+  std::lock_guard lock(groups_mutex_);
+  std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
+    if (!group->closed() || !(group->broken() || group->all_peers_gone())) return false;
+    dropped.push_back(group);
+    return true;
+  });
+}
+
+std::vector<std::shared_ptr<Group>> Context::groups() {
+  std::lock_guard lock(groups_mutex_);
+  return groups_;
+}
+
+std::shared_ptr<Group> Context::find(std::uint64_t ident) {
+  std::lock_guard lock(groups_mutex_);
+  for (auto& group : groups_)
+    if (group->ident() == ident) return group;
+  return nullptr;
+}
+
+// -- progress -------------------------------------------------------------------------------------------------------
+
+bool Context::poll_rings() {
+  bool any = false;
+  for (int rank : ring_peers_) {
+    Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    if (peer.ring->readable()) any |= peer.ring->receive();
+    if (peer.ring->backlog()) any |= peer.ring->flush();
+  }
+  return any;
+}
+
+bool Context::progress(bool& waiting) {
+  bool moved = poll_rings();
+  for (auto& group : groups()) moved |= group->progress(waiting);
+  return moved;
+}
+
+void Context::check(std::int64_t now, std::int64_t& next) {
+  for (auto& group : groups()) group->check(now, next);
+}
+
+void Context::submitted(bool large) {
+  submissions_.fetch_add(1, std::memory_order_release);
+  if (large || deep_.load(std::memory_order_acquire)) bell().wake();
+}
+
+bool Context::wait(Operation& op, std::int64_t until) {
+  if (op.done()) return true;
+  struct Attention {
+    Operation& op;
+    explicit Attention(Operation& o) : op(o) { op.group().attend(op, 1); }
+    ~Attention() { op.group().attend(op, -1); }
+  } attention(op);
+  const int patience = spins_ + yields_;
+  int idle = 0;
+  while (true) {
+    bool moved = op.group().drive(op);
+    if (op.done()) return true;
+    if ((idle & 15) == 0) moved |= poll_rings();
+    if (moved) {
+      idle = 0;
+      continue;
+    }
+    if (idle < patience) {
+      if (idle++ < spins_)
+        pause_cpu();
+      else
+        sched_yield();
+      continue;
+    }
+    std::int64_t now = now_ns();
+    if (now >= until) return false;
+    std::int64_t next = std::min(until, now + 100 * kMillisecond);
+    op.group().check(now, next);
+    Doorbell::Sleeper sleeper(bell(), Wake::Any);
+    moved = op.group().drive(op) || poll_rings();
+    if (op.done()) return true;
+    if (!moved) sleeper.sleep(next - now);
+    idle = moved ? 0 : spins_;  // woken: what was rung for is there, or is not for us
+  }
+}
+
+void Context::progress_loop() {
+  std::uint64_t seen = 0;
+  std::int64_t active_until = 0;
+  while (!stop_.load(std::memory_order_acquire)) {
+    bool waiting = false;
+    if (progress(waiting)) continue;
+    std::int64_t now = now_ns();
+    std::uint64_t submissions = submissions_.load(std::memory_order_acquire);
+    if (submissions != seen) {
+      seen = submissions;
+      active_until = now + kActive;
+    }
+    std::int64_t next = std::numeric_limits<std::int64_t>::max();
+    check(now, next);
+    bool active = now < active_until;
+    deep_.store(!active && !waiting, std::memory_order_seq_cst);
+    {
+      Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
+      bool still = false;
+      bool moved = progress(still);
+      if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen && !stop_.load()) {
+        std::int64_t nap = waiting ? 50 * kMillisecond : active ? kMillisecond : 1000 * kMillisecond;
+        sleeper.sleep(std::min(nap, next - now));
+      }
+    }
+    deep_.store(false, std::memory_order_relaxed);
+  }
+}
+
+// -- completions ----------------------------------------------------------------------------------------------------
+
+void Context::announce(std::uint64_t ticket) {
+  std::lock_guard lock(completions_mutex_);
+  completions_.push_back(ticket);
+  completions_ready_.notify_one();
+}
+
+std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
+  std::unique_lock lock(completions_mutex_);
+  completions_ready_.wait_for(lock, std::chrono::nanoseconds(timeout),
+                              [&] { return !completions_.empty() || stop_.load(); });
+  std::vector<std::uint64_t> tickets(completions_.begin(), completions_.end());
+  completions_.clear();
+  return tickets;
+}
+
+// -- frames ---------------------------------------------------------------------------------------------------------
+
+Destination Context::on_header(Link& link, const FrameHeader& header) {
+  if (header.type == FrameType::kMessage) {
+    if ((header.channel & kPointToPoint) == 0)
+      if (auto group = find(header.group)) group->on_call_seen(static_cast<int>(header.source), header.channel, header.call);
+    return messenger_.on_message(link, header);
+  }
+  if (header.type == FrameType::kMore) return messenger_.on_more(link, header);
+  auto& text = peers_[static_cast<std::size_t>(link.peer())].text;
+  text.resize(header.payload);
+  return {text.data(), nullptr};
+}
+
+void Context::on_frame(Link& link, const FrameHeader& header, const Destination& destination) {
+  const int source = static_cast<int>(header.source);
+  switch (header.type) {
+    case FrameType::kMessage:
+    case FrameType::kMore:
+      messenger_.on_payload(link, header, destination);
+      return;
+    case FrameType::kGrant:
+      link.granted(header.message);
+      return;
+    case FrameType::kBye:
+      departed(link.peer());
+      return;
+    case FrameType::kHeartbeat:
+      return;
+    default:
+      break;
+  }
+  auto& bytes = peers_[static_cast<std::size_t>(link.peer())].text;
+  std::string text(reinterpret_cast<const char*>(bytes.data()), header.payload);
+  auto group = find(header.group);
+  if (!group) {
+    if (messenger_.forgotten(header.group)) return;
+    std::lock_guard lock(groups_mutex_);
+    early_.push_back({link.peer(), header, std::move(text)});
+    return;
+  }
+  if (source < 0 || source >= group->size()) return;
+  switch (header.type) {
+    case FrameType::kCallQuery:
+      group->on_call_query(source, header.channel);
+      break;
+    case FrameType::kCallReply:
+      group->on_call_reply(source, header);
+      break;
+    case FrameType::kBroken:
+      group->on_broken(source, static_cast<ErrorCode>(header.code), text);
+      break;
+    case FrameType::kGroupClosed:
+      group->on_peer_closed(source, header.channel);
+      drop_groups();
+      break;
+    default:
+      break;
+  }
+}
+
+}  // namespace shoal

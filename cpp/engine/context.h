@@ -1,0 +1,132 @@
+// One rank's engine: its memory, its links, its two threads.  Nothing global: several live in one process.
+//
+// The progress thread runs what nobody waits for; the watch thread reads sockets and notices deaths.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/group.h"
+#include "engine/messenger.h"
+#include "memory/arena.h"
+#include "transport/link.h"
+#include "transport/ring_link.h"
+#include "transport/tcp_link.h"
+
+namespace shoal {
+
+class Context : public FrameSink, public std::enable_shared_from_this<Context> {
+ public:
+  struct Options {
+    int rank = 0;
+    int size = 1;
+    int local_size = 1;            // ranks on this host, for deciding whether to spin
+    std::size_t capacity = 0;      // bytes of address space for shared memory
+    std::size_t limit = 0;         // bytes of shared memory that may be in use
+    std::int64_t heartbeat = 0;    // nanoseconds without a word from a remote peer until it is lost
+  };
+  explicit Context(Options options);
+  ~Context() override;
+
+  // Bootstrap: the descriptor and ring offset to hand to a local peer, then what came back.
+  int memory_fd() const { return arena_->fd(); }
+  std::size_t memory_capacity() const { return arena_->capacity(); }
+  std::uint64_t make_ring();
+  // out: our ring in our arena; in: the peer's in its arena.
+  void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out, std::uint64_t in, int pid);
+  void add_remote(int peer, int socket);
+  void start();
+
+  std::shared_ptr<Group> make_group(Group::Options options);
+  void drop_groups();
+  // Drives `op` until it is done or `until` (ns); true if done.
+  bool wait(Operation& op, std::int64_t until);
+  // Tickets of announced operations that completed; empty when `timeout` ran out or the context closed.
+  std::vector<std::uint64_t> completions(std::int64_t timeout);
+  void announce(std::uint64_t ticket);
+  void close(std::int64_t deadline);
+  void disown();                        // in a forked child
+  void sever(int peer);                 // fault injection: cut the connection
+  void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
+
+  int rank() const { return options_.rank; }
+  const std::shared_ptr<Arena>& arena() const { return arena_; }
+  ArenaHeader& header() const { return *header_; }
+  Doorbell& bell() const { return header_->doorbell; }
+  Messenger& messenger() { return messenger_; }
+  Link* link(int peer) const;
+  bool local(int peer) const { return peers_[static_cast<std::size_t>(peer)].memory != nullptr; }
+  const Mapping& peer_memory(int peer) const;
+  bool gone(int peer) const { return peers_[static_cast<std::size_t>(peer)].state.load() != Peer::kAlive; }
+  void submitted(bool large);
+
+  Destination on_header(Link& link, const FrameHeader& header) override;
+  void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
+  void on_link_lost(Link& link, const char* why) override;
+  void on_sent() override { bell().ring(); }
+
+ private:
+  static constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33;  // what an epoll event is about
+  struct Peer {
+    enum State : int { kAlive, kDeparted, kLost };
+    std::unique_ptr<Link> link;
+    RingLink* ring = nullptr;
+    TcpLink* tcp = nullptr;
+    std::unique_ptr<Mapping> memory;
+    int socket = -1;  // local: its end means the peer's
+    int pidfd = -1;
+    std::atomic<int> state{kAlive};
+    std::vector<std::byte> text;  // payload of a control frame on its way in
+  };
+  void progress_loop();
+  void watch_loop();
+  bool poll_rings();
+  bool progress(bool& waiting);
+  void check(std::int64_t now, std::int64_t& next);
+  void heartbeats(std::int64_t now);
+  void lost(int peer, const std::string& why);
+  void departed(int peer);
+  std::vector<std::shared_ptr<Group>> groups();
+  std::shared_ptr<Group> find(std::uint64_t ident);
+  void watch(int fd, std::uint64_t what);
+
+  Options options_;
+  std::shared_ptr<Arena> arena_;
+  ArenaHeader* header_;
+  std::size_t ring_capacity_;
+  int spins_, yields_;
+  std::vector<Peer> peers_;
+  std::vector<int> ring_peers_;
+  Messenger messenger_;
+
+  std::mutex groups_mutex_;
+  std::vector<std::shared_ptr<Group>> groups_;
+  struct Pending {  // frames for groups that do not exist here yet
+    int peer;
+    FrameHeader header;
+    std::string text;
+  };
+  std::vector<Pending> early_;
+
+  std::thread progress_thread_, watch_thread_;
+  int epoll_ = -1;
+  int wakeup_ = -1;
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> deep_{false};
+  std::atomic<std::uint64_t> submissions_{0};
+  std::atomic<bool> silent_{false};
+  std::int64_t last_beat_ = 0;
+  bool started_ = false, closed_ = false, forked_ = false;
+
+  std::mutex completions_mutex_;
+  std::condition_variable completions_ready_;
+  std::deque<std::uint64_t> completions_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,237 @@
+// How a group ends before its time: deaths, mismatches, timeouts, aborts, and finding out who is to blame.
+
+#include <algorithm>
+#include <cstdio>
+#include <sstream>
+
+#include "engine/clock.h"
+#include "engine/context.h"
+#include "engine/group.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kInquiryTime = 400'000'000;  // how long peers may take to say what they called
+
+enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
+
+const char* kind_name(std::uint8_t kind) {
+  static const char* const names[] = {"?",      "all_reduce", "reduce",     "broadcast", "all_gather", "reduce_scatter",
+                                      "gather", "scatter",    "all_to_all", "barrier",   "send",       "recv"};
+  return kind < 12 ? names[kind] : names[0];
+}
+
+bool reduces(std::uint8_t kind) {
+  return kind == static_cast<std::uint8_t>(Kind::kAllReduce) || kind == static_cast<std::uint8_t>(Kind::kReduce) ||
+         kind == static_cast<std::uint8_t>(Kind::kReduceScatter);
+}
+
+}  // namespace
+
+std::string seconds(std::int64_t nanoseconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(nanoseconds) / 1e9);
+  return text;
+}
+
+std::string describe(const Fingerprint& call) {
+  std::ostringstream out;
+  out << kind_name(call.kind) << '(';
+  if (call.kind != static_cast<std::uint8_t>(Kind::kBarrier)) {
+    out << shoal::name(static_cast<DType>(call.dtype));
+    if (call.count > 0 || call.sizes == 0) out << '[' << call.count << ']';
+    if (call.sizes != 0) {
+      char hash[24];
+      std::snprintf(hash, sizeof hash, " sizes#%08x", static_cast<unsigned>(call.sizes));
+      out << hash;
+    }
+    if (reduces(call.kind)) out << ", op=" << shoal::name(static_cast<RedOp>(call.op));
+    if (reduces(call.kind) && static_cast<RedOp>(call.op) == RedOp::kPremulSum) out << '(' << call.factor << ')';
+    if (call.root >= 0) out << ", root=" << call.root;
+  }
+  out << ')';
+  return out.str();
+}
+
+std::string describe(const Request& request) {
+  std::string name = kind_name(static_cast<std::uint8_t>(request.kind));
+  if (request.kind < Kind::kSend) {
+    if (request.keyed) return name + " issued in a callback";
+    return name + " (operation " + std::to_string(request.channel) + ")";
+  }
+  std::string peer = request.peer < 0 ? "any rank" : "rank " + std::to_string(request.peer);
+  return name + (request.kind == Kind::kSend ? " to " : " from ") + peer + " (tag " + std::to_string(request.tag) + ")";
+}
+
+void Group::fail(Error error, bool announce) {
+  FrameHeader header = frame(FrameType::kBroken);
+  std::string text;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (broken()) return;
+    error_ = std::move(error);
+    header.code = static_cast<std::uint16_t>(error_.code);
+    for (int rank : error_.ranks) text += std::to_string(rank) + " ";
+    text += "\n" + error_.text;
+    inquiry_.reset();
+    for (auto& entry : blocks_)
+      if (auto block = entry.lock()) block->quarantine();
+    if (team_) team_->quarantine();
+    broken_.store(true, std::memory_order_release);
+  }
+  if (announce) tell_all(header, text);
+  context_->bell().wake();
+}
+
+void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
+  Error error;
+  error.code = code;
+  std::istringstream in(text);
+  std::string line;
+  std::getline(in, line);
+  std::istringstream ranks(line);
+  for (int r; ranks >> r;) error.ranks.push_back(r);
+  error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
+  if (code != ErrorCode::kMismatch) error.text += " (reported by rank " + std::to_string(rank) + ")";
+  fail(std::move(error), false);
+}
+
+void Group::on_peer_lost(int peer, const std::string& why) {
+  int rank = rank_of(peer);
+  if (rank < 0) return;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (departed_[static_cast<std::size_t>(rank)] != ~0ULL) return;  // it had closed this group before
+  }
+  fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank) + " is lost: " + why, {rank}}, true);
+}
+
+void Group::on_peer_closed(int rank, std::uint64_t next_number) {
+  {
+    std::lock_guard lock(state_mutex_);
+    std::uint64_t& departed = departed_[static_cast<std::size_t>(rank)];
+    if (departed == ~0ULL) departed = next_number;
+    any_departed_.store(true, std::memory_order_release);
+  }
+  context_->bell().wake();
+}
+
+std::optional<Fingerprint> Group::recent_call(std::uint64_t channel) {
+  std::lock_guard lock(recent_mutex_);
+  const Recent& entry = recent_[channel % recent_.size()];
+  return entry.channel == channel ? std::optional(entry.call) : std::nullopt;
+}
+
+void Group::on_call_query(int rank, std::uint64_t channel) {
+  FrameHeader reply = frame(FrameType::kCallReply);
+  reply.channel = channel;
+  auto call = recent_call(channel);
+  if (call) {
+    reply.code = kKnown;
+    reply.call = *call;
+  } else {
+    std::lock_guard lock(recent_mutex_);
+    reply.code = channel < next_number_ ? kPassed : kNotArrived;
+  }
+  if (Link* to = link(rank)) to->send_control(reply);
+}
+
+void Group::on_call_seen(int rank, std::uint64_t channel, const Fingerprint& call) {
+  auto mine = recent_call(channel);
+  if (!mine || *mine == call) return;
+  (void)rank;
+  begin_inquiry(channel, true, {}, 0);
+}
+
+void Group::suspect(Operation& op) { begin_inquiry(op.request().channel, true, {}, 0); }
+
+void Group::begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation, std::int64_t timeout) {
+  FrameHeader query = frame(FrameType::kCallQuery);
+  query.channel = channel;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (broken() || inquiry_) return;
+    inquiry_.emplace();
+    inquiry_->channel = channel;
+    inquiry_->mismatch = mismatch;
+    inquiry_->operation = operation;
+    inquiry_->timeout = timeout;
+    inquiry_->until = now_ns() + kInquiryTime;
+    inquiry_->replies.resize(static_cast<std::size_t>(size()));
+    FrameHeader mine;
+    if (auto call = recent_call(channel)) {
+      mine.code = kKnown;
+      mine.call = *call;
+    }
+    inquiry_->replies[static_cast<std::size_t>(rank())] = mine;
+  }
+  tell_all(query);
+  context_->submitted(true);  // the progress thread watches the clock
+}
+
+void Group::on_call_reply(int rank, const FrameHeader& header) {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (!inquiry_ || inquiry_->channel != header.channel) return;
+    inquiry_->replies[static_cast<std::size_t>(rank)] = header;
+    for (auto& reply : inquiry_->replies)
+      if (!reply) return;
+    // A mismatch is told when all have arrived, so that the table is whole; the late ones get a little time.
+    if (inquiry_->mismatch)
+      for (auto& reply : inquiry_->replies)
+        if (reply->code == kNotArrived) return;
+  }
+  finish_inquiry();
+}
+
+std::string Group::table(const Inquiry& inquiry) const {
+  std::string text = "the ranks of group '" + name() + "' called different things as " +
+                     (inquiry.channel >> 62 ? std::string("one operation of a callback")
+                                            : "operation " + std::to_string(inquiry.channel)) +
+                     ":";
+  for (std::size_t r = 0; r < inquiry.replies.size(); ++r) {
+    const auto& reply = inquiry.replies[r];
+    text += "\n  rank " + std::to_string(r) + ": ";
+    if (!reply)
+      text += "did not answer";
+    else if (reply->code == kKnown)
+      text += describe(reply->call);
+    else
+      text += reply->code == kPassed ? "has long finished it" : "has not called it yet";
+  }
+  return text;
+}
+
+void Group::finish_inquiry() {
+  Error error;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (!inquiry_) return;
+    if (inquiry_->mismatch) {
+      error.code = ErrorCode::kMismatch;
+      error.text = table(*inquiry_);
+    } else {
+      error.code = ErrorCode::kTimeout;
+      std::string absent, silent;
+      bool differ = false;
+      for (std::size_t r = 0; r < inquiry_->replies.size(); ++r) {
+        const auto& reply = inquiry_->replies[r];
+        if (reply && reply->code != kNotArrived) {
+          differ |= reply->code == kKnown && !(reply->call == inquiry_->replies[static_cast<std::size_t>(rank())]->call);
+          continue;
+        }
+        error.ranks.push_back(static_cast<int>(r));
+        std::string& list = reply ? absent : silent;
+        list += (list.empty() ? "" : ", ") + std::to_string(r);
+      }
+      error.text = inquiry_->operation + " did not finish within " + seconds(inquiry_->timeout);
+      if (!absent.empty()) error.text += "; ranks that never arrived: " + absent;
+      if (!silent.empty()) error.text += "; ranks that do not answer at all: " + silent;
+      if (error.ranks.empty())
+        error.text += differ ? "; " + table(*inquiry_) : "; all ranks have arrived, but the data did not come in time";
+    }
+  }
+  fail(std::move(error), true);
+}
+
+}  // namespace shoal

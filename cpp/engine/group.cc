@@ -1,0 +1,301 @@
+#include "engine/group.h"
+
+#include <algorithm>
+
+#include "collectives/messages.h"
+#include "engine/clock.h"
+#include "engine/context.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kRecent = 256;
+constexpr std::uint64_t kLarge = 32 * 1024;
+
+}  // namespace
+
+Group::Group(std::shared_ptr<Context> context, Options options)
+    : context_(std::move(context)), options_(std::move(options)), recent_(kRecent) {
+  departed_.assign(options_.ranks.size(), ~0ULL);
+  std::vector<int> seen;
+  for (int rank = 0; rank < size(); ++rank) {
+    int host = options_.hosts[static_cast<std::size_t>(rank)];
+    auto found = std::find(seen.begin(), seen.end(), host);
+    std::size_t index = static_cast<std::size_t>(found - seen.begin());
+    if (found == seen.end()) {
+      seen.push_back(host);
+      hosts_.emplace_back();
+    }
+    hosts_[index].push_back(rank);
+    if (rank == options_.rank) host_ = static_cast<int>(index);
+  }
+  for (int i = 0; i < options_.lanes; ++i) lanes_.emplace_back().index = i;
+  const auto& mine = hosts_[static_cast<std::size_t>(host_)];
+  if (mine.size() > 1) {
+    int self = static_cast<int>(std::find(mine.begin(), mine.end(), rank()) - mine.begin());
+    team_ = std::make_unique<Team>(*context_, ident(), mine, options_.ranks, self, options_.lanes);
+  }
+}
+
+Group::~Group() = default;
+
+int Group::rank_of(int global) const {
+  auto found = std::find(options_.ranks.begin(), options_.ranks.end(), global);
+  return found == options_.ranks.end() ? -1 : static_cast<int>(found - options_.ranks.begin());
+}
+
+Link* Group::link(int rank) const { return context_->link(global(rank)); }
+
+OperationPtr Group::submit(Request request) {
+  const bool numbered = !request.keyed && request.kind < Kind::kSend;
+  const bool loose = !numbered;
+  auto op = std::make_shared<Operation>(shared_from_this(), std::move(request));
+  const std::uint64_t channel = op->request().channel;
+  if (op->request().kind < Kind::kSend) {
+    std::lock_guard lock(recent_mutex_);
+    recent_[channel % kRecent] = {channel, op->call()};
+    if (numbered) next_number_ = channel + 1;
+  }
+  bool large = op->bytes() >= kLarge;
+  if (loose) {
+    auto lane = std::make_shared<Lane>();
+    lane->queue.push_back(op);
+    run(*lane);
+    if (!op->done()) {
+      std::lock_guard lock(loose_mutex_);
+      loose_.push_back({op, lane});
+      loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+    }
+  } else {
+    Lane& lane = lanes_[channel % lanes_.size()];
+    {
+      std::lock_guard lock(lane.mutex);
+      lane.queue.push_back(op);
+    }
+    run(lane);
+  }
+  if (!op->done()) context_->submitted(large);
+  return op;
+}
+
+// Runs the lane's operations in order until one must wait.
+bool Group::run(Lane& lane) {
+  if (lane.token.test_and_set(std::memory_order_acquire)) return false;
+  bool moved = false;
+  while (true) {
+    OperationPtr op;
+    {
+      std::lock_guard lock(lane.mutex);
+      if (!lane.queue.empty()) op = lane.queue.front();
+    }
+    if (!op) break;
+    moved |= op->step();
+    if (!op->done()) settle(*op);
+    if (!op->done()) break;
+    moved = true;
+    std::lock_guard lock(lane.mutex);
+    lane.queue.pop_front();
+  }
+  lane.token.clear(std::memory_order_release);
+  return moved;
+}
+
+// What was there has been looked at: now an operation that cannot go on may be told why.
+void Group::settle(Operation& op) {
+  if (broken()) {
+    op.fail(*failure());
+    return;
+  }
+  if (!any_departed_.load(std::memory_order_acquire)) return;
+  if (auto rank = departed_for(op)) {
+    fail({ErrorCode::kPeerLost,
+          "rank " + std::to_string(*rank) + " has closed the group and left; it will not take part",
+          {*rank}},
+         true);
+    op.fail(*failure());
+  }
+}
+
+std::optional<int> Group::departed_for(Operation& op) {
+  std::lock_guard lock(state_mutex_);
+  const Request& request = op.request();
+  auto is_gone = [&](int rank) { return departed_[static_cast<std::size_t>(rank)] != ~0ULL; };
+  if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
+  if (request.kind == Kind::kRecv && request.peer < 0) {
+    int last = -1;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank()) continue;
+      if (!is_gone(r)) return std::nullopt;
+      last = r;
+    }
+    return last < 0 ? std::nullopt : std::optional(last);
+  }
+  if (request.kind == Kind::kRecv || request.keyed) {
+    for (int source : collectives::Messages::sources_of(op))
+      if (is_gone(source)) return source;
+    return std::nullopt;
+  }
+  for (int r = 0; r < size(); ++r)
+    if (r != rank() && departed_[static_cast<std::size_t>(r)] <= request.channel) return r;
+  return std::nullopt;
+}
+
+bool Group::drive(Operation& op) {
+  const Request& request = op.request();
+  if (!request.keyed && request.kind < Kind::kSend) return run(lanes_[request.channel % lanes_.size()]);
+  std::shared_ptr<Lane> lane;
+  {
+    std::lock_guard lock(loose_mutex_);
+    for (auto& entry : loose_)
+      if (entry.op.get() == &op) lane = entry.lane;
+  }
+  if (!lane) return false;
+  bool moved = run(*lane);
+  if (op.done()) {
+    std::lock_guard lock(loose_mutex_);
+    std::erase_if(loose_, [](const Loose& entry) { return entry.op->done(); });
+    loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+  }
+  return moved;
+}
+
+void Group::attend(Operation& op, int change) {
+  const Request& request = op.request();
+  if (!request.keyed && request.kind < Kind::kSend)
+    lanes_[request.channel % lanes_.size()].attended.fetch_add(change, std::memory_order_relaxed);
+}
+
+bool Group::progress(bool& waiting) {
+  bool moved = false;
+  const bool all = broken();
+  for (Lane& lane : lanes_) {
+    if (!all && lane.attended.load(std::memory_order_relaxed) > 0) continue;
+    {
+      std::lock_guard lock(lane.mutex);
+      if (lane.queue.empty()) continue;
+    }
+    moved |= run(lane);
+    std::lock_guard lock(lane.mutex);
+    waiting |= !lane.queue.empty();
+  }
+  if (loose_count_.load(std::memory_order_relaxed) == 0) return moved;
+  std::vector<Loose> loose;
+  {
+    std::lock_guard lock(loose_mutex_);
+    loose = loose_;
+  }
+  for (auto& entry : loose) moved |= run(*entry.lane);
+  std::lock_guard lock(loose_mutex_);
+  std::erase_if(loose_, [](const Loose& entry) { return entry.op->done(); });
+  loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+  waiting |= !loose_.empty();
+  return moved;
+}
+
+bool Group::pending() {
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    if (!lane.queue.empty()) return true;
+  }
+  std::lock_guard lock(loose_mutex_);
+  return std::any_of(loose_.begin(), loose_.end(), [](const Loose& entry) { return !entry.op->done(); });
+}
+
+void Group::check(std::int64_t now, std::int64_t& next) {
+  std::vector<OperationPtr> late;
+  auto look = [&](const OperationPtr& op) {
+    if (op->done()) return;
+    if (op->deadline() <= now)
+      late.push_back(op);
+    else
+      next = std::min(next, op->deadline());
+  };
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    for (auto& op : lane.queue) look(op);
+  }
+  if (loose_count_.load(std::memory_order_relaxed) > 0) {
+    std::lock_guard lock(loose_mutex_);
+    for (auto& entry : loose_) look(entry.op);
+  }
+  for (auto& op : late) {
+    const Request& request = op->request();
+    if (request.kind < Kind::kSend) {
+      begin_inquiry(request.channel, false, describe(request), request.timeout);
+      continue;
+    }
+    Error error{ErrorCode::kTimeout, describe(request) + " did not finish within " + seconds(request.timeout), {}};
+    if (request.peer >= 0) error.ranks.push_back(request.peer);
+    error.text += request.kind == Kind::kRecv ? ": no matching message came" : ": the receiver took no notice of it";
+    fail(std::move(error), true);
+  }
+  bool over = false;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (inquiry_) {
+      over = inquiry_->until <= now;
+      if (!over) next = std::min(next, inquiry_->until);
+    }
+  }
+  if (over) finish_inquiry();
+}
+
+std::optional<Error> Group::failure() {
+  if (!broken()) return std::nullopt;
+  std::lock_guard lock(state_mutex_);
+  return error_;
+}
+
+std::shared_ptr<Block> Group::allocate(std::size_t bytes) {
+  auto block = std::make_shared<Block>(context_->arena(), bytes);
+  std::lock_guard lock(state_mutex_);
+  std::erase_if(blocks_, [](const auto& entry) { return entry.expired(); });
+  if (broken()) block->quarantine();
+  blocks_.push_back(block);
+  return block;
+}
+
+void Group::close(std::int64_t deadline) {
+  if (closed_.exchange(true)) return;
+  while (pending() && now_ns() < deadline) {
+    bool waiting = false;
+    if (progress(waiting)) continue;
+    Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
+    if (progress(waiting) || !pending()) continue;
+    sleeper.sleep(std::min<std::int64_t>(deadline - now_ns(), 20'000'000));
+  }
+  if (pending()) {
+    fail({ErrorCode::kClosed, "the group was closed before the operation had finished", {}}, false);
+    bool waiting = false;
+    while (pending()) progress(waiting);
+  }
+  FrameHeader header = frame(FrameType::kGroupClosed);
+  header.channel = next_number_;
+  tell_all(header);
+  context_->messenger().forget(ident());
+  context_->drop_groups();
+}
+
+bool Group::all_peers_gone() {
+  std::lock_guard lock(state_mutex_);
+  for (int r = 0; r < size(); ++r)
+    if (r != rank() && departed_[static_cast<std::size_t>(r)] == ~0ULL && !context_->gone(global(r))) return false;
+  return true;
+}
+
+FrameHeader Group::frame(FrameType type) const {
+  FrameHeader header;
+  header.type = type;
+  header.group = ident();
+  header.source = static_cast<std::uint32_t>(rank());
+  return header;
+}
+
+void Group::tell_all(const FrameHeader& header, const std::string& text) {
+  for (int r = 0; r < size(); ++r) {
+    Link* to = r == rank() ? nullptr : link(r);
+    if (to != nullptr && !to->broken()) to->send_control(header, text.data(), text.size());
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,145 @@
+// A group in the core: its members, lanes and operations, and what ended it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/operation.h"
+#include "engine/team.h"
+
+namespace shoal {
+
+class Context;
+
+// An algorithm instance: its operations run one after another, under whichever thread holds the token.
+struct Lane {
+  std::atomic_flag token;
+  std::atomic<int> attended{0};  // threads in wait() that drive this lane
+  std::mutex mutex;
+  std::deque<OperationPtr> queue;
+  int index = 0;
+};
+
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  struct Options {
+    std::uint64_t ident = 0;
+    std::string name;
+    int rank = 0;
+    std::vector<int> ranks;  // global
+    std::vector<int> hosts;  // of each member
+    int lanes = 1;
+  };
+  Group(std::shared_ptr<Context> context, Options options);
+  ~Group();
+
+  Context& context() const { return *context_; }
+  std::uint64_t ident() const { return options_.ident; }
+  const std::string& name() const { return options_.name; }
+  int rank() const { return options_.rank; }
+  int size() const { return static_cast<int>(options_.ranks.size()); }
+  int global(int rank) const { return options_.ranks[static_cast<std::size_t>(rank)]; }
+  int rank_of(int global) const;
+  const std::vector<std::vector<int>>& hosts() const { return hosts_; }  // members of each host, ascending
+  int host() const { return host_; }                                    // index of this one
+  int lanes() const { return options_.lanes; }
+  Team* team() const { return team_.get(); }                            // null if alone on this host
+  Link* link(int rank) const;
+
+  OperationPtr submit(Request request);
+  // Drives what stands between `op` and its completion; true if anything moved.
+  bool drive(Operation& op);
+  void attend(Operation& op, int change);
+  // Drives everything that no thread attends.  `waiting`: such operations remain.
+  bool progress(bool& waiting);
+  // Deadlines and inquiries; the next time to look is written to `next` if earlier.
+  void check(std::int64_t now, std::int64_t& next);
+  bool pending();
+
+  bool broken() const { return broken_.load(std::memory_order_acquire); }
+  std::optional<Error> failure();
+  // Ends the group with `error`, once; tells the peers if `announce`.
+  void fail(Error error, bool announce);
+  void suspect(Operation& op);  // a peer claims something else for it
+
+  // From the links.
+  void on_peer_lost(int global, const std::string& why);
+  void on_peer_closed(int rank, std::uint64_t next_number);
+  void on_broken(int rank, ErrorCode code, const std::string& text);
+  void on_call_query(int rank, std::uint64_t channel);
+  void on_call_reply(int rank, const FrameHeader& header);
+  void on_call_seen(int rank, std::uint64_t channel, const Fingerprint& call);
+
+  // Waits for pending operations until `deadline`, tells the peers, fails the rest.
+  void close(std::int64_t deadline);
+  bool closed() const { return closed_.load(); }
+  bool all_peers_gone();
+  std::shared_ptr<Block> allocate(std::size_t bytes);
+  void disown();
+
+  // Whether a blocked operation waits for something that can no longer come; says for whom.
+  std::optional<int> departed_for(Operation& op);
+
+ private:
+  struct Inquiry {
+    std::uint64_t channel = 0;
+    bool mismatch = false;
+    std::int64_t until = 0;
+    std::string operation;
+    std::int64_t timeout = 0;
+    std::vector<std::optional<FrameHeader>> replies;
+  };
+  struct Recent {
+    std::uint64_t channel = ~0ULL;
+    Fingerprint call;
+  };
+  bool run(Lane& lane);
+  bool run_loose(const OperationPtr& op);
+  void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation, std::int64_t timeout);
+  void finish_inquiry();
+  std::string table(const Inquiry& inquiry) const;
+  void settle(Operation& op);
+  FrameHeader frame(FrameType type) const;
+  void tell_all(const FrameHeader& header, const std::string& text = {});
+  std::optional<Fingerprint> recent_call(std::uint64_t channel);
+
+  std::shared_ptr<Context> context_;
+  Options options_;
+  std::vector<std::vector<int>> hosts_;
+  int host_ = 0;
+  std::unique_ptr<Team> team_;
+  std::deque<Lane> lanes_;
+
+  std::mutex loose_mutex_;
+  struct Loose {
+    OperationPtr op;
+    std::shared_ptr<Lane> lane;
+  };
+  std::vector<Loose> loose_;  // keyed and point-to-point operations
+  std::atomic<int> loose_count_{0};
+
+  std::atomic<bool> broken_{false};
+  std::atomic<bool> closed_{false};
+  std::mutex state_mutex_;
+  Error error_;
+  std::vector<std::uint64_t> departed_;  // per rank: the first number it will not submit; ~0 while it is there
+  std::atomic<bool> any_departed_{false};
+  std::optional<Inquiry> inquiry_;
+  std::mutex recent_mutex_;
+  std::vector<Recent> recent_;
+  std::uint64_t next_number_ = 0;
+  std::atomic<std::uint64_t> completed_{0};
+  std::vector<std::weak_ptr<Block>> blocks_;
+  friend class Operation;
+};
+
+std::string seconds(std::int64_t nanoseconds);
+std::string describe(const Fingerprint& call);
+std::string describe(const Request& request);
+
+}  // namespace shoal

@@ -1,0 +1,63 @@
+// Matches messages to receives: by operation and step for collectives, by tag and source for point to point.
+#pragma once
+
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "transport/link.h"
+
+namespace shoal {
+
+class Messenger {
+ public:
+  // A message that arrived before its receive; `data` holds its first bytes.
+  struct Early {
+    FrameHeader header;
+    Link* link = nullptr;
+    std::shared_ptr<Incoming> holder;  // receives into `holder->owned` while the payload is on its way
+    std::shared_ptr<Incoming> claimed; // the receive that wants it
+    bool complete = false;
+  };
+
+  void post(const std::shared_ptr<Incoming>& incoming);
+  // Nothing is written to the receive's memory after this returns.
+  void cancel(const std::shared_ptr<Incoming>& incoming);
+  // The group's messages that nobody received are dropped, and so is whatever still arrives for it.
+  void forget(std::uint64_t group);
+  bool forgotten(std::uint64_t group);
+  // Fingerprints of collective messages that arrived early for an operation.
+  std::vector<std::pair<int, Fingerprint>> early_calls(std::uint64_t group, std::uint64_t channel);
+
+  // From the links.
+  Destination on_message(Link& link, const FrameHeader& header);
+  Destination on_more(Link& link, const FrameHeader& header);
+  void on_payload(Link& link, const FrameHeader& header, const Destination& destination);
+
+ private:
+  struct Channel {
+    std::list<std::shared_ptr<Incoming>> posted;
+    std::list<std::shared_ptr<Early>> early;
+  };
+  struct Key {
+    std::uint64_t group, channel;
+    bool operator==(const Key&) const = default;
+  };
+  struct Hash {
+    std::size_t operator()(const Key& k) const { return k.group * 0x9e3779b97f4a7c15ULL ^ k.channel; }
+  };
+  // Decides what to do with a matched message; true if its bytes are wanted.
+  static bool accept(Incoming& incoming, const FrameHeader& header, Link& link);
+  static void deliver(Early& early, const std::shared_ptr<Incoming>& incoming);
+  static void ask_for_rest(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming);
+
+  std::mutex mutex_;
+  std::unordered_map<Key, Channel, Hash> channels_;
+  std::unordered_map<const Incoming*, std::shared_ptr<Early>> holders_;
+  std::unordered_set<std::uint64_t> forgotten_;
+};
+
+}  // namespace shoal

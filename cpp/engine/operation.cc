@@ -1,0 +1,96 @@
+#include "engine/operation.h"
+
+#include <new>
+
+#include "collectives/collectives.h"
+#include "engine/clock.h"
+#include "engine/context.h"
+#include "engine/group.h"
+
+namespace shoal {
+namespace {
+
+Fingerprint fingerprint(const Request& request) {
+  Fingerprint call;
+  call.kind = static_cast<std::uint8_t>(request.kind);
+  call.dtype = static_cast<std::uint8_t>(request.reduction.dtype);
+  call.op = static_cast<std::uint8_t>(request.reduction.op);
+  call.root = request.root;
+  call.count = request.count;
+  call.factor = request.reduction.factor;
+  if (!request.sizes.empty()) {
+    std::uint64_t hash = 0xcbf29ce484222325ULL;
+    for (std::uint64_t bytes : request.sizes) hash = (hash ^ bytes) * 0x100000001b3ULL;
+    call.sizes = hash | 1;
+  }
+  return call;
+}
+
+}  // namespace
+
+Operation::Operation(std::shared_ptr<Group> group, Request request)
+    : group_(std::move(group)), request_(std::move(request)), call_(fingerprint(request_)),
+      deadline_(now_ns() + request_.timeout) {}
+
+Operation::~Operation() = default;
+
+std::uint64_t Operation::bytes() const {
+  std::uint64_t sum = 0;
+  for (const Span& span : request_.in) sum += span.bytes;
+  return sum;
+}
+
+bool Operation::announce(std::uint64_t ticket) {
+  ticket_ = ticket;
+  return state_.fetch_or(kAnnounceBit, std::memory_order_acq_rel) & kDoneBit;
+}
+
+bool Operation::step() {
+  if (done()) return false;
+  bool moved = false;
+  if (!task_.handle()) {
+    task_ = collectives::start(*this);
+    resume_ = task_.handle();
+    moved = true;
+    resume_.resume();
+  }
+  while (!task_.finished()) {
+    if (!waiting_for_->ready()) return moved;
+    moved = true;
+    resume_.resume();
+  }
+  try {
+    task_.rethrow();
+  } catch (const std::exception& error) {  // out of memory: the peers wait for us in vain
+    group_->fail({ErrorCode::kOutOfMemory, error.what(), {group_->rank()}}, true);
+    return true;  // Group::settle fails the operation
+  }
+  complete();
+  return true;
+}
+
+void Operation::complete() {
+  task_.reset();
+  if (!request_.keyed && request_.kind < Kind::kSend && error_.code == ErrorCode::kNone)
+    group_->completed_.store(request_.channel + 1, std::memory_order_relaxed);
+  if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit) group_->context().announce(ticket_);
+  group_->context().bell().ring();
+}
+
+void Operation::fail(Error error) {
+  if (done()) return;
+  std::uint64_t completed = group_->completed_.load(std::memory_order_relaxed);
+  error.text = describe(request_) + " on rank " + std::to_string(group_->rank()) + " of group '" + group_->name() +
+               "' failed: " + error.text +
+               (completed > 0 ? " (last operation completed here: " + std::to_string(completed - 1) + ")"
+                              : " (no operation had completed here)");
+  error_ = std::move(error);
+  complete();
+}
+
+Task Operation::mismatch() {
+  group_->suspect(*this);
+  co_await never();
+}
+
+}  // namespace shoal

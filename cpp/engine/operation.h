@@ -1,0 +1,145 @@
+// One operation of a group, from submission to completion.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/task.h"
+#include "kernels/reduce.h"
+#include "transport/frame.h"
+#include "transport/link.h"
+
+namespace shoal {
+
+class Group;
+namespace collectives {
+class Messages;
+}
+
+enum class Kind : std::uint8_t {
+  kAllReduce = 1,
+  kReduce = 2,
+  kBroadcast = 3,
+  kAllGather = 4,
+  kReduceScatter = 5,
+  kGather = 6,
+  kScatter = 7,
+  kAllToAll = 8,
+  kBarrier = 9,
+  kSend = 10,
+  kRecv = 11,
+};
+
+enum class ErrorCode : std::uint16_t {
+  kNone = 0,
+  kPeerLost = 1,
+  kMismatch = 2,
+  kTimeout = 3,
+  kAborted = 4,
+  kClosed = 5,
+  kOutOfMemory = 6,
+};
+
+struct Error {
+  ErrorCode code = ErrorCode::kNone;
+  std::string text;
+  std::vector<int> ranks;  // in the group
+};
+
+struct Span {
+  std::byte* data = nullptr;
+  std::uint64_t bytes = 0;
+};
+
+// A validated call, as the binding hands it over.  Spans follow the table in src/shoal/spec.py.
+struct Request {
+  Kind kind{};
+  std::uint64_t channel = 0;  // sequence number, or key
+  bool keyed = false;
+  std::vector<Span> in;
+  std::vector<Span> out;
+  kernels::Reduction reduction{};
+  std::uint64_t count = 0;  // elements, where equal on all ranks
+  std::int32_t root = -1;
+  std::vector<std::uint64_t> sizes;  // bytes of each part, where known on all ranks
+  std::int64_t timeout = 0;          // nanoseconds
+  std::int32_t peer = -1;
+  std::uint64_t tag = 0;
+  Shape shape;
+};
+
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  Operation(std::shared_ptr<Group> group, Request request);
+  ~Operation();
+
+  const Request& request() const { return request_; }
+  const Fingerprint& call() const { return call_; }
+  Group& group() const { return *group_; }
+  std::int64_t deadline() const { return deadline_; }
+  std::uint64_t bytes() const;
+
+  bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
+  const Error& error() const { return error_; }  // once done
+  // True if the operation is already done; otherwise its completion will be announced to Context::completions.
+  bool announce(std::uint64_t ticket);
+
+  // Runs as far as possible; only under the token of its lane.  True if anything moved.
+  bool step();
+  void fail(Error error);
+
+  // Waits inside the operation's coroutine: co_await op.until([&] { return ...; }).
+  template <class Predicate>
+  class Until final : public Condition {
+   public:
+    Until(Operation& op, Predicate predicate) : op_(op), predicate_(std::move(predicate)) {}
+    bool await_ready() { return predicate_(); }
+    void await_suspend(std::coroutine_handle<> self) {
+      op_.waiting_for_ = this;
+      op_.resume_ = self;
+    }
+    void await_resume() {}
+    bool ready() override { return predicate_(); }
+
+   private:
+    Operation& op_;
+    Predicate predicate_;
+  };
+  template <class Predicate>
+  Until<Predicate> until(Predicate predicate) {
+    return Until<Predicate>(*this, std::move(predicate));
+  }
+  auto never() {
+    return until([] { return false; });
+  }
+  // A peer claims something else for this operation: look into it; never returns.
+  Task mismatch();
+
+  std::shared_ptr<Incoming> received;            // RECV: what arrived
+  std::vector<collectives::Messages*> messages;  // what it exchanges, while it does
+
+ private:
+  void complete();
+  static constexpr int kDoneBit = 1;
+  static constexpr int kAnnounceBit = 2;
+
+  std::shared_ptr<Group> group_;
+  Request request_;
+  Fingerprint call_;
+  std::int64_t deadline_;
+  Task task_;
+  std::coroutine_handle<> resume_;
+  Condition* waiting_for_ = nullptr;
+  std::atomic<int> state_{0};
+  std::uint64_t ticket_ = 0;
+  Error error_;
+  friend class Group;
+};
+
+using OperationPtr = std::shared_ptr<Operation>;
+
+}  // namespace shoal

@@ -1,0 +1,78 @@
+// Operations are written as coroutines: straight code that stops where it must wait.
+//
+// A Task starts when it is awaited or resumed, runs until it awaits a Condition that does not hold, and is resumed by
+// whichever thread later finds that it does (Operation::step).  Destroying a suspended Task runs the destructors of
+// everything it holds, which is how a failed operation takes its messages back.
+#pragma once
+
+#include <coroutine>
+#include <exception>
+#include <utility>
+
+namespace shoal {
+
+// Something an operation waits for.  Lives in the coroutine's frame.
+class Condition {
+ public:
+  virtual bool ready() = 0;
+
+ protected:
+  ~Condition() = default;
+};
+
+class Task {
+ public:
+  struct promise_type {
+    std::coroutine_handle<> continuation;
+    std::exception_ptr error;
+
+    Task get_return_object() { return Task(std::coroutine_handle<promise_type>::from_promise(*this)); }
+    std::suspend_always initial_suspend() noexcept { return {}; }
+    struct Final {
+      bool await_ready() noexcept { return false; }
+      std::coroutine_handle<> await_suspend(std::coroutine_handle<promise_type> self) noexcept {
+        auto next = self.promise().continuation;
+        return next ? next : std::noop_coroutine();
+      }
+      void await_resume() noexcept {}
+    };
+    Final final_suspend() noexcept { return {}; }
+    void return_void() {}
+    void unhandled_exception() { error = std::current_exception(); }
+  };
+
+  Task() = default;
+  explicit Task(std::coroutine_handle<promise_type> handle) : handle_(handle) {}
+  Task(Task&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Task& operator=(Task&& other) noexcept {
+    if (this != &other) {
+      reset();
+      handle_ = std::exchange(other.handle_, nullptr);
+    }
+    return *this;
+  }
+  ~Task() { reset(); }
+
+  void reset() {
+    if (handle_) handle_.destroy();
+    handle_ = nullptr;
+  }
+  std::coroutine_handle<> handle() const { return handle_; }
+  bool finished() const { return handle_ && handle_.done(); }
+  void rethrow() const {
+    if (handle_ && handle_.promise().error) std::rethrow_exception(handle_.promise().error);
+  }
+
+  // co_await another task: run it to its end, then go on.
+  bool await_ready() const noexcept { return false; }
+  std::coroutine_handle<> await_suspend(std::coroutine_handle<> caller) noexcept {
+    handle_.promise().continuation = caller;
+    return handle_;
+  }
+  void await_resume() const { rethrow(); }
+
+ private:
+  std::coroutine_handle<promise_type> handle_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,121 @@
+#include "engine/team.h"
+
+#include <algorithm>
+#include <new>
+
+#include "engine/context.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::uint64_t kFree = 0, kClaimed = 1, kGone = ~0ULL;
+
+std::size_t place(std::uint64_t group, std::size_t probe) {
+  return static_cast<std::size_t>((group ^ (group >> 29)) + probe) % kDirectorySize;
+}
+
+DirectoryEntry* enter(ArenaHeader& header, std::uint64_t group, std::uint64_t offset) {
+  for (std::size_t probe = 0; probe < kDirectorySize; ++probe) {
+    DirectoryEntry& entry = header.directory[place(group, probe)];
+    std::uint64_t seen = entry.group.load(std::memory_order_relaxed);
+    if (seen != kFree && seen != kGone) continue;
+    if (!entry.group.compare_exchange_strong(seen, kClaimed)) continue;
+    entry.offset.store(offset, std::memory_order_relaxed);
+    entry.group.store(group, std::memory_order_release);
+    return &entry;
+  }
+  throw OutOfMemory("more than " + std::to_string(kDirectorySize) + " groups are open in one process");
+}
+
+std::uint64_t look_up(const ArenaHeader& header, std::uint64_t group) {
+  for (std::size_t probe = 0; probe < kDirectorySize; ++probe) {
+    const DirectoryEntry& entry = header.directory[place(group, probe)];
+    std::uint64_t seen = entry.group.load(std::memory_order_acquire);
+    if (seen == group) return entry.offset.load(std::memory_order_relaxed);
+    if (seen == kFree) return 0;
+  }
+  return 0;
+}
+
+}  // namespace
+
+Team::Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks,
+           int self, int lanes)
+    : context_(context), group_(group), members_(std::move(members)), self_(self), lanes_(static_cast<std::size_t>(lanes)) {
+  for (int member : members_) global_.push_back(global_ranks[static_cast<std::size_t>(member)]);
+  found_.assign(members_.size(), false);
+  for (TeamLane& lane : lanes_) lane.seats.resize(members_.size());
+  block_ = std::make_unique<Block>(context_.arena(), lanes_.size() * (sizeof(Counters) + 2 * slot_bytes()));
+  for (std::size_t i = 0; i < lanes_.size(); ++i) {
+    std::byte* at = block_->data() + i * (sizeof(Counters) + 2 * slot_bytes());
+    new (at) Counters;
+    for (int s = 0; s < 2; ++s) new (at + sizeof(Counters) + static_cast<std::size_t>(s) * slot_bytes()) Slot;
+  }
+  seat_at(self_, block_->data(), context_.arena()->mapping(), context_.bell());
+  entry_ = enter(context_.header(), group_, block_->offset());
+}
+
+Team::~Team() { entry_->group.store(kGone, std::memory_order_release); }
+
+std::size_t Team::slot_bytes() const {
+  std::size_t bytes = sizeof(Slot) + members_.size() * sizeof(PartEntry) + kInline;
+  return (bytes + 63) / 64 * 64;
+}
+
+void Team::seat_at(int place, std::byte* block, const Mapping& memory, Doorbell& bell) {
+  for (std::size_t i = 0; i < lanes_.size(); ++i) {
+    std::byte* at = block + i * (sizeof(Counters) + 2 * slot_bytes());
+    Seat& seat = lanes_[i].seats[static_cast<std::size_t>(place)];
+    seat.counters = reinterpret_cast<Counters*>(at);
+    seat.slots[0] = at + sizeof(Counters);
+    seat.slots[1] = seat.slots[0] + slot_bytes();
+    seat.memory = &memory;
+    seat.bell = &bell;
+  }
+  found_[static_cast<std::size_t>(place)] = true;
+}
+
+int Team::place_of(int group_rank) const {
+  auto found = std::lower_bound(members_.begin(), members_.end(), group_rank);
+  return found != members_.end() && *found == group_rank ? static_cast<int>(found - members_.begin()) : -1;
+}
+
+bool Team::resolve() {
+  if (all_found_.load(std::memory_order_acquire)) return true;
+  std::lock_guard lock(resolve_mutex_);
+  bool all = true;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (found_[i]) continue;
+    const Mapping& memory = context_.peer_memory(global_[i]);
+    auto& header = *memory.at<ArenaHeader>(0);
+    std::uint64_t offset = look_up(header, group_);
+    if (offset != 0)
+      seat_at(static_cast<int>(i), memory.base() + offset, memory, header.doorbell);
+    else
+      all = false;
+  }
+  all_found_.store(all, std::memory_order_release);
+  return all;
+}
+
+std::byte* Team::staging(TeamLane& lane) {
+  if (!lane.staging) {
+    lane.staging = std::make_unique<Block>(context_.arena(), kStaging);
+    lane.seats[static_cast<std::size_t>(self_)].counters->staging.store(lane.staging->offset(),
+                                                                        std::memory_order_release);
+  }
+  return lane.staging->data();
+}
+
+void Team::ring_all(const TeamLane& lane) const {
+  for (std::size_t i = 0; i < lane.seats.size(); ++i)
+    if (static_cast<int>(i) != self_ && lane.seats[i].bell != nullptr) lane.seats[i].bell->ring();
+}
+
+void Team::quarantine() {
+  block_->quarantine();
+  for (TeamLane& lane : lanes_)
+    if (lane.staging) lane.staging->quarantine();
+}
+
+}  // namespace shoal

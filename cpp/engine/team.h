@@ -1,0 +1,112 @@
+// The members of a group on this host, and the memory they share for its collectives.
+//
+// Every member publishes what it does in a block of its own arena and reads the blocks of the others: each word has
+// one writer.  A block has, for each lane, a few counters that only grow, and two slots used in turn.  A slot holds the
+// call's fingerprint, what its owner exposes, and small data itself.
+//
+// A phase is one use of a slot: operation of a lane that stays on the host takes one phase, a hierarchical one several.
+// A member may overwrite the slot of phase s-2 once all others have published phase s-1.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/operation.h"
+#include "memory/arena.h"
+#include "memory/doorbell.h"
+
+namespace shoal {
+
+class Context;
+
+constexpr std::size_t kInline = 4096;            // bytes of data in a slot
+constexpr std::size_t kChunk = 256 * 1024;       // bytes of a staging buffer
+constexpr std::size_t kStaging = 4 * kChunk;     // two for what goes in, two for what comes out
+constexpr int kPhaseShift = 24;                  // a counter is phase << kPhaseShift | window
+
+enum class Exposure : std::uint32_t { kInline, kDirect, kStaged };
+
+struct PartEntry {
+  std::uint64_t offset = 0;  // in the owner's arena (direct), or in the slot's data (inline)
+  std::uint64_t bytes = 0;
+};
+
+struct Slot {
+  std::atomic<std::uint64_t> phase{0};
+  Fingerprint call;
+  Exposure exposure{};
+  std::uint32_t parts = 0;
+  std::uint64_t windows = 0;
+  // then PartEntry[max(team size, 1)], then kInline bytes
+};
+
+struct alignas(64) Counters {
+  std::atomic<std::uint64_t> staged{0};   // windows of my staging buffers that hold data
+  std::atomic<std::uint64_t> reduced{0};  // windows whose slice I have reduced
+  std::atomic<std::uint64_t> taken{0};    // windows of the others that I no longer need
+  std::atomic<std::uint64_t> staging{0};  // offset of my staging buffers, 0 while there are none
+};
+
+// One member's side of one lane.
+struct Seat {
+  Counters* counters = nullptr;
+  std::byte* slots[2] = {};
+  const Mapping* memory = nullptr;
+  Doorbell* bell = nullptr;
+
+  Slot& slot(std::uint64_t phase) const { return *reinterpret_cast<Slot*>(slots[phase & 1]); }
+  PartEntry* table(std::uint64_t phase) const {
+    return reinterpret_cast<PartEntry*>(slots[phase & 1] + sizeof(Slot));
+  }
+};
+
+struct TeamLane {
+  std::vector<Seat> seats;   // in team order
+  std::uint64_t phase = 0;   // the last one begun
+  std::unique_ptr<Block> staging;
+};
+
+class Team {
+ public:
+  // members: group ranks on this host in ascending order; `self` is the place of this process among them.
+  Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks, int self,
+       int lanes);
+  ~Team();
+
+  int size() const { return static_cast<int>(members_.size()); }
+  int self() const { return self_; }
+  const std::vector<int>& members() const { return members_; }
+  int place_of(int group_rank) const;
+  TeamLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
+  // Finds the blocks of members that have made theirs by now; true when all are found.
+  bool resolve();
+  std::byte* inline_data(const Seat& seat, std::uint64_t phase) const {
+    return seat.slots[phase & 1] + sizeof(Slot) + members_.size() * sizeof(PartEntry);
+  }
+  // The staging buffers of this member's lane, made at first use.
+  std::byte* staging(TeamLane& lane);
+  void ring_all(const TeamLane& lane) const;
+  // Stray writers and readers may still be about: never reuse this memory.
+  void quarantine();
+
+ private:
+  std::size_t slot_bytes() const;
+  void seat_at(int place, std::byte* block, const Mapping& memory, Doorbell& bell);
+
+  Context& context_;
+  std::uint64_t group_;
+  std::vector<int> members_;
+  std::vector<int> global_;
+  int self_;
+  std::vector<TeamLane> lanes_;
+  std::vector<bool> found_;
+  std::mutex resolve_mutex_;
+  std::atomic<bool> all_found_{false};
+  std::unique_ptr<Block> block_;
+  DirectoryEntry* entry_ = nullptr;
+};
+
+}  // namespace shoal

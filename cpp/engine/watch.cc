@@ -1,0 +1,161 @@
+// The watch thread: sockets, deaths and heartbeats.  Also how a context ends.
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "engine/clock.h"
+#include "engine/context.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33;
+
+}  // namespace
+
+void Context::watch_loop() {
+  epoll_event events[64];
+  std::int64_t period = std::clamp<std::int64_t>(options_.heartbeat / 4, 10'000'000, 1'000'000'000);
+  bool remote = std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.tcp != nullptr; });
+  while (!stop_.load(std::memory_order_acquire)) {
+    int count = epoll_wait(epoll_, events, 64, remote ? static_cast<int>(period / 1'000'000) : -1);
+    bool received = false;
+    for (int i = 0; i < count; ++i) {
+      std::uint64_t what = events[i].data.u64;
+      if (what == kWakeup) continue;
+      int rank = static_cast<int>(what & 0xffffffffULL);
+      Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      if (what & kPidfd) {
+        epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.pidfd, nullptr);
+        lost(rank, "its process has ended");
+      } else if (peer.tcp != nullptr) {
+        if (events[i].events & EPOLLOUT) peer.tcp->flush();
+        if (events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) received |= peer.tcp->receive();
+        if (peer.tcp->broken()) epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.tcp->fd(), nullptr);
+      } else {
+        char byte;
+        if (read(peer.socket, &byte, 1) != 1) {
+          epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.socket, nullptr);
+          lost(rank, "its connection closed");
+        }
+      }
+    }
+    if (received) {
+      bool waiting = false;
+      for (auto& group : groups()) group->progress(waiting);
+      bell().ring_link();
+    }
+    if (remote) heartbeats(now_ns());
+  }
+}
+
+void Context::heartbeats(std::int64_t now) {
+  std::int64_t period = std::clamp<std::int64_t>(options_.heartbeat / 4, 10'000'000, 1'000'000'000);
+  if (now - last_beat_ < period) return;
+  last_beat_ = now;
+  FrameHeader beat;
+  beat.type = FrameType::kHeartbeat;
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    Peer& peer = peers_[rank];
+    if (peer.tcp == nullptr || peer.tcp->broken() || peer.state.load() != Peer::kAlive) continue;
+    if (!silent_.load() && !peer.tcp->backlog()) peer.tcp->send_control(beat);
+    std::int64_t quiet = now - peer.tcp->last_heard();
+    if (quiet > options_.heartbeat)
+      lost(static_cast<int>(rank), "nothing was heard from its host for " + seconds(quiet));
+  }
+}
+
+void Context::lost(int rank, const std::string& why) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  // What it had sent before still counts, its farewell too.
+  if (peer.ring != nullptr)
+    while (peer.ring->readable() && !peer.ring->broken()) peer.ring->receive();
+  int alive = Peer::kAlive;
+  if (!peer.state.compare_exchange_strong(alive, Peer::kLost)) {
+    bell().wake();
+    return;
+  }
+  for (auto& group : groups()) group->on_peer_lost(rank, why);
+  drop_groups();
+  bell().wake();
+}
+
+void Context::on_link_lost(Link& link, const char* why) { lost(link.peer(), why); }
+
+void Context::departed(int rank) {
+  int alive = Peer::kAlive;
+  if (!peers_[static_cast<std::size_t>(rank)].state.compare_exchange_strong(alive, Peer::kDeparted)) return;
+  for (auto& group : groups())
+    if (int member = group->rank_of(rank); member >= 0) group->on_peer_closed(member, 0);
+  drop_groups();
+}
+
+void Context::close(std::int64_t deadline) {
+  if (!started_ || closed_ || forked_) return;
+  closed_ = true;
+  FrameHeader bye;
+  bye.type = FrameType::kBye;
+  for (Peer& peer : peers_)
+    if (peer.link && !peer.link->broken()) peer.link->send_control(bye);
+  auto flushed = [&] {
+    return std::all_of(peers_.begin(), peers_.end(), [](Peer& p) {
+      return !p.link || p.state.load() != Peer::kAlive || !p.link->backlog();
+    });
+  };
+  while (!flushed() && now_ns() < deadline) {
+    for (Peer& peer : peers_)
+      if (peer.link) peer.link->flush();
+    if (!flushed()) usleep(500);
+  }
+  for (Peer& peer : peers_)
+    if (peer.tcp != nullptr) peer.tcp->drain(deadline);
+  stop_.store(true, std::memory_order_release);
+  bell().wake();
+  std::uint64_t one = 1;
+  (void)!write(wakeup_, &one, sizeof one);
+  {
+    std::lock_guard lock(completions_mutex_);
+    completions_ready_.notify_all();
+  }
+  progress_thread_.join();
+  watch_thread_.join();
+  for (Peer& peer : peers_) {
+    if (peer.tcp != nullptr) peer.tcp->disown();
+    if (peer.socket >= 0) ::close(peer.socket);
+    if (peer.pidfd >= 0) ::close(peer.pidfd);
+    peer.socket = peer.pidfd = -1;
+  }
+  std::lock_guard lock(groups_mutex_);
+  groups_.clear();
+}
+
+void Context::disown() {
+  forked_ = true;
+  arena_->disown();
+  for (Peer& peer : peers_) {
+    if (peer.tcp != nullptr) peer.tcp->disown();
+    if (peer.memory) peer.memory->disown();
+    if (peer.socket >= 0) ::close(peer.socket);
+    if (peer.pidfd >= 0) ::close(peer.pidfd);
+    peer.socket = peer.pidfd = -1;
+  }
+  ::close(epoll_);
+  ::close(wakeup_);
+  epoll_ = wakeup_ = -1;
+  // The threads exist only in the parent.
+  if (progress_thread_.joinable()) progress_thread_.detach();
+  if (watch_thread_.joinable()) watch_thread_.detach();
+}
+
+void Context::sever(int peer) {
+  Peer& other = peers_[static_cast<std::size_t>(peer)];
+  if (other.tcp != nullptr)
+    other.tcp->sever();
+  else if (other.socket >= 0)
+    shutdown(other.socket, SHUT_RDWR);
+}
+
+}  // namespace shoal

@@ -1,0 +1,99 @@
+// A process's shared memory: one sparse memfd, reserved once and faulted in as it is used.
+//
+// Nothing of it has a name in a file system, so nothing is left behind however the process ends.  Peers map the
+// same memfd through a descriptor handed over an authenticated socket.  Every range handed out has been committed
+// with fallocate, so that exhausted memory is an error here and never a SIGBUS later.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+
+namespace shoal {
+
+class OutOfMemory : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// One mapping of a memfd, ours or a peer's.  Not inherited by forked children.
+class Mapping {
+ public:
+  Mapping(int fd, std::size_t length);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  std::byte* base() const { return base_; }
+  std::size_t length() const { return length_; }
+  template <class T>
+  T* at(std::uint64_t offset) const {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+  // Forget the mapping without unmapping: in a forked child it is not there.
+  void disown() { base_ = nullptr; }
+
+ private:
+  std::byte* base_ = nullptr;
+  std::size_t length_ = 0;
+};
+
+class Arena {
+ public:
+  // capacity: bytes of address space to reserve; limit: bytes that may be in use at a time.
+  Arena(std::size_t capacity, std::size_t limit);
+  ~Arena();
+
+  int fd() const { return fd_; }
+  std::size_t capacity() const { return mapping_->length(); }
+  std::size_t in_use() const;
+  const Mapping& mapping() const { return *mapping_; }
+
+  // A zero-filled or recycled range of at least `bytes`, page aligned.  commit=false leaves it sparse (rings).
+  std::uint64_t allocate(std::size_t bytes, bool commit = true);
+  void release(std::uint64_t offset);
+
+  bool contains(const void* address, std::size_t bytes) const {
+    auto p = static_cast<const std::byte*>(address);
+    return p >= mapping_->base() && p + bytes <= mapping_->base() + mapping_->length();
+  }
+  std::uint64_t offset_of(const void* address) const {
+    return static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - mapping_->base());
+  }
+  // In a forked child: drop the descriptor; the memory is not mapped there.
+  void disown();
+
+ private:
+  int fd_ = -1;
+  std::size_t limit_;
+  std::unique_ptr<Mapping> mapping_;
+  mutable std::mutex mutex_;
+  std::map<std::uint64_t, std::size_t> free_;   // offset -> bytes, coalesced
+  std::map<std::uint64_t, std::size_t> taken_;  // offset -> bytes
+  std::size_t in_use_ = 0;
+};
+
+// A range that returns to its arena when the last owner lets go; the arena outlives it.
+class Block {
+ public:
+  Block(std::shared_ptr<Arena> arena, std::size_t bytes) : arena_(std::move(arena)), offset_(arena_->allocate(bytes)) {}
+  ~Block() {
+    if (!leaked_) arena_->release(offset_);
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  std::byte* data() const { return arena_->mapping().base() + offset_; }
+  std::uint64_t offset() const { return offset_; }
+  // A peer may still write here: never reuse the range (the arena as a whole is freed with the process).
+  void quarantine() { leaked_ = true; }
+
+ private:
+  std::shared_ptr<Arena> arena_;
+  std::uint64_t offset_;
+  bool leaked_ = false;
+};
+
+}  // namespace shoal

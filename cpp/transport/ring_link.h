@@ -1,0 +1,83 @@
+// A link within one host: a single-producer ring of bytes in each side's arena.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "memory/doorbell.h"
+#include "transport/link.h"
+
+namespace shoal {
+
+struct Ring {
+  alignas(64) std::atomic<std::uint64_t> head{0};  // bytes ever written; the owner's
+  alignas(64) std::atomic<std::uint64_t> tail{0};  // bytes ever read; the peer's
+  std::atomic<std::uint32_t> full{0};              // the writer waits for room
+  alignas(64) std::byte data[1];
+
+  static std::size_t footprint(std::size_t capacity) { return offsetof(Ring, data) + capacity; }
+};
+
+class RingLink final : public Link {
+ public:
+  RingLink(int peer, FrameSink& sink, Ring* out, Ring* in, std::size_t capacity, Doorbell* peer_bell)
+      : Link(peer, sink), out_(out), in_(in), capacity_(capacity), bell_(peer_bell) {}
+
+  // Cheap enough for a spinning thread.
+  bool readable() const {
+    return in_->head.load(std::memory_order_acquire) != in_->tail.load(std::memory_order_relaxed);
+  }
+
+ protected:
+  std::ptrdiff_t write_some(const iovec* parts, int count) override {
+    std::uint64_t head = out_->head.load(std::memory_order_relaxed);
+    std::uint64_t room = capacity_ - (head - out_->tail.load(std::memory_order_acquire));
+    if (room == 0) {
+      out_->full.store(1, std::memory_order_seq_cst);
+      room = capacity_ - (head - out_->tail.load(std::memory_order_seq_cst));
+      if (room == 0) return 0;
+    }
+    std::ptrdiff_t moved = 0;
+    for (int i = 0; i < count && room > 0; ++i) {
+      std::size_t bytes = parts[i].iov_len < room ? parts[i].iov_len : static_cast<std::size_t>(room);
+      transfer(head, bytes, [&](std::byte* ring, std::size_t offset, std::size_t n) {
+        std::memcpy(ring, static_cast<const std::byte*>(parts[i].iov_base) + offset, n);
+      }, out_);
+      head += bytes;
+      room -= bytes;
+      moved += static_cast<std::ptrdiff_t>(bytes);
+    }
+    out_->head.store(head, std::memory_order_release);
+    bell_->ring_link();
+    return moved;
+  }
+
+  std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) override {
+    std::uint64_t tail = in_->tail.load(std::memory_order_relaxed);
+    std::uint64_t there = in_->head.load(std::memory_order_acquire) - tail;
+    if (there == 0) return 0;
+    if (bytes > there) bytes = static_cast<std::size_t>(there);
+    transfer(tail, bytes, [&](std::byte* ring, std::size_t offset, std::size_t n) {
+      std::memcpy(data + offset, ring, n);
+    }, in_);
+    in_->tail.store(tail + bytes, std::memory_order_seq_cst);
+    if (in_->full.load(std::memory_order_seq_cst) != 0 && in_->full.exchange(0) != 0) bell_->ring_link();
+    return static_cast<std::ptrdiff_t>(bytes);
+  }
+
+ private:
+  template <class Copy>
+  void transfer(std::uint64_t position, std::size_t bytes, Copy copy, Ring* ring) {
+    std::size_t at = static_cast<std::size_t>(position % capacity_);
+    std::size_t first = bytes < capacity_ - at ? bytes : capacity_ - at;
+    copy(ring->data + at, 0, first);
+    if (bytes > first) copy(ring->data, first, bytes - first);
+  }
+
+  Ring* out_;
+  Ring* in_;
+  std::size_t capacity_;
+  Doorbell* bell_;
+};
+
+}  // namespace shoal

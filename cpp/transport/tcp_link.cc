@@ -1,0 +1,83 @@
+#include "transport/tcp_link.h"
+
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "engine/clock.h"
+
+namespace shoal {
+
+TcpLink::TcpLink(int peer, FrameSink& sink, int fd, int epoll) : Link(peer, sink), fd_(fd), epoll_(epoll) {
+  int flags = fcntl(fd_, F_GETFL);
+  fcntl(fd_, F_SETFL, flags | O_NONBLOCK);
+  int one = 1;
+  setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  last_heard_.store(now_ns(), std::memory_order_relaxed);
+}
+
+TcpLink::~TcpLink() { disown(); }
+
+void TcpLink::disown() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+void TcpLink::sever() { shutdown(fd_, SHUT_RDWR); }
+
+void TcpLink::drain(std::int64_t deadline) {
+  if (broken()) return;
+  shutdown(fd_, SHUT_WR);
+  // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's reader.
+  int left = 0;
+  std::byte scratch[4096];
+  while (now_ns() < deadline) {
+    while (recv(fd_, scratch, sizeof scratch, MSG_DONTWAIT) > 0) {
+    }
+    if (ioctl(fd_, SIOCOUTQ, &left) != 0 || left == 0) return;
+    usleep(200);
+  }
+}
+
+std::ptrdiff_t TcpLink::write_some(const iovec* parts, int count) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(parts);
+  message.msg_iovlen = static_cast<std::size_t>(count);
+  while (true) {
+    ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) return sent;
+    if (errno == EINTR) continue;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+  }
+}
+
+std::ptrdiff_t TcpLink::read_some(std::byte* data, std::size_t bytes) {
+  while (true) {
+    ssize_t got = recv(fd_, data, bytes, MSG_DONTWAIT);
+    if (got > 0) {
+      last_heard_.store(now_ns(), std::memory_order_relaxed);
+      return got;
+    }
+    if (got == 0) return -1;
+    if (errno == EINTR) continue;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+  }
+}
+
+void TcpLink::want_write(bool wanted) {
+  if (wanted == waiting_ || fd_ < 0) return;
+  waiting_ = wanted;
+  epoll_event event{};
+  event.events = EPOLLIN | (wanted ? EPOLLOUT : 0u);
+  event.data.u64 = static_cast<std::uint64_t>(peer());
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, fd_, &event);
+}
+
+}  // namespace shoal

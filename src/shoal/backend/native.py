@@ -1,0 +1,330 @@
+"""The native backend: shared memory within a host, authenticated TCP between hosts.
+
+Python connects the ranks (:mod:`shoal.backend.mesh`) and hands addresses to the core, which moves the
+bytes; see ``cpp/`` and ``docs/design.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import _core, config
+from ..errors import (
+    CollectiveMismatch,
+    GroupAborted,
+    GroupClosed,
+    GroupError,
+    OperationTimeout,
+    OutOfSharedMemory,
+    PeerLost,
+    UsageError,
+)
+from ..future import Future
+from ..spec import DTYPE_CODES, DTYPES_BY_CODE, Operation, OpKind
+from .base import Backend, DataChannel, GroupSpec, Membership
+from .mesh import Memory, connect
+
+_FOREVER = 1e12  # seconds
+_MAX_DIMS = 8  # what a message's header holds
+_DISPATCH = 1.0  # seconds between looks at whether the backend is still open
+_ALL_REDUCE = OpKind.ALL_REDUCE
+
+
+class NativeBackend(Backend):
+    """Connects a process to all ranks of its job.
+
+    Args:
+        membership: who this process is.
+        timeout: seconds until all ranks must be connected.
+        transport: ``"auto"`` shares memory where it can, ``"shm"`` insists on it, ``"tcp"`` never does;
+            None: ``SHOAL_TRANSPORT``.
+        heartbeat_timeout: seconds without a sign of life after which a remote rank is lost; None:
+            ``SHOAL_HEARTBEAT_TIMEOUT``.
+        shared_memory_limit: bytes of shared memory that this process may use; None:
+            ``SHOAL_SHARED_MEMORY_LIMIT``, else the machine's memory.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        timeout: float,
+        transport: str | None = None,
+        heartbeat_timeout: float | None = None,
+        shared_memory_limit: int | None = None,
+    ) -> None:
+        self._me = membership
+        heartbeat = config.HEARTBEAT_TIMEOUT.get() if heartbeat_timeout is None else heartbeat_timeout
+        capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
+        self._context = _core.Context.make(
+            membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat
+        )
+        self._hosts = [0]
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._ticket = 0
+        self._lock = threading.Lock()
+        self._dispatcher: threading.Thread | None = None
+        self._closed = False
+        if membership.size > 1:
+            self._connect(config.TRANSPORT.get() if transport is None else transport, timeout)
+        self._context.start()
+
+    def _connect(self, transport: str, timeout: float) -> None:
+        context, me = self._context, self._me
+        rings = [0 if rank == me.rank else context.make_ring() for rank in range(me.size)]
+        memory = Memory(context.memory_fd, context.memory_capacity, rings)
+        mesh = connect(me, memory, transport=transport, timeout=timeout)
+        self._hosts = mesh.hosts
+        for rank, peer in mesh.local.items():
+            context.add_local(rank, peer.socket, peer.memory_fd, peer.capacity, peer.out, peer.in_, peer.pid)
+            os.close(peer.memory_fd)
+        for rank, fd in mesh.remote.items():
+            context.add_remote(rank, fd)
+
+    def channel(self, group: GroupSpec) -> NativeChannel:
+        core = self._context.group(
+            group.ident,
+            group.name,
+            group.rank,
+            list(group.ranks),
+            [self._hosts[rank] for rank in group.ranks],
+            group.concurrency,
+        )
+        return NativeChannel(self, core, group)
+
+    def close(self, timeout: float) -> None:
+        with self._lock:
+            self._closed = True
+            dispatcher = self._dispatcher
+        self._context.close(timeout)
+        if dispatcher is not None:
+            dispatcher.join()
+
+    def after_fork_in_child(self) -> None:
+        self._context.disown()
+
+    def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
+        """Call ``fn`` from the dispatcher's thread when ``core`` is done, or at once if it is."""
+        with self._lock:
+            self._ticket += 1
+            ticket = self._ticket
+            self._callbacks[ticket] = fn
+            if self._dispatcher is None and not self._closed:
+                self._dispatcher = threading.Thread(
+                    target=self._dispatch, name=f"shoal-dispatch-{self._me.rank}", daemon=True
+                )
+                self._dispatcher.start()
+        if core.announce(ticket):
+            with self._lock:
+                del self._callbacks[ticket]
+            fn()
+
+    def _dispatch(self) -> None:
+        while True:
+            for ticket in self._context.completions(_DISPATCH):
+                with self._lock:
+                    fn = self._callbacks.pop(ticket)
+                fn()
+            with self._lock:
+                if self._closed and not self._callbacks:
+                    return
+
+    # -- fault injection, for shoal.testing ----------------------------------------------------
+
+    def sever(self, rank: int) -> None:
+        """Cut the connection to a rank, as a broken cable would."""
+        self._context.sever(rank)
+
+    def hush(self, silent: bool = True) -> None:
+        """Stop (or go on) sending signs of life."""
+        self._context.hush(silent)
+
+
+class NativeChannel(DataChannel):
+    """One group's share of the native backend."""
+
+    def __init__(self, backend: NativeBackend, core: _core.Group, spec: GroupSpec) -> None:
+        self._backend = backend
+        self._core = core
+        self._size = len(spec.ranks)
+        self._failure: GroupError | None = None
+        # Operations on their way, oldest first, with the tensors that the core reads and writes.
+        self._pending: deque[_Source] = deque()
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        kind = operation.kind
+        if kind is _ALL_REDUCE:
+            x = operation.outputs[0]
+            op = operation.op
+            core = self._core.all_reduce(
+                x.data_ptr(),
+                x.nbytes,
+                x.numel(),
+                DTYPE_CODES[x.dtype],
+                op.code,
+                op.factor,
+                operation.number,
+                operation.key,
+                operation.timeout,
+            )
+            source = _Source(self, core, x)
+            future = Future(source, finish=lambda: x)
+        elif kind is OpKind.SEND or kind is OpKind.RECV:
+            source, future = self._message(operation)
+        else:
+            source, future = self._collective(operation)
+        pending = self._pending
+        while pending and pending[0].done():
+            pending.popleft()
+        if not source.done():
+            pending.append(source)
+        return future
+
+    def _collective(self, operation: Operation) -> tuple[_Source, Future[Any]]:
+        inputs, outputs = operation.inputs, operation.outputs
+        tensors = inputs or outputs
+        count, sizes = _counts(operation)
+        op = operation.op
+        core = self._core.collective(
+            operation.kind,
+            _parts(inputs),
+            _parts(outputs),
+            count,
+            DTYPE_CODES[tensors[0].dtype] if tensors else 0,
+            op.code,
+            op.factor,
+            operation.root,
+            sizes,
+            operation.number,
+            operation.key,
+            operation.timeout,
+        )
+        value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
+        source = _Source(self, core, (inputs, outputs))
+        return source, Future(source, finish=lambda: value)
+
+    def _message(self, operation: Operation) -> tuple[_Source, Future[Any]]:
+        tensors = operation.inputs or operation.outputs
+        dims: list[int] = []
+        dtype = 0
+        if tensors:
+            x = tensors[0]
+            dtype = DTYPE_CODES[x.dtype]
+            dims = list(x.shape) if x.dim() <= _MAX_DIMS else [x.numel()]
+        core = self._core.message(
+            operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
+        )
+        source = _Source(self, core, tensors)
+        if operation.kind is OpKind.SEND:
+            return source, Future(source)
+        return source, Future(source, finish=lambda: _received(core, operation.outputs))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            return torch.from_dlpack(self._core.allocate(nbytes))
+        except MemoryError as error:
+            raise OutOfSharedMemory(f"{nbytes} bytes of shared memory: {error}") from None
+
+    def failure(self) -> GroupError | None:
+        if self._failure is None and self._core.broken():
+            self._failure = error_of(self._core.failure())
+        return self._failure
+
+    def abort(self, reason: str) -> None:
+        self._core.abort(reason)
+
+    def close(self, timeout: float) -> None:
+        self._core.close(timeout)
+        self._pending.clear()
+
+    def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
+        """See :meth:`NativeBackend.notify`."""
+        self._backend.notify(core, fn)
+
+
+class _Source:
+    """An operation of the core, as its future sees it."""
+
+    __slots__ = ("_channel", "_core", "_keep")
+
+    def __init__(self, channel: NativeChannel, core: _core.Operation, keep: object) -> None:
+        self._channel = channel
+        self._core = core
+        self._keep = keep
+
+    def wait(self, timeout: float | None) -> bool:
+        return self._core.wait(_FOREVER if timeout is None else timeout)
+
+    def done(self) -> bool:
+        return self._core.done()
+
+    def exception(self) -> BaseException | None:
+        error = self._core.error()
+        return None if error is None else error_of(error)
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        self._channel.notify(self._core, fn)
+
+
+def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:
+    """The exception for an error of the core: (code, text, ranks); codes as in cpp/engine/operation.h."""
+    if error is None:
+        return None
+    code, text, ranks = error
+    if code == 1:
+        return PeerLost(text, ranks)
+    if code == 3:
+        return OperationTimeout(text, ranks)
+    kinds = {2: CollectiveMismatch, 4: GroupAborted, 5: GroupClosed, 6: OutOfSharedMemory}
+    return kinds.get(code, GroupError)(text)
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(x.data_ptr(), x.nbytes) for x in tensors]
+
+
+def _counts(operation: Operation) -> tuple[int, list[int]]:
+    """What all ranks must agree on: one count of elements, or a list of sizes."""
+    sizes = operation.sizes
+    if sizes:
+        if all(size == sizes[0] for size in sizes):
+            return sizes[0], []
+        return 0, list(sizes)
+    if operation.kind is OpKind.REDUCE or operation.kind is OpKind.BROADCAST:
+        return (operation.inputs or operation.outputs)[0].numel(), []
+    return 0, []
+
+
+def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int, int]:
+    """The value of a receive: tensor, source, tag."""
+    data, source, tag, code, dims = core.received()
+    if outputs:
+        return outputs[0], source, tag
+    dtype = DTYPES_BY_CODE[code]
+    raw = torch.from_dlpack(data)
+    return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
+
+
+def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
+    """Bytes of address space to reserve, and bytes that may be in use."""
+    if limit is None:
+        limit = config.SHARED_MEMORY_LIMIT.get()
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit is None:
+        limit = physical
+    if limit < 1 << 20:
+        raise UsageError(f"shared_memory_limit={limit}: expected at least a mebibyte")
+    # Every rank maps every other's memory; ranks that are threads do so in one address space.
+    most: int = 2**46 // max(local_size, 1) ** 2
+    capacity = min(max(limit, 1 << 30) + (1 << 28), most)
+    return capacity // 4096 * 4096, limit
