@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 from .. import config
 from ..errors import (
     AuthenticationError,
     ConfigurationError,
-    RendezvousTimeout,
     StoreError,
     StoreTimeout,
     UsageError,
     VersionMismatch,
     WireError,
+    WireTimeout,
 )
 from ..wire import Deadline
 from .host import LOOPBACK, address_towards, here, is_mine, resolve
@@ -22,6 +23,10 @@ from .meeting import Meeting
 from .membership import Membership
 from .record import Descriptor
 from .venue import Request, Venue, open_venue, parse_url
+
+#: seconds for the change from one job's server to the next one's at the same address
+_SETTLING_TIME = 5.0
+_PAUSE = 0.02
 
 
 def rendezvous(
@@ -66,25 +71,31 @@ def rendezvous(
 
 
 def meet(request: Request) -> Membership:
-    """Serve a checked request.  A store that goes away before all have met is opened again."""
+    """Serve a checked request.
+
+    A store that goes away before all have met is looked for again: it belonged to a job that ended here
+    just now, and rank 0 of ours will serve another.
+    """
+    settled: Deadline | None = None
     while True:
-        venue = open_venue(request)
+        venue = None
         try:
+            venue = open_venue(request)
             return attend(venue, request)
-        except (StoreTimeout, AuthenticationError, VersionMismatch):
-            _close(venue)
-            raise
-        except (StoreError, WireError) as error:
-            # The server of a job that ended here just now: rank 0 of ours will start another.
-            _close(venue)
-            if request.deadline.expired or venue.alone is not None:
-                raise RendezvousTimeout(
-                    f"rendezvous: the store went away, and none came within {request.deadline.timeout:g} s "
-                    f"({error})"
-                ) from error
-        except BaseException:
-            _close(venue)
-            raise
+        except BaseException as error:
+            if venue is not None:
+                _close(venue)
+                settled = None
+            settled = settled or Deadline(_SETTLING_TIME)
+            if not _store_went_away(error) or settled.expired or request.deadline.expired:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _store_went_away(error: BaseException) -> bool:
+    if isinstance(error, (StoreTimeout, WireTimeout, AuthenticationError, VersionMismatch)):
+        return False
+    return isinstance(error, (StoreError, WireError))
 
 
 def attend(venue: Venue, request: Request) -> Membership:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -210,6 +210,7 @@ class Meeting:
     def _withdraw(self) -> None:
         """Free the rank, so that a second try can have it."""
         with contextlib.suppress(StoreError, OSError):  # the store may be what failed
+            self._room.set(f"gave_up/{self.rank}", b"")
             self._room.delete(rank_key(self.rank))
 
     def _is_ending(self) -> bool:
@@ -289,11 +290,16 @@ class Meeting:
 
     def _missing(self) -> RendezvousTimeout:
         here = self._taken()
-        missing = [rank for rank in range(self.size) if rank not in here]
+        gave_up = {int(key.removeprefix("gave_up/")) for key in self._room.list_keys("gave_up/")} - {*here}
+        missing = [rank for rank in range(self.size) if rank not in here and rank not in gave_up]
         text = (
             f"rendezvous ({self._where}): rank {self.rank} of {self.size} waited "
-            f"{self._deadline.timeout:g} s for rank(s) {_ranks(missing)}, which did not come"
+            f"{self._deadline.timeout:g} s for rank(s) {_ranks([*missing, *gave_up])}"
         )
+        if missing:
+            text += f"; {_ranks(missing)} did not come"
+        if gave_up:
+            text += f"; {_ranks(gave_up)} came and gave up waiting"
         refused = self._room.list_keys("refused/")
         if refused:
             reasons = "; ".join(value.decode() for value in self._room.multi_get(refused, 1.0))
@@ -309,5 +315,5 @@ class Meeting:
         return "" if self._rank is None else f" (rank {self._rank})"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks))) or "(none)"
+def _ranks(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,256 @@
+"""Launch environments: what each launcher sets, read, and met by."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from shoal import ConfigurationError
+from shoal.rendezvous.environment import derived_port, read
+
+from .together import all_well, meet_at, release_all, together
+
+Environment = dict[str, str]
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _shoal(rank: int, size: int, port: int) -> Environment:
+    return {
+        "SHOAL_STORE": f"tcp://127.0.0.1:{port}",
+        "SHOAL_RANK": str(rank),
+        "SHOAL_SIZE": str(size),
+        "SHOAL_LOCAL_RANK": str(rank),
+        "SHOAL_LOCAL_SIZE": str(size),
+        "SHOAL_JOB": "some job",
+        "SHOAL_EPOCH": "7",
+    }
+
+
+def _by_hand(rank: int, size: int, port: int) -> Environment:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _torchrun(rank: int, size: int, port: int) -> Environment:
+    return {
+        **_by_hand(rank, size, port),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _slurm(rank: int, size: int, port: int) -> Environment:
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "node003",
+    }
+
+
+def _open_mpi(rank: int, size: int, port: int) -> Environment:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+        "PMIX_NAMESPACE": "prterun-node-4711@1",
+    }
+
+
+def _mpich(rank: int, size: int, port: int) -> Environment:
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_FD": "6",
+        "MPI_LOCALRANKID": str(rank),
+        "MPI_LOCALNRANKS": str(size),
+    }
+
+
+def _open_mpi_with_master(rank: int, size: int, port: int) -> Environment:
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**_open_mpi(rank, size, port), **master}
+
+
+def _mpich_with_store(rank: int, size: int, port: int) -> Environment:
+    return {**_mpich(rank, size, port), "SHOAL_STORE": f"tcp://127.0.0.1:{port}"}
+
+
+ALL = [
+    _shoal,
+    _by_hand,
+    _torchrun,
+    _slurm,
+    _open_mpi,
+    _mpich,
+    _open_mpi_with_master,
+    _mpich_with_store,
+]
+Maker = Callable[[int, int, int], Environment]
+
+
+@pytest.fixture(autouse=True)
+def private_files_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("environment", ALL)
+def test_ranks_meet_in_the_environment_of(environment: Maker, private_files_in: Path) -> None:
+    port = _free_port()
+    for size in (3, 1, 2):  # one group after another, as in one program
+        calls = [
+            lambda rank=rank, size=size: meet_at("env://", environ=environment(rank, size, port))
+            for rank in range(size)
+        ]
+        members = all_well(together(*calls))
+        assert [(member.rank, member.size) for member in members] == [(r, size) for r in range(size)]
+        assert [(member.local_rank, member.local_size) for member in members] == [
+            (r, size) for r in range(size)
+        ]
+        members[0].store.set("x", b"1")
+        assert members[-1].store.get("x") == b"1"
+        release_all(members)
+    assert [path for path in private_files_in.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("environment", ALL)
+def test_a_variable_that_is_no_number_is_named(environment: Maker) -> None:
+    good = environment(0, 2, 1)
+    name = next(name for name in good if name.endswith(("RANK", "PROCID")))
+    with pytest.raises(ConfigurationError, match=rf"{name}.*expected a whole number from 0"):
+        read({**good, name: "zero"})
+
+
+@pytest.mark.parametrize("environment", ALL)
+def test_a_rank_beyond_the_size_is_refused(environment: Maker) -> None:
+    with pytest.raises(ConfigurationError, match="rank 2 in a job of size 2; ranks go from 0 to 1"):
+        read(environment(2, 2, 1))
+
+
+@pytest.mark.parametrize("environment", [_torchrun, _slurm, _open_mpi, _mpich])
+def test_ranks_on_one_host_agree_on_a_secret(environment: Maker) -> None:
+    calls = [lambda r=r: meet_at("env://", environ=environment(r, 2, 1)) for r in range(2)]
+    members = all_well(together(*calls))
+    assert members[0].secret == members[1].secret != b""
+    release_all(members)
+
+
+def test_without_a_launcher_there_is_a_group_of_one() -> None:
+    member = meet_at("env://", environ={"PATH": "/bin", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert (member.rank, member.size, member.local_rank, member.local_size) == (0, 1, 0, 1)
+    assert member.secret == b""
+    member.store.set("x", b"1")
+    member.release(1.0)
+
+
+def test_a_size_without_a_launcher_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"no launcher set anything.*shoal run"):
+        meet_at("env://", 0, 2)
+
+
+def test_job_and_epoch_come_from_the_launcher() -> None:
+    found = {environment.__name__: read(environment(0, 2, 1)) for environment in ALL}
+    assert {name: (launch.job, launch.epoch) for name, launch in found.items() if launch} == {
+        "_shoal": ("some job", 7),
+        "_by_hand": ("default", 0),
+        "_torchrun": ("default", 2),
+        "_slurm": ("slurm-4711.0", 0),
+        "_open_mpi": ("mpi-prterun-node-4711@1", 0),
+        "_mpich": ("default", 0),
+        "_open_mpi_with_master": ("mpi-prterun-node-4711@1", 0),
+        "_mpich_with_store": ("default", 0),
+    }
+
+
+def test_shoals_variables_go_before_those_of_another_launcher() -> None:
+    launch = read({**_slurm(1, 2, 1), "SHOAL_STORE": "file:///x", "SHOAL_JOB": "j", "SHOAL_EPOCH": "3"})
+    assert launch is not None
+    assert (launch.rank, launch.url, launch.job, launch.epoch) == (1, "file:///x", "j", 3)
+    launch = read({**_slurm(1, 2, 1), **_shoal(0, 4, 1)})
+    assert launch is not None
+    assert (launch.rank, launch.size) == (0, 4)
+
+
+def test_the_innermost_launcher_counts() -> None:
+    helper = _slurm(0, 2, 1)  # mpirun starts one helper on each host through srun
+    for inner in (_open_mpi, _mpich, _torchrun):
+        launch = read({**helper, **inner(3, 4, 1)})
+        assert launch is not None
+        assert (launch.rank, launch.size) == (3, 4)
+    launch = read({**_slurm(1, 2, 1), "PMI_RANK": "1", "PMI_SIZE": "2"})  # srun --mpi=pmi2
+    assert launch is not None
+    assert launch.launcher == "Slurm"
+
+
+def test_slurm_on_several_hosts_meets_on_the_first() -> None:
+    nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[003-004]"}
+    launch = read({**_slurm(1, 4, 1), **nodes})
+    assert launch is not None
+    assert launch.url == f"tcp://node003:{derived_port('slurm-4711.0')}"
+    assert launch.local_size is None
+    assert launch.local_rank == 1
+
+
+def test_torchrun_on_several_hosts_keeps_off_the_agents_port() -> None:
+    launch = read({**_torchrun(1, 4, 29500), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+    assert launch is not None
+    url = urlsplit(launch.url or "")
+    assert url.hostname == "10.0.0.1"
+    assert url.port != 29500
+    assert 20000 <= (url.port or 0) < 30000
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**_open_mpi(0, 4, 1), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {**_mpich(0, 4, 1), "MPI_LOCALNRANKS": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"SHOAL_RANK": "0", "SHOAL_SIZE": "2"},
+    ],
+)
+def test_ranks_that_have_no_place_to_meet_are_told_how_to_name_one(environ: Environment) -> None:
+    with pytest.raises(ConfigurationError, match="not where the ranks meet: set SHOAL_STORE"):
+        read(environ)
+
+
+def test_a_launcher_that_forgot_a_variable_is_named() -> None:
+    with pytest.raises(
+        ConfigurationError, match="looks like Open MPI's, but OMPI_COMM_WORLD_SIZE is not set"
+    ):
+        read({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+def test_several_hosts_without_a_secret_are_told_how_to_set_one() -> None:
+    environ = {**_by_hand(1, 2, 29500), "MASTER_ADDR": "192.0.2.7"}
+    with pytest.raises(ConfigurationError, match=r"torchrun: .* has no secret: set SHOAL_SECRET"):
+        meet_at("env://", environ=environ)
+
+
+def test_the_environment_cannot_send_us_back_to_itself() -> None:
+    with pytest.raises(ConfigurationError, match="not env:// again"):
+        meet_at("env://", environ={"SHOAL_STORE": "env://"})

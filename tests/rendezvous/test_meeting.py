@@ -1,0 +1,296 @@
+"""The protocol by which ranks meet in a store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from shoal import Membership, MemoryStore, RendezvousError, RendezvousTimeout, StoreError, VersionMismatch
+from shoal.rendezvous import job_record, record
+from shoal.rendezvous.host import here
+from shoal.rendezvous.meeting import Meeting
+
+from .together import all_well, meet_in, release_all, together
+
+
+@pytest.fixture
+def store() -> Any:
+    with MemoryStore(20.0) as store:
+        yield store
+
+
+def _meet_all(store: MemoryStore, size: int, **how: Any) -> list[Membership]:
+    calls = [lambda rank=rank: meet_in(store, rank, size, **how) for rank in range(size)]
+    return all_well(together(*calls))
+
+
+def _write_record(store: MemoryStore, size: int, **how: Any) -> None:
+    records = job_record(size, "job", **how)
+    store.multi_set(list(records), list(records.values()))
+
+
+def test_everybody_learns_who_they_are(store: MemoryStore) -> None:
+    members = _meet_all(store, 3)
+    assert [(member.rank, member.size) for member in members] == [(0, 3), (1, 3), (2, 3)]
+    assert [(member.local_rank, member.local_size) for member in members] == [(0, 3), (1, 3), (2, 3)]
+    assert {member.interface for member in members} == {"127.0.0.1"}
+    assert len({member.host for member in members}) == 1
+
+
+def test_local_ranks_follow_from_the_hosts(store: MemoryStore) -> None:
+    hosts = ["a", "b", "b", "a"]
+    calls = [lambda rank=rank: meet_in(store, rank, 4, host=hosts[rank]) for rank in range(4)]
+    members = all_well(together(*calls))
+    assert [(member.local_rank, member.local_size) for member in members] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_the_members_share_a_store_of_their_own(store: MemoryStore) -> None:
+    members = _meet_all(store, 2)
+    members[0].store.set("x", b"1")
+    assert members[1].store.get("x") == b"1"
+    assert not store.check(["x"])
+
+
+def test_ranks_are_given_out_in_order_of_arrival(store: MemoryStore) -> None:
+    _write_record(store, 3)
+    members = all_well(together(*[lambda: meet_in(store)] * 3))
+    assert sorted(member.rank for member in members) == [0, 1, 2]
+    assert {member.size for member in members} == {3}
+
+
+def test_the_number_of_store_operations_does_not_depend_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def operations(size: int) -> int:
+        count = 0
+        execute = MemoryStore._execute
+
+        def counted(self: MemoryStore, *args: Any) -> Any:
+            nonlocal count
+            count += 1
+            return execute(self, *args)
+
+        with MemoryStore() as store, monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "_execute", counted)
+            _meet_all(store, size)
+        return count // size
+
+    assert operations(2) == operations(16) <= 6
+
+
+def test_another_size_is_refused_and_both_sizes_are_named(store: MemoryStore) -> None:
+    first, second = together(
+        lambda: meet_in(store, 0, 2, timeout=1.0), lambda: meet_in(store, 1, 3, timeout=1.0)
+    )
+    errors = [error for error in (first, second) if not isinstance(error, RendezvousTimeout)]
+    assert len(errors) == 1
+    assert isinstance(errors[0], RendezvousError)
+    assert "size 3" in str(errors[0])
+    assert "size 2" in str(errors[0]) or "size is 2" in str(errors[0])
+
+
+def test_who_waits_is_told_who_was_refused(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    with pytest.raises(RendezvousError, match="came with size 3, but the job's size is 2"):
+        meet_in(store, 1, 3)
+    with pytest.raises(RendezvousTimeout, match=r"rank\(s\) 1; .* Refused meanwhile: .* came with size 3"):
+        meet_in(store, 0, 2, timeout=0.05)
+
+
+def test_a_rank_given_twice_is_named(store: MemoryStore) -> None:
+    results = together(*(lambda: meet_in(store, 1, 2, timeout=0.3) for _ in range(2)))
+    errors = [error for error in results if not isinstance(error, RendezvousTimeout)]
+    assert len(errors) == 1
+    assert isinstance(errors[0], RendezvousError)
+    assert f"rank 1 is given twice: process {os.getpid()}" in str(errors[0])
+
+
+def test_a_rank_beyond_the_recorded_size_is_refused(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    with pytest.raises(
+        RendezvousError, match="came as rank 5, but the job's size is 2: ranks go from 0 to 1"
+    ):
+        meet_in(store, 5)
+
+
+def test_a_late_comer_to_a_full_group_is_refused(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    all_well(together(*[lambda: meet_in(store)] * 2))
+    with pytest.raises(RendezvousError, match="the group of 2 is full, this process is one too many"):
+        meet_in(store)
+
+
+def test_a_rank_given_out_and_named_tells_of_the_mixture(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    waiting, refused = together(
+        lambda: meet_in(store, timeout=0.5), lambda: _when_taken(store, lambda: meet_in(store, 0))
+    )
+    assert isinstance(waiting, RendezvousTimeout)
+    assert "came without a rank" in str(refused)
+
+
+def _when_taken(store: MemoryStore, call: Any) -> Any:
+    store.wait(["job/0/0/rank/0"])
+    return call()
+
+
+def test_a_peer_of_another_version_is_refused_and_both_are_named(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "build_version", lambda: "0.0.9")
+        store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2, version="0.0.9")))
+    with pytest.raises(VersionMismatch, match=r"runs shoal 0\.0\.9 .* this process runs"):
+        meet_in(store, 0, 2)
+
+
+def test_a_timeout_names_the_ranks_that_are_missing(store: MemoryStore) -> None:
+    results = together(*(lambda rank=rank: meet_in(store, rank, 5, timeout=0.3) for rank in (0, 2)))
+    for rank, result in zip((0, 2), results, strict=True):
+        assert isinstance(result, RendezvousTimeout)
+        assert f"rank {rank} of 5 waited 0.3 s for rank(s)" in str(result)
+        assert "; 1, 3, 4 did not come" in str(result)
+
+
+def test_a_timeout_tells_who_gave_up_before(store: MemoryStore) -> None:
+    with pytest.raises(RendezvousTimeout, match="rank 0 of 3 waited"):
+        meet_in(store, 0, 3, timeout=0.05)
+    with pytest.raises(RendezvousTimeout, match=r"for rank\(s\) 0, 2; 2 did not come; 0 came and gave up"):
+        meet_in(store, 1, 3, timeout=0.05)
+
+
+def test_a_missing_record_is_explained(store: MemoryStore) -> None:
+    with pytest.raises(RendezvousTimeout, match=r"nobody wrote the job's record.*shoal store --size"):
+        meet_in(store, timeout=0.05)
+
+
+def test_who_timed_out_may_come_again(store: MemoryStore) -> None:
+    with pytest.raises(RendezvousTimeout):
+        meet_in(store, 0, 2, timeout=0.05)
+    assert [member.rank for member in _meet_all(store, 2)] == [0, 1]
+
+
+def test_who_timed_out_without_a_rank_may_come_again(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    for _ in range(3):
+        with pytest.raises(RendezvousTimeout):
+            meet_in(store, timeout=0.05)
+    members = all_well(together(*[lambda: meet_in(store)] * 2))
+    assert sorted(member.rank for member in members) == [0, 1]
+
+
+def test_a_foreign_value_under_our_keys_is_reported(store: MemoryStore) -> None:
+    store.set("job/0/0/record", b"something else")
+    with pytest.raises(StoreError, match="a Record in the store cannot be read"):
+        meet_in(store, 0, 2)
+
+
+@pytest.mark.concurrency
+def test_many_ranks_meet_by_arrival_and_by_name(store: MemoryStore) -> None:
+    _write_record(store, 24)
+    members = all_well(together(*[lambda: meet_in(store)] * 24))
+    assert sorted(member.rank for member in members) == list(range(24))
+
+
+# -- one job after another -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second_size", [2, 3])
+def test_a_job_may_follow_one_that_closed(store: MemoryStore, second_size: int) -> None:
+    first = _meet_all(store, 2)
+    first[0].store.set("x", b"stale")
+    release_all(first)
+    second = _meet_all(store, second_size)
+    assert not second[0].store.check(["x"])
+
+
+def test_the_keys_of_a_job_that_closed_are_gone(store: MemoryStore) -> None:
+    for _ in range(3):
+        members = _meet_all(store, 2)
+        members[0].store.set("x", b"1")
+        release_all(members)
+    assert store.list_keys() == ["job/0/ended/2", "job/0/generation"]
+
+
+def test_the_record_of_the_launcher_holds_for_the_jobs_to_come(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    for _ in range(3):
+        release_all(all_well(together(*[lambda: meet_in(store)] * 2)))
+
+
+@pytest.mark.concurrency
+def test_ranks_that_meet_again_and_again_at_once_never_mix_two_groups(store: MemoryStore) -> None:
+    def rounds(rank: int) -> list[str]:
+        seen = []
+        for number in range(20):
+            member = meet_in(store, rank, 3)
+            seen.append(member.store.compare_set("round", b"", str(number)).decode())
+            member.release(10.0)
+        return seen
+
+    results = together(*(lambda rank=rank: rounds(rank) for rank in range(3)))
+    assert results == [[str(number) for number in range(20)]] * 3
+
+
+def test_a_fast_rank_waits_for_the_slow_ones_of_the_job_before(store: MemoryStore) -> None:
+    first = _meet_all(store, 2)
+    first[1].release(1.0)
+
+    def again(rank: int) -> Membership:
+        if rank == 0:
+            first[0].release(1.0)
+        return meet_in(store, rank, 2)
+
+    assert len(all_well(together(lambda: again(0), lambda: again(1)))) == 2
+
+
+def test_a_rank_that_never_leaves_is_named(store: MemoryStore) -> None:
+    first = _meet_all(store, 2)
+    first[1].release(1.0)
+    with pytest.raises(RendezvousTimeout, match=r"an earlier job .* its rank\(s\) 0 did not leave"):
+        meet_in(store, 1, 2, timeout=0.1)
+
+
+def test_epochs_and_jobs_do_not_meet(store: MemoryStore) -> None:
+    groups = [_meet_all(store, 2, job=job, epoch=epoch) for job in ("a", "a/0") for epoch in (0, 1)]
+    for number, members in enumerate(groups):
+        members[0].store.set("x", str(number))
+    assert [members[1].store.get("x") for members in groups] == [b"0", b"1", b"2", b"3"]
+    with pytest.raises(RendezvousError, match="rank 0 is given twice"):
+        meet_in(store, 0, 2, job="a", epoch=1)
+
+
+def test_a_job_may_follow_one_whose_processes_were_killed(store: MemoryStore) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    for rank, pid in enumerate([process.pid, process.pid]):
+        dead = here().process.split("/")
+        descriptor = record.Descriptor("h", here().machine, f"{dead[0]}/{pid}/1.5", True, str(rank))
+        store.set(f"job/0/0/rank/{rank}", record.msgspec.json.encode(descriptor))
+    store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2)))
+    assert len(_meet_all(store, 3)) == 3
+
+
+def test_a_job_of_processes_elsewhere_is_not_taken_for_dead(store: MemoryStore) -> None:
+    descriptor = record.Descriptor("h", "another/machine", "pid:[1]/1/1.5", True, "t")
+    store.set("job/0/0/rank/0", record.msgspec.json.encode(descriptor))
+    store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2)))
+    with pytest.raises(RendezvousError, match=r"rank 0 is given twice: process 1 on another .*SHOAL_JOB"):
+        meet_in(store, 0, 2)
+
+
+def test_a_secret_agreed_in_the_store_is_the_same_for_all(store: MemoryStore) -> None:
+    from shoal.wire import Deadline
+
+    def secret(rank: int) -> bytes:
+        meeting = Meeting(
+            store, rank=rank, size=2, job="j", epoch=0, host="h", here=here(), deadline=Deadline(10)
+        )
+        meeting.join()
+        return meeting.agree_on_secret()
+
+    first, second = together(lambda: secret(0), lambda: secret(1))
+    assert first == second
+    assert len(first) == 64  # type: ignore[arg-type]

@@ -1,0 +1,257 @@
+"""Meeting at tcp:// and file:// URLs, and at schemes of one's own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal import (
+    AuthenticationError,
+    ConfigurationError,
+    Membership,
+    MemoryStore,
+    RendezvousError,
+    RendezvousTimeout,
+    TCPStoreServer,
+    UsageError,
+    WireError,
+)
+from shoal.rendezvous import (
+    Request,
+    Venue,
+    job_record,
+    register_rendezvous,
+    rendezvous,
+    unregister_rendezvous,
+)
+from shoal.testing import no_leaks
+
+from .together import all_well, meet_at, release_all, together
+
+
+@pytest.fixture
+def server() -> Iterator[TCPStoreServer]:
+    """As `shoal store --size 2` starts it."""
+    with TCPStoreServer(records=job_record(2), secret=b"s") as server:
+        yield server
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _meet_all(url: str, size: int, **how: Any) -> list[Membership]:
+    return all_well(together(*(lambda rank=rank: meet_at(url, rank, size, **how) for rank in range(size))))
+
+
+# -- tcp -------------------------------------------------------------------------------------------
+
+
+def test_a_process_needs_the_address_and_the_secret_alone(server: TCPStoreServer) -> None:
+    members = all_well(together(*[lambda: meet_at(server.url, secret=b"s")] * 2))
+    assert sorted(member.rank for member in members) == [0, 1]
+    assert {member.secret for member in members} == {b"s"}
+    release_all(members)
+
+
+def test_another_secret_is_refused(server: TCPStoreServer) -> None:
+    with pytest.raises(AuthenticationError):
+        meet_at(server.url, secret=b"another")
+
+
+def test_rank_0_serves_the_store_where_nobody_does(free_port: int) -> None:
+    with no_leaks():
+        members = _meet_all(f"tcp://127.0.0.1:{free_port}", 3)
+        release_all(members)
+
+
+def test_rank_0_does_not_serve_the_store_where_somebody_does(server: TCPStoreServer) -> None:
+    members = _meet_all(server.url, 2, secret=b"s")
+    release_all(members)
+    assert server.clients >= 0
+    members = _meet_all(server.url, 2, secret=b"s")  # it is still there
+    release_all(members)
+
+
+def test_rank_0_serves_until_the_others_are_done(free_port: int) -> None:
+    first, second = _meet_all(f"tcp://127.0.0.1:{free_port}", 2)
+
+    def late() -> None:
+        second.store.wait(["first is closing"])
+        assert second.store.get("x") == b"1"
+        second.release(10.0)
+
+    def early() -> None:
+        first.store.set("x", b"1")
+        first.store.set("first is closing", b"")
+        first.release(10.0)
+
+    assert together(early, late) == [None, None]
+
+
+def test_rank_0_does_not_wait_for_the_dead(free_port: int) -> None:
+    first, second = _meet_all(f"tcp://127.0.0.1:{free_port}", 2)
+    second.store.close()  # as the kernel does for a process that is killed
+    assert together(lambda: first.release(60.0), timeout=20.0) == [None]
+
+
+@pytest.mark.concurrency
+def test_one_job_after_another_at_a_port_that_rank_0_serves(free_port: int) -> None:
+    def rounds(rank: int) -> list[str]:
+        seen = []
+        for number in range(10):
+            member = meet_at(f"tcp://127.0.0.1:{free_port}", rank, 2)
+            seen.append(member.store.compare_set("round", b"", str(number)).decode())
+            member.release(10.0)
+        return seen
+
+    with no_leaks():
+        results = together(lambda: rounds(0), lambda: rounds(1))
+        assert results == [[str(number) for number in range(10)]] * 2
+
+
+def test_a_store_that_never_starts_is_named(free_port: int) -> None:
+    with pytest.raises(RendezvousTimeout, match=f"whoever starts the store, is late or gone.*{free_port}"):
+        meet_at(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.2)
+
+
+def test_without_a_secret_only_loopback_will_do() -> None:
+    with pytest.raises(
+        ConfigurationError, match="beyond this host and the job has no secret: set SHOAL_SECRET"
+    ):
+        meet_at("tcp://192.0.2.7:29400", 1, 2)
+
+
+def test_an_unknown_host_is_named() -> None:
+    with pytest.raises(RendezvousError, match=r"host 'no\.such\.host\.invalid' of the store is unknown"):
+        meet_at("tcp://no.such.host.invalid:29400", 1, 2)
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://host", "tcp://:29400", "tcp://host:0", "tcp://host:99999", "tcp://h:1/path"]
+)
+def test_what_is_no_host_and_port_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="tcp://"):
+        meet_at(url, 0, 1)
+
+
+# -- file ------------------------------------------------------------------------------------------
+
+
+def test_ranks_meet_in_a_file_and_agree_on_a_secret(tmp_path: Path) -> None:
+    for size in (2, 3):
+        members = _meet_all(f"file://{tmp_path}/a%20file", size)
+        assert {member.secret for member in members} == {members[0].secret}
+        assert members[0].secret
+        release_all(members)
+    assert (tmp_path / "a file").exists()
+
+
+def test_a_secret_that_was_given_is_not_replaced(tmp_path: Path) -> None:
+    members = _meet_all(f"file://{tmp_path}/file", 2, secret=b"given")
+    assert {member.secret for member in members} == {b"given"}
+    release_all(members)
+
+
+@pytest.mark.parametrize("url", ["file://relative/path", "file:relative", "file://host/path"])
+def test_what_is_no_absolute_path_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        rendezvous(url, rank=0, size=1)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no directory"):
+        meet_at(f"file://{tmp_path}/no/file", 0, 1)
+
+
+# -- schemes of one's own --------------------------------------------------------------------------
+
+
+def test_a_scheme_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+
+    def handler(request: Request) -> Venue:
+        assert request.url.netloc == "here"
+        return Venue(store.clone(), request.rank, request.size)
+
+    register_rendezvous("memory", handler)
+    try:
+        members = _meet_all("memory://here", 2)
+        release_all(members)
+        with pytest.raises(UsageError, match="'memory' has a handler already"):
+            register_rendezvous("memory", handler)
+    finally:
+        unregister_rendezvous("memory")
+    with pytest.raises(UsageError, match="no handler for memory://; registered are env://, file://, tcp://"):
+        rendezvous("memory://here")
+
+
+def test_a_malformed_scheme_is_refused() -> None:
+    with pytest.raises(UsageError, match="rendezvous scheme 'My Scheme'"):
+        register_rendezvous("My Scheme", lambda request: Venue(MemoryStore()))
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (-1, 2, "rank=-1: expected a whole number from 0 to 1"),
+        (2, 2, "rank=2: expected a whole number from 0 to 1"),
+        (0, 0, "size=0: expected a whole number from 1"),
+        (0, 2.0, "size=2.0"),
+        ("0", 2, "rank='0'"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(rank: Any, size: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rendezvous("tcp://127.0.0.1:1", rank=rank, size=size)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:29400", "tcp:/x", "tcp://[::1"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="rendezvous url"):
+        rendezvous(url, rank=0, size=1)
+
+
+def test_the_interface_must_be_ours() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"SHOAL_INTERFACE='192\.0\.2\.7' is not an address of this host"
+    ):
+        meet_at("env://", environ={"SHOAL_INTERFACE": "192.0.2.7"})
+    assert meet_at("env://", environ={"SHOAL_INTERFACE": "localhost"}).interface == "127.0.0.1"
+
+
+def test_the_host_id_can_be_overridden() -> None:
+    assert meet_at("env://", environ={"SHOAL_HOST_ID": "a"}).host == "a"
+
+
+def test_a_server_that_is_no_store_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.rendezvous.meet._SETTLING_TIME", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:
+                    return
+                with client:
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 10)
+                    client.recv(1024)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(WireError, match="not speak"):
+            meet_at(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, 2)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()

@@ -1,0 +1,144 @@
+"""shoal.init, from the meeting to the end of the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.testing import no_leaks, run_threads
+from tests.rendezvous.together import together
+from tests.support.store_backend import StoreBackend
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_group_of_one_needs_nothing(store_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SHOAL_", "SLURM_", "OMPI_", "PMI_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    with no_leaks(), shoal.init(backend=store_backend) as group:
+        assert (group.rank, group.size, group.name, group.ranks) == (0, 1, "world", (0,))
+        assert group.all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+
+
+def test_two_ranks_meet_and_talk(store_backend: str, tmp_path: Path) -> None:
+    def rank(number: int) -> float:
+        url = f"file://{tmp_path}/meet"
+        with shoal.init(url, rank=number, size=2, backend=store_backend, timeout=20, name="pair") as group:
+            assert group.timeout == 20
+            assert group.name == "pair"
+            return group.all_reduce(torch.tensor([float(number + 1)])).wait().item()
+
+    with no_leaks():
+        assert together(lambda: rank(0), lambda: rank(1)) == [3.0, 3.0]
+
+
+def test_closing_the_group_closes_the_backend_and_leaves_the_meeting(store_backend: str) -> None:
+    def fn(group: shoal.ProcessGroup) -> tuple[StoreBackend, shoal.Store]:
+        return group._backend, group.store  # type: ignore[return-value]
+
+    for backend, store in run_threads(fn, 2, backend=store_backend):
+        assert backend.closed
+        with pytest.raises(shoal.StoreError, match="closed"):
+            store.check(["x"])
+
+
+def test_options_go_to_the_backend_which_refuses_what_it_does_not_know(store_backend: str) -> None:
+    with no_leaks():
+        shoal.init(backend=store_backend, color="blue").close()
+        with pytest.raises(TypeError, match="colour"):
+            shoal.init(backend=store_backend, colour="blue")
+
+
+def test_a_backend_that_fails_leaves_the_meeting_in_order(store_backend: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meet"
+
+    def rank(number: int, **options: Any) -> None:
+        shoal.init(url, rank=number, size=2, backend=store_backend, timeout=20, **options).close()
+
+    with no_leaks():
+        for error in together(lambda: rank(0, bad=1), lambda: rank(1, bad=1)):
+            assert isinstance(error, TypeError)
+        assert together(lambda: rank(0), lambda: rank(1)) == [None, None]
+
+
+def test_bad_arguments_are_refused_before_anybody_waits() -> None:
+    with pytest.raises(shoal.UsageError, match="unknown backend 'nativ'; known are "):
+        shoal.init("tcp://127.0.0.1:1", rank=0, size=2, backend="nativ")
+    with pytest.raises(shoal.UsageError, match="concurrency=0: expected a whole number from 1"):
+        shoal.init("tcp://127.0.0.1:1", rank=0, size=2, concurrency=0)
+    with pytest.raises(shoal.UsageError, match="rank=2: expected a whole number from 0 to 1"):
+        shoal.init("tcp://127.0.0.1:1", rank=2, size=2)
+
+
+def test_lanes_come_from_the_argument_or_the_environment(
+    store_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CONCURRENCY", "3")
+    with shoal.init(backend=store_backend) as group:
+        assert group._spec.concurrency == 3
+    with shoal.init(backend=store_backend, concurrency=2) as group:
+        assert group._spec.concurrency == 2
+
+
+_PROGRAM = """
+import sys
+import shoal
+from tests.support.store_backend import StoreBackend, StoreChannel
+
+class Talkative(StoreBackend):
+    def close(self, timeout):
+        print("backend closed", flush=True)
+
+StoreChannel.abort = lambda self, reason: print("aborted:", reason, flush=True)
+shoal.backend.registry.register_backend("store", Talkative)
+group = shoal.init(backend="store")
+{then}
+"""
+
+
+def _run(then: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, "-c", _PROGRAM.format(then=then)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_what_is_open_at_exit_is_closed() -> None:
+    result = _run("pass")
+    assert (result.returncode, result.stdout) == (0, "backend closed\n"), result.stderr
+
+
+def test_an_uncaught_exception_is_told_to_the_others() -> None:
+    result = _run("raise KeyError('a bad day')")
+    assert result.returncode == 1
+    assert result.stdout == "aborted: rank 0 ended with KeyError: 'a bad day'\nbackend closed\n"
+
+
+def test_a_forked_child_closes_nothing_of_its_parents() -> None:
+    result = _run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0); print('parent', flush=True)")
+    assert (result.returncode, result.stdout) == (0, "parent\nbackend closed\n"), result.stderr
+
+
+def test_a_rank_that_is_killed_leaves_no_trouble_for_the_next_job(tmp_path: Path, store_backend: str) -> None:
+    url = f"file://{tmp_path}/meet"
+    program = (
+        "import os, signal, sys; from shoal.rendezvous import rendezvous\n"
+        "rendezvous(sys.argv[1], rank=0, size=1); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, url], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    with shoal.init(url, rank=0, size=1, backend=store_backend) as group:
+        assert group.size == 1

@@ -1,0 +1,45 @@
+"""The public names: loaded when used, exported once, the same for type checkers as at run time."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _names_for_type_checkers() -> dict[str, list[str]]:
+    tree = ast.parse(Path(shoal.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    found: dict[str, list[str]] = {}
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom)
+        for alias in statement.names:
+            assert alias.asname == alias.name
+            found.setdefault(str(statement.module), []).append(alias.name)
+    return found
+
+
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    seen = {module: sorted(names) for module, names in _names_for_type_checkers().items()}
+    assert seen == {module: sorted(names) for module, names in shoal._PUBLIC.items()}
+
+
+def test_no_name_is_exported_by_two_modules() -> None:
+    names = [name for names in shoal._PUBLIC.values() for name in names]
+    assert len(names) == len(set(names))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'all_reduce_everything'"):
+        shoal.all_reduce_everything  # noqa: B018
+
+
+def test_the_version_is_the_one_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf'^version = "{re.escape(shoal.__version__)}"$', text, re.MULTILINE)
