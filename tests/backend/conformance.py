@@ -83,10 +83,8 @@ class BackendConformance:
         count = 3_000_001
 
         def largest(group: ProcessGroup) -> bool:
-            x = torch.full((count,), float(group.rank + 1))
-            y = torch.empty(count)
-            group.send(x, 1 - group.rank)
-            group.recv(y, 1 - group.rank).wait()
+            x, y = torch.full((count,), float(group.rank + 1)), torch.empty(count)
+            wait_all([group.send(x, 1 - group.rank), group.recv(y, 1 - group.rank)])
             group.all_reduce(x).wait()
             return bool((x == 3.0).all()) and bool((y == 2.0 - group.rank).all())
 
