@@ -101,6 +101,7 @@ class StoreConformance:
             store.set("key", value)
         assert store.num_keys() == 0
 
+    @pytest.mark.concurrency
     def test_get_waits_until_the_key_is_set(self, store: Store) -> None:
         with in_background() as call:
             getting = call(store.get, "key", 30)
@@ -148,6 +149,7 @@ class StoreConformance:
             store.wait([f"{i:04}" for i in range(1000)], 0)
         assert len(str(caught.value)) < 1000
 
+    @pytest.mark.concurrency
     def test_wait_wakes_when_the_last_key_is_set(self, store: Store) -> None:
         with in_background() as call:
             waiting = [call(store.wait, ["a", "b", "c"], 30) for _ in range(8)]
@@ -229,6 +231,7 @@ class StoreConformance:
         store.set("key", b"")
         assert store.compare_set("key", b"", b"new") == b"new"
 
+    @pytest.mark.concurrency
     def test_compare_set_lets_one_of_many_win(self, store: Store) -> None:
         with in_background() as call:
             seen = [call(store.compare_set, "leader", "", str(i)) for i in range(16)]
@@ -274,6 +277,7 @@ class StoreConformance:
         store.append("key", b"two")
         assert store.get("key") == b"one two"
 
+    @pytest.mark.concurrency
     def test_appends_of_many_are_all_there(self, store: Store) -> None:
         with in_background() as call:
             for each in [call(store.append, "key", bytes([i])) for i in range(64)]:
@@ -295,6 +299,7 @@ class StoreConformance:
         with pytest.raises(StoreTimeout, match="c'"):
             store.multi_get(["a", "c"], 0)
 
+    @pytest.mark.concurrency
     def test_many_clients_count_together(self, store: Store) -> None:
         clients, rounds = 8, 50
         sums: list[int] = []
@@ -309,6 +314,7 @@ class StoreConformance:
         assert sorted(sums) == list(range(1, clients * rounds + 1))
         assert store.get("counter") == b"%d" % (clients * rounds)
 
+    @pytest.mark.concurrency
     def test_threads_share_one_store_while_some_wait(self, store: Store) -> None:
         with in_background() as call:
             waiting = [call(store.get, f"key-{i}", 30) for i in range(16)]
@@ -344,6 +350,7 @@ class StoreConformance:
             with pytest.raises(StoreError, match="has been closed"):
                 call()
 
+    @pytest.mark.concurrency
     def test_closing_wakes_the_threads_that_wait(self, store: Store) -> None:
         other = store.clone()
         started = threading.Event()

@@ -23,7 +23,6 @@ import functools
 import hmac
 import os
 import struct
-from importlib import metadata
 
 from ..errors import AuthenticationError, UsageError, VersionMismatch, WireError
 
@@ -42,6 +41,8 @@ _REFUSED = bytes(_PROOF_SIZE)
 @functools.cache
 def build_version() -> str:
     """The version of the installed package, or of this source tree when it is not installed."""
+    from importlib import metadata  # slow to import, and the launcher's start should be quick
+
     try:
         return metadata.version("shoal")
     except metadata.PackageNotFoundError:
