@@ -50,6 +50,22 @@ def test_a_future_raises_the_very_exception_that_was_set() -> None:
         assert raised.value is error
 
 
+def test_raising_an_exception_again_does_not_lengthen_its_traceback() -> None:
+    def fail() -> int:
+        raise Boom
+
+    own: Future[int] = Future()
+    own.set_exception(Boom())
+    for future in (own, Future(InstantSource(), finish=fail), own.then(lambda f: fail())):
+        depths = set()
+        for ask in (future.wait, future.wait, future.value, future.value):
+            with pytest.raises(Boom) as raised:
+                ask()
+            depths.add(len(raised.traceback))
+        assert len(depths) == 1
+        assert future is own or raised.traceback[-1].name == "fail"
+
+
 def test_waiting_blocks_until_another_thread_sets_the_result() -> None:
     future: Future[str] = Future()
     waiting = threading.Event()
@@ -161,6 +177,16 @@ def test_what_finish_raises_is_the_exception() -> None:
     with pytest.raises(Boom, match="in finish"):
         future.wait()
     assert isinstance(future.exception(), Boom)
+
+
+def test_an_engine_that_cannot_tell_its_outcome_fails_the_future() -> None:
+    class Confused(InstantSource):
+        def exception(self) -> BaseException | None:
+            raise Boom("unknown status")
+
+    future: Future[None] = Future(Confused())
+    with pytest.raises(Boom, match="unknown status"):
+        future.wait()
 
 
 def test_nobody_sees_the_completion_before_finish_has_run() -> None:

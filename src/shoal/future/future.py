@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
@@ -118,9 +119,10 @@ class Future(Generic[T]):
         if error is not None:
             # Without this the traceback would refer to this frame, which refers to the future, which
             # refers to the error: a cycle that lives until the garbage collector comes by.
+            origin = self._value
             del self
             try:
-                raise error
+                raise error.with_traceback(cast(TracebackType | None, origin))
             finally:
                 del error
         if self._device is not None:
@@ -149,9 +151,10 @@ class Future(Generic[T]):
             raise InvalidFutureState(f"{self!r} has no value yet; call wait(), or ask done() first")
         error = self._error
         if error is not None:
+            origin = self._value
             del self  # see wait
             try:
-                raise error
+                raise error.with_traceback(cast(TracebackType | None, origin))
             finally:
                 del error
         return self._value
@@ -184,9 +187,10 @@ class Future(Generic[T]):
                 self._unsubscribe(wake)
         error = self._error
         if error is not None:
+            origin = self._value
             del self  # see wait
             try:
-                raise error
+                raise error.with_traceback(cast(TracebackType | None, origin))
             finally:
                 del error
         return self.wait(blocking=False)
@@ -302,17 +306,20 @@ class Future(Generic[T]):
         source, finish, keep = cast(Source, self._source), self._finish, self._keep
         value: T | None = None
         events = None
-        error = source.exception()
-        if error is None:
-            try:
+        try:
+            error = source.exception()
+            if error is not None:
+                # Engines hand one object to many futures: what it met elsewhere does not belong here.
+                error.__traceback__ = None
+            else:
                 if finish is not None:
                     value = finish()
                 if self._device is not None:
                     events = events_behind(value, self._device, keep)
-            except BaseException as raised:
-                if _is_interrupt(raised):
-                    raise
-                error = without_frames(raised, 1)
+        except BaseException as raised:
+            if _is_interrupt(raised):
+                raise
+            error = without_frames(raised, 1)
         self._publish(value, error, events)
 
     def _set(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
@@ -322,7 +329,9 @@ class Future(Generic[T]):
             self._publish(value, error, device)
 
     def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
-        self._value = cast(T, value)
+        # A failed future keeps the traceback with which its error arrived: raising the same object
+        # again and again would otherwise make it longer every time.
+        self._value = cast(T, value if error is None else error.__traceback__)
         self._error = error
         if self.record is not None:
             self._take_note(self.record)
