@@ -62,7 +62,7 @@ def _commands(contender: Contender, size: int, arguments: Sequence[str]) -> list
     """What to start, each with its engine's own launcher and that launcher's defaults."""
     script = [str(ROOT / "benchmarks" / "rank.py"), "--engine", contender.engine, *arguments]
     if contender.engine == "shoal":
-        return [[str(Path(sys.executable).with_name("shoal")), "run", "-n", str(size), *script]]
+        return [[sys.executable, "-m", "shoal", "run", "-n", str(size), *script]]
     if contender.engine == "gloo":
         return [[sys.executable, *script] for _ in range(size)]
     where = _mpi_environment(contender.name.lower().replace(" ", ""))
@@ -123,7 +123,8 @@ class Running:
                     connection.settimeout(PATIENCE)
                     with connection:
                         self._ranks.append(connection.makefile("rw"))
-        self.version = next(self._answer(rank)["version"] for rank in self._ranks)
+        greetings = [self._answer(rank) for rank in self._ranks]
+        self.version = greetings[0]["version"]
 
     def measure(self, variant: str, nbytes: int, repeat: int) -> float:
         """Seconds for one all-reduce of ``nbytes`` of fp32 on the slowest rank.  Raises ``Absent``."""

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("Gloo", "MPICH", "Open MPI")
 
 
 @dataclass(frozen=True)
@@ -66,23 +65,23 @@ def _time(seconds: float) -> str:
 
 
 def _rows(result: Result) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of the table: times, then how many times as fast as the peers."""
-    names = list(result.samples)
-    best = next((name for name in names if name.startswith("shoal")), "")
-    mpi = [peer for peer in PEERS if peer != "Gloo"]
-    rows = []
-    for size in result.sizes:
-        cells = [size_name(size)]
-        for name in names:
-            median = result.median(name, size)
-            cells.append(
-                f"{_time(median)} ±{100 * result.spread(name, size) / median:.0f} %" if median else "absent"
-            )
-        for peers in (["Gloo"], mpi):
-            ratio = result.ratio(best, peers, size)
-            cells.append(f"{ratio:.3g}" if ratio else "-")
-        rows.append(cells)
-    return ["size", *names, f"{best} : Gloo", f"{best} : best MPI"], rows
+    """Head and rows of the table: the times of each contender, then how many times as fast shoal is."""
+
+    def cell(name: str, size: int) -> str:
+        median = result.median(name, size)
+        return f"{_time(median)} ±{100 * result.spread(name, size) / median:.0f}%" if median else "absent"
+
+    def times_as_fast(name: str, peers: Sequence[str], size: int) -> str:
+        ratio = result.ratio(name, peers, size)
+        return f"{ratio:.2g} x" if ratio else "-"
+
+    rows = [[name, *(cell(name, size) for size in result.sizes)] for name in result.samples]
+    for name in (name for name in result.samples if name.startswith("shoal")):
+        for label, peers in (("Gloo", ["Gloo"]), ("best MPI", ["MPICH", "Open MPI"])):
+            ratios = [times_as_fast(name, peers, size) for size in result.sizes]
+            if any(ratio != "-" for ratio in ratios):
+                rows.append([f"{name} : {label}", *ratios])
+    return ["", *(size_name(size) for size in result.sizes)], rows
 
 
 def show(result: Result, console: Console) -> None:
@@ -90,9 +89,9 @@ def show(result: Result, console: Console) -> None:
     head, rows = _rows(result)
     table = Table(title=f"all-reduce of fp32, {result.ranks} ranks, median of {result.rounds}")
     for column in head:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row, end_section=row[0] == list(result.samples)[-1])
     console.print(table)
 
 
@@ -138,10 +137,11 @@ def markdown(result: Result) -> str:
     machine = _machine()
     lines = [
         f"{result.ranks} ranks on {machine['cores']} cores ({machine['processor']}), "
-        f"median of {result.rounds} samples, slowest rank; the last columns say how many times as fast.",
+        f"median of {result.rounds} samples on the slowest rank; the lower rows say how many times as fast "
+        "shoal is.",
         "",
         "| " + " | ".join(head) + " |",
-        "| " + " | ".join("---:" for _ in head) + " |",
+        "| --- |" + " ---: |" * (len(head) - 1),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
     for name, reason in result.absent.items():

@@ -85,16 +85,6 @@ def test_every_public_name_exists_and_is_exported_once() -> None:
     assert set(names) <= set(dir(shoal))
 
 
-def test_type_checkers_see_the_public_names() -> None:
-    """The names are loaded lazily, so `__init__` states them a second time for type checkers."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    stated = [
-        alias.name for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]
-    assert sorted(["__version__", *stated]) == sorted(shoal.__all__)
-
-
 def test_every_exception_is_public_and_documented() -> None:
     for name, value in vars(shoal.errors).items():
         if isinstance(value, type) and issubclass(value, Exception):

@@ -42,7 +42,9 @@ def test_a_ratio_is_taken_against_the_fastest_peer_that_was_measured(report: Mod
 def test_who_is_absent_is_said_with_the_reason(report: ModuleType) -> None:
     table = report.markdown(_result(report))
     assert "MPICH is absent: at 1 MB: gone" in table
-    assert "| 1 MB | 100 us ±0 % | 2 ms ±0 % | absent | absent | 20 | - |" in table
+    assert "| Open MPI | 5 us ±0% | absent |" in table
+    assert "| shoal registered : Gloo | 4 x | 20 x |" in table
+    assert "| shoal registered : best MPI | 2 x | - |" in table
 
 
 def test_only_the_section_between_the_markers_is_rewritten(report: ModuleType) -> None:
