@@ -41,7 +41,8 @@ std::uint64_t look_up(const ArenaHeader& header, std::uint64_t group) {
 
 Team::Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks,
            int self, int lanes)
-    : context_(context), group_(group), members_(std::move(members)), self_(self), lanes_(static_cast<std::size_t>(lanes)) {
+    : context_(context), group_(group), members_(std::move(members)),
+      most_parts_(global_ranks.size()), self_(self), lanes_(static_cast<std::size_t>(lanes)) {
   for (int member : members_) global_.push_back(global_ranks[static_cast<std::size_t>(member)]);
   found_.assign(members_.size(), false);
   for (TeamLane& lane : lanes_) lane.seats.resize(members_.size());
@@ -58,7 +59,7 @@ Team::Team(Context& context, std::uint64_t group, std::vector<int> members, cons
 Team::~Team() { entry_->group.store(kGone, std::memory_order_release); }
 
 std::size_t Team::slot_bytes() const {
-  std::size_t bytes = sizeof(Slot) + members_.size() * sizeof(PartEntry) + kInline;
+  std::size_t bytes = sizeof(Slot) + most_parts_ * sizeof(PartEntry) + kInline;
   return (bytes + 63) / 64 * 64;
 }
 

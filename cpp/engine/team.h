@@ -40,7 +40,7 @@ struct Slot {
   Exposure exposure{};
   std::uint32_t parts = 0;
   std::uint64_t windows = 0;
-  // then PartEntry[max(team size, 1)], then kInline bytes
+  // then PartEntry[size of the whole group], then kInline bytes
 };
 
 struct alignas(64) Counters {
@@ -84,7 +84,7 @@ class Team {
   // Finds the blocks of members that have made theirs by now; true when all are found.
   bool resolve();
   std::byte* inline_data(const Seat& seat, std::uint64_t phase) const {
-    return seat.slots[phase & 1] + sizeof(Slot) + members_.size() * sizeof(PartEntry);
+    return seat.slots[phase & 1] + sizeof(Slot) + most_parts_ * sizeof(PartEntry);
   }
   // The staging buffers of this member's lane, made at first use.
   std::byte* staging(TeamLane& lane);
@@ -100,6 +100,7 @@ class Team {
   std::uint64_t group_;
   std::vector<int> members_;
   std::vector<int> global_;
+  std::size_t most_parts_;  // a member may expose a part for every rank of the group
   int self_;
   std::vector<TeamLane> lanes_;
   std::vector<bool> found_;
