@@ -35,7 +35,7 @@ class Membership:
     store: Store
     job: str
     epoch: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     interface: str
     host: str
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)

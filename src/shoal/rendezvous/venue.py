@@ -30,7 +30,7 @@ class Request:
     url: SplitResult
     rank: int | None
     size: int | None
-    secret: bytes
+    secret: bytes = field(repr=False)
     deadline: Deadline
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     host: str | None = None

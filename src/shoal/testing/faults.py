@@ -15,8 +15,11 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import psutil
+
+from ..group import ProcessGroup
 
 #: number of the system call pidfd_getfd, the same on all machines (Linux 5.6)
 _PIDFD_GETFD = 438
@@ -75,6 +78,17 @@ def cut(pid: int, other: int) -> int:
         with copy, contextlib.suppress(OSError):  # the other side may have closed it
             copy.shutdown(socket.SHUT_RDWR)
     return len(copies)
+
+
+def sever(group: ProcessGroup, rank: int) -> None:
+    """Cut the connection from this member of ``group`` to another one, as a broken cable would.
+
+    Args:
+        group: of a backend that can do so; native can.
+        rank: the other end, numbered in ``group``.
+    """
+    backend: Any = group._backend
+    backend.sever(group.ranks[rank])
 
 
 def _descriptor_of(pid: int, descriptor: int) -> int:

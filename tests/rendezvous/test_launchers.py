@@ -1,0 +1,53 @@
+"""The same meeting under the real launchers that are installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+_PROGRAM = """
+import sys
+from shoal.rendezvous import rendezvous
+for _ in range(2):
+    member = rendezvous(timeout=60)
+    member.store.set(str(member.rank), b"1")
+    member.store.wait(["0", "1"])
+    member.release(30)
+# one write, so that the lines of two ranks do not mix
+sys.stdout.write(f"rank {member.rank} of {member.size}, local {member.local_rank} of {member.local_size}\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"], id="torchrun"),
+        pytest.param(
+            ["mpiexec", "-n", "2", sys.executable],
+            id="mpiexec",
+            marks=pytest.mark.skipif(shutil.which("mpiexec") is None, reason="no MPI is installed"),
+        ),
+    ],
+)
+def test_ranks_meet_under(launcher: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(_PROGRAM)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(shoal.__file__).parent.parent),
+        "TMPDIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",  # or torchrun talks about it
+    }
+    result = subprocess.run([*launcher, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    found = re.findall(r"rank (\d) of 2, local (\d) of 2", result.stdout)
+    assert sorted(found) == [("0", "0"), ("1", "1")]
+    assert list(tmp_path.glob("shoal-*/*")) == []
