@@ -17,9 +17,17 @@ SMALL_MB = 0.0005
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def mlp(seed: int = 0) -> nn.Module:
+def fixed(module: nn.Module) -> nn.Module:
+    """``module`` with the same parameters in every call; torch's own generator is shared by the threads."""
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random, dtype=torch.float64))
+    return module
+
+
+def mlp() -> nn.Module:
     """Nine parameters in double precision, one of them a scalar."""
-    torch.manual_seed(seed)
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -29,7 +37,7 @@ def mlp(seed: int = 0) -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.factor
 
-    return nn.Sequential(
+    module = nn.Sequential(
         nn.Linear(6, 16),
         nn.Tanh(),
         Scaled(),
@@ -38,7 +46,8 @@ def mlp(seed: int = 0) -> nn.Module:
         nn.Linear(16, 16),
         nn.Tanh(),
         nn.Linear(16, 3),
-    ).double()
+    )
+    return fixed(module.double())
 
 
 def batches(count: int, inputs: Sequence[int] = (6,), outputs: int = 3, size: int = 12) -> list[Batch]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import UsageError
-from tests.parallel.models import SMALL_MB, batches, loss_of, mlp, on_ranks, part
+from tests.parallel.models import SMALL_MB, batches, fixed, loss_of, mlp, on_ranks, part
 
 
 def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0() -> None:
@@ -116,8 +116,7 @@ def test_a_no_sync_block_that_raises_ends() -> None:
 
 
 def _batch_normed() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    return fixed(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])

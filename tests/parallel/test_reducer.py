@@ -13,7 +13,16 @@ from torch import nn
 
 import shoal
 from shoal.errors import GroupAborted, UnusedParameterError, UsageError
-from tests.parallel.models import SMALL_MB, assert_same_parameters, batches, loss_of, mlp, on_ranks, part
+from tests.parallel.models import (
+    SMALL_MB,
+    assert_same_parameters,
+    batches,
+    fixed,
+    loss_of,
+    mlp,
+    on_ranks,
+    part,
+)
 
 
 class Recorder:
@@ -91,10 +100,10 @@ class Backwards(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.last = nn.Linear(16, 3)
         self.middle = nn.Linear(16, 16)
         self.first = nn.Linear(6, 16)
+        fixed(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
@@ -197,7 +206,6 @@ def _interrupted_backward(model: nn.Module, x: torch.Tensor) -> None:
 
 def test_training_goes_on_after_an_exception_that_ended_backward_on_all_ranks() -> None:
     def rank(group: shoal.ProcessGroup) -> nn.Module:
-        torch.manual_seed(0)
         model = shoal.DistributedDataParallel(TwoRoads(), group=group, bucket_cap_mb=SMALL_MB / 10)
         x = torch.full((1, 4), float(group.rank))
         _interrupted_backward(model, x)

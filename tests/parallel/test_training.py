@@ -13,6 +13,7 @@ from tests.parallel.models import (
     SMALL_MB,
     assert_same_parameters,
     batches,
+    fixed,
     loss_of,
     mlp,
     on_ranks,
@@ -48,7 +49,6 @@ def test_one_bucket_for_everything_gives_the_same_as_many() -> None:
 
 
 def test_a_convolutional_network_in_channels_last_trains_as_in_one_process() -> None:
-    torch.manual_seed(0)
     expected = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
         nn.GroupNorm(2, 4),
@@ -57,7 +57,7 @@ def test_a_convolutional_network_in_channels_last_trains_as_in_one_process() -> 
         nn.Flatten(),
         nn.Linear(80, 3),
     )
-    expected = expected.double().to(memory_format=torch.channels_last)
+    expected = fixed(expected.double()).to(memory_format=torch.channels_last)
     data = batches(3, inputs=(3, 6, 6))
     models = train_on_ranks(expected, data, 2)
     train(expected, data)
@@ -70,10 +70,10 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
         self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for dtype in dtypes * 2)
         self.last = nn.Linear(6, 3, dtype=torch.float64)
+        fixed(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -108,11 +108,11 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.inner = nn.Linear(6, 6)
         self.twin = nn.Linear(6, 6)
         self.twin.bias = self.inner.bias
         self.last = nn.Linear(6, 3)
+        fixed(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):

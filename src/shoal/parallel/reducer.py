@@ -61,7 +61,7 @@ class Reducer:
         #: Passes that were reduced; equal on all ranks.
         self.passes = 0
         handles = [
-            parameter.register_post_accumulate_grad_hook(_hook(self, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_gradient_hook(self, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self._parameters)
         ]
         weakref.finalize(self, _remove, handles)
@@ -89,9 +89,10 @@ class Reducer:
     def expect(self, output: Any) -> None:
         """Reduce the backward pass that comes through ``output``."""
         self._readiness.arm()
+        enter = _output_hook(self)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._enter)  # type: ignore[no-untyped-call]
+                leaf.register_hook(enter)  # type: ignore[no-untyped-call]
 
     def ignore(self) -> None:
         """Do not reduce the next backward pass."""
@@ -99,7 +100,7 @@ class Reducer:
 
     # -- called by autograd ----------------------------------------------------------------------
 
-    def _enter(self, _: torch.Tensor) -> None:
+    def _enter(self) -> None:
         self._readiness.open()
         self._queue_finish()
 
@@ -239,8 +240,20 @@ class Reducer:
         self._readiness.rebuild(new.members())
 
 
-def _hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
-    # Neither the tensor nor its hooks take part in garbage collection, so the hook must not keep the reducer.
+# Hooks do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
+
+
+def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
+    owner = weakref.ref(reducer)
+
+    def pass_begins(_: torch.Tensor) -> None:
+        if (alive := owner()) is not None:
+            alive._enter()
+
+    return pass_begins
+
+
+def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
     mark = reducer._readiness.mark
     owner = weakref.ref(reducer)
 
