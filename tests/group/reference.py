@@ -74,8 +74,9 @@ def identical(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def raw(x: torch.Tensor) -> bytes:
     """The bytes of the elements of ``x``, in order."""
-    flat = x.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    # A single element may have any stride and count as contiguous, but not be viewed as bytes.
+    flat = torch.empty(x.numel(), dtype=x.dtype).copy_(x.detach().reshape(-1))
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _of_bools(stack: torch.Tensor, name: str) -> torch.Tensor:
