@@ -46,7 +46,8 @@ struct Slot {
 struct alignas(64) Counters {
   std::atomic<std::uint64_t> staged{0};   // windows of my staging buffers that hold data
   std::atomic<std::uint64_t> reduced{0};  // windows whose slice I have reduced
-  std::atomic<std::uint64_t> taken{0};    // windows of the others that I no longer need
+  // windows of the others that I no longer need; a phase ends by saying so of the next
+  std::atomic<std::uint64_t> taken{1ULL << kPhaseShift};
   std::atomic<std::uint64_t> staging{0};  // offset of my staging buffers, 0 while there are none
 };
 
