@@ -1,0 +1,102 @@
+"""Batches of messages, and messages beside collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.errors import UsageError
+from shoal.future import wait_all
+from shoal.group import Message, ProcessGroup
+
+from .null_backend import null_group
+from .worlds import Worlds
+
+
+def test_a_batch_exchanges_around_a_ring(worlds: Worlds) -> None:
+    def ring(group: ProcessGroup) -> None:
+        right, left = (group.rank + 1) % 3, (group.rank - 1) % 3
+        theirs = torch.empty(4, 2).T
+        with group.batch() as batch:
+            batch.recv(theirs, left)
+            batch.send(torch.full((2, 4), float(group.rank)), right)
+            batch.send(torch.tensor([group.rank]), right, tag=5)
+            batch.recv(None, left, tag=5)
+        values = batch.wait(20)
+        assert values[0] is theirs
+        assert values[1:3] == [None, None]
+        assert values[3].tolist() == [left]
+        assert theirs.eq(left).all()
+        assert len(batch.futures) == 4
+
+    worlds(3).run(ring)
+
+
+def test_a_batch_is_submitted_at_its_end_and_in_order() -> None:
+    group, channel = null_group()
+    with group.batch() as batch:
+        batch.send(torch.ones(1), 0)
+        batch.recv(None, 2)
+        assert channel.operations == []
+        with pytest.raises(UsageError, match="when its `with` block has ended"):
+            _ = batch.futures
+    assert [operation.peer for operation in channel.operations] == [0, 2]
+    with pytest.raises(UsageError, match="submitted already"):
+        batch.send(torch.ones(1), 0)
+    with pytest.raises(UsageError, match="submitted already"), batch:
+        pass
+    group.close()
+
+
+def test_a_batch_with_bad_input_sends_nothing() -> None:
+    group, channel = null_group()
+    batch = group.batch()
+
+    def exchange() -> None:
+        with batch:
+            batch.send(torch.ones(1), 0)
+            batch.send(torch.ones(1), 1)
+
+    with pytest.raises(UsageError, match=r"batch\.send on rank 1: dst is this rank itself"):
+        exchange()
+    assert channel.operations == []
+    assert batch.futures == []
+    group.close()
+
+
+def test_messages_overtake_collectives_that_wait(worlds: Worlds) -> None:
+    def exchange(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            total = group.all_reduce(torch.ones(1))
+            group.send(torch.tensor([7]), 1).wait()
+        else:
+            assert group.recv(None, 0).wait().tolist() == [7]
+            total = group.all_reduce(torch.ones(1))
+        assert total.wait().item() == 2.0
+
+    worlds(2).run(exchange)
+
+
+def test_a_message_tells_who_sent_it(worlds: Worlds) -> None:
+    def exchange(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            buffer = torch.empty(2, dtype=torch.int64)
+            message = group.recv_message(buffer, tag=3).wait()
+            assert isinstance(message, Message)
+            assert message.tensor is buffer
+            assert (message.source, message.tag) == (1, 3)
+        else:
+            group.send(torch.tensor([1, 2]), 0, tag=3).wait()
+
+    worlds(2).run(exchange)
+
+
+def test_many_messages_are_in_flight_both_ways(worlds: Worlds) -> None:
+    def exchange(group: ProcessGroup) -> None:
+        peer = 1 - group.rank
+        sent = [group.send(torch.full((100,), i), peer) for i in range(300)]
+        received = [group.recv(None, peer) for _ in range(300)]
+        assert [int(x[0]) for x in wait_all(received)] == list(range(300))
+        wait_all(sent)
+
+    worlds(2).run(exchange)
