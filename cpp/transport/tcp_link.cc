@@ -35,13 +35,18 @@ void TcpLink::sever() { shutdown(fd_, SHUT_RDWR); }
 void TcpLink::drain(std::int64_t deadline) {
   if (broken()) return;
   shutdown(fd_, SHUT_WR);
-  // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's reader.
+  // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's
+  // reader.
   int left = 0;
   std::byte scratch[4096];
   while (now_ns() < deadline) {
     while (recv(fd_, scratch, sizeof scratch, MSG_DONTWAIT) > 0) {
     }
     if (ioctl(fd_, SIOCOUTQ, &left) != 0 || left == 0) return;
+    // A connection that the peer has reset keeps its count for ever.
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == TCP_CLOSE) return;
     usleep(200);
   }
 }
