@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,8 +92,12 @@ def train_on_ranks(
     *,
     set_to_none: bool = True,
     bucket_cap_mb: float = SMALL_MB,
+    **options: Any,
 ) -> list[nn.Module]:
-    """Train copies of ``model`` on ``size`` ranks, each with its share of every batch; returns the copies."""
+    """Train copies of ``model`` on ``size`` ranks, each with its share of every batch; returns the copies.
+
+    ``options`` are those of ``run_threads``.
+    """
 
     def rank(group: shoal.ProcessGroup) -> nn.Module:
         own = copy.deepcopy(model)
@@ -100,7 +105,7 @@ def train_on_ranks(
         train(wrapped, [part(batch, group) for batch in data], set_to_none=set_to_none)
         return own
 
-    return run_threads(rank, size, timeout=60)
+    return run_threads(rank, size, timeout=60, **options)
 
 
 def assert_same_parameters(actual: nn.Module, expected: nn.Module, *, rtol: float = 1e-9) -> None:

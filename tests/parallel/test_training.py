@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ from tests.parallel.models import (
 def test_a_perceptron_trains_as_in_one_process(size: int, set_to_none: bool) -> None:
     expected, data = mlp(), batches(5)
     models = train_on_ranks(expected, data, size, set_to_none=set_to_none)
+    train(expected, data)
+    for model in models:
+        assert_same_parameters(model, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"hosts": ["a", "b", "c"]}, {"hosts": ["a", "a", "b"]}, {"concurrency": 4}],
+    ids=["between hosts", "within and between hosts", "four lanes"],
+)
+def test_training_does_not_depend_on_where_ranks_are_and_how_many_operations_run(
+    options: dict[str, Any],
+) -> None:
+    expected, data = mlp(), batches(3)
+    models = train_on_ranks(expected, data, 3, **options)
     train(expected, data)
     for model in models:
         assert_same_parameters(model, expected)
