@@ -53,6 +53,13 @@ def test_only_the_native_backend_and_the_buckets_import_the_core() -> None:
     assert _importers_of("shoal._core") <= {"shoal.backend.native", "shoal.parallel.buckets"}
 
 
+def test_no_module_takes_public_names_from_the_package_itself() -> None:
+    """Each is imported from where it is defined, or the layers could be walked around."""
+    public = {f"shoal.{name}" for name in shoal.__all__} - {"shoal.__version__"}
+    offenders = {_module_name(path) for path in SOURCES if public & set(_imports(path))}
+    assert offenders == set()
+
+
 def test_nothing_goes_through_torch_distributed() -> None:
     assert _importers_of("torch.distributed") == set()
     assert _importers_of("torch._C._distributed_c10d") == set()
