@@ -25,7 +25,6 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
     return true;
   });
   co_await free;
-
   Slot& mine = lane_.seats[static_cast<std::size_t>(self())].slot(number_);
   PartEntry* table = seat(self()).table(number_);
   Arena& arena = *op_.group().context().arena();

@@ -274,7 +274,7 @@ std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {
     if ((header.channel & kPointToPoint) == 0)
-      if (auto group = find(header.group)) group->on_call_seen(static_cast<int>(header.source), header.channel, header.call);
+      if (auto group = find(header.group)) group->on_call_seen(header.channel, header.call);
     return messenger_.on_message(link, header);
   }
   if (header.type == FrameType::kMore) return messenger_.on_more(link, header);

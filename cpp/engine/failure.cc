@@ -136,14 +136,12 @@ void Group::on_call_query(int rank, std::uint64_t channel) {
   if (Link* to = link(rank)) to->send_control(reply);
 }
 
-void Group::on_call_seen(int rank, std::uint64_t channel, const Fingerprint& call) {
+void Group::on_call_seen(std::uint64_t channel, const Fingerprint& call) {
   auto mine = recent_call(channel);
-  if (!mine || *mine == call) return;
-  (void)rank;
-  begin_inquiry(channel, true, {}, 0);
+  if (mine && !(*mine == call)) suspect(channel);
 }
 
-void Group::suspect(Operation& op) { begin_inquiry(op.request().channel, true, {}, 0); }
+void Group::suspect(std::uint64_t channel) { begin_inquiry(channel, true, {}, 0); }
 
 void Group::begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation, std::int64_t timeout) {
   FrameHeader query = frame(FrameType::kCallQuery);
@@ -184,6 +182,14 @@ void Group::on_call_reply(int rank, const FrameHeader& header) {
   finish_inquiry();
 }
 
+// Whether the calls themselves differ, not only what came before them.
+bool Group::calls_differ(const Inquiry& inquiry) const {
+  const auto& mine = inquiry.replies[static_cast<std::size_t>(rank())];
+  for (auto& reply : inquiry.replies)
+    if (!reply || reply->code != mine->code || !reply->call.same_call(mine->call)) return true;
+  return false;
+}
+
 std::string Group::table(const Inquiry& inquiry) const {
   std::string text = "the ranks of group '" + name() + "' called different things as " +
                      (inquiry.channel >> 62 ? std::string("one operation of a callback")
@@ -204,6 +210,17 @@ std::string Group::table(const Inquiry& inquiry) const {
 
 void Group::finish_inquiry() {
   Error error;
+  std::optional<std::uint64_t> earlier;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (!inquiry_) return;
+    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_)) earlier = inquiry_->channel - 1;
+    if (earlier && recent_call(*earlier)) inquiry_.reset();
+  }
+  if (earlier && recent_call(*earlier)) {
+    suspect(*earlier);  // all called the same here; their histories differ
+    return;
+  }
   {
     std::lock_guard lock(state_mutex_);
     if (!inquiry_) return;
@@ -217,7 +234,7 @@ void Group::finish_inquiry() {
       for (std::size_t r = 0; r < inquiry_->replies.size(); ++r) {
         const auto& reply = inquiry_->replies[r];
         if (reply && reply->code != kNotArrived) {
-          differ |= reply->code == kKnown && !(reply->call == inquiry_->replies[static_cast<std::size_t>(rank())]->call);
+          differ |= reply->code == kKnown && !reply->call.same_call(inquiry_->replies[static_cast<std::size_t>(rank())]->call);
           continue;
         }
         error.ranks.push_back(static_cast<int>(r));

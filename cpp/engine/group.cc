@@ -1,6 +1,7 @@
 #include "engine/group.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "collectives/messages.h"
 #include "engine/clock.h"
@@ -46,16 +47,26 @@ int Group::rank_of(int global) const {
 
 Link* Group::link(int rank) const { return context_->link(global(rank)); }
 
+// Remembers the call, for peers that ask.
+void Group::note(Operation& op, bool numbered) {
+  const std::uint64_t channel = op.request().channel;
+  std::lock_guard lock(recent_mutex_);
+  if (numbered) {
+    op.call_.history = history_;
+    std::uint64_t words[sizeof(Fingerprint) / 8];
+    std::memcpy(words, &op.call_, sizeof words);
+    for (std::uint64_t word : words) history_ = (history_ ^ word ^ (history_ >> 29)) * 0x9e3779b97f4a7c15ULL;
+    next_number_ = channel + 1;
+  }
+  recent_[channel % kRecent] = {channel, op.call_};
+}
+
 OperationPtr Group::submit(Request request) {
   const bool numbered = !request.keyed && request.kind < Kind::kSend;
   const bool loose = !numbered;
   auto op = std::make_shared<Operation>(shared_from_this(), std::move(request));
   const std::uint64_t channel = op->request().channel;
-  if (op->request().kind < Kind::kSend) {
-    std::lock_guard lock(recent_mutex_);
-    recent_[channel % kRecent] = {channel, op->call()};
-    if (numbered) next_number_ = channel + 1;
-  }
+  if (op->request().kind < Kind::kSend) note(*op, numbered);
   bool large = op->bytes() >= kLarge;
   if (loose) {
     auto lane = std::make_shared<Lane>();
@@ -108,7 +119,7 @@ void Group::settle(Operation& op) {
   }
   if (!any_departed_.load(std::memory_order_acquire)) return;
   if (auto rank = departed_for(op)) {
-    fail({ErrorCode::kPeerLost,
+    fail({ErrorCode::kClosed,
           "rank " + std::to_string(*rank) + " has closed the group and left; it will not take part",
           {*rank}},
          true);

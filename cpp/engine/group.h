@@ -65,7 +65,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::optional<Error> failure();
   // Ends the group with `error`, once; tells the peers if `announce`.
   void fail(Error error, bool announce);
-  void suspect(Operation& op);  // a peer claims something else for it
+  void suspect(std::uint64_t channel);  // a peer claims something else for it
 
   // From the links.
   void on_peer_lost(int global, const std::string& why);
@@ -73,7 +73,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void on_broken(int rank, ErrorCode code, const std::string& text);
   void on_call_query(int rank, std::uint64_t channel);
   void on_call_reply(int rank, const FrameHeader& header);
-  void on_call_seen(int rank, std::uint64_t channel, const Fingerprint& call);
+  void on_call_seen(std::uint64_t channel, const Fingerprint& call);
 
   // Waits for pending operations until `deadline`, tells the peers, fails the rest.
   void close(std::int64_t deadline);
@@ -100,9 +100,11 @@ class Group : public std::enable_shared_from_this<Group> {
   };
   bool run(Lane& lane);
   bool run_loose(const OperationPtr& op);
+  void note(Operation& op, bool numbered);
   void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation, std::int64_t timeout);
   void finish_inquiry();
   std::string table(const Inquiry& inquiry) const;
+  bool calls_differ(const Inquiry& inquiry) const;
   void settle(Operation& op);
   FrameHeader frame(FrameType type) const;
   void tell_all(const FrameHeader& header, const std::string& text = {});
@@ -133,6 +135,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::mutex recent_mutex_;
   std::vector<Recent> recent_;
   std::uint64_t next_number_ = 0;
+  std::uint64_t history_ = 0;
   std::atomic<std::uint64_t> completed_{0};
   std::vector<std::weak_ptr<Block>> blocks_;
   friend class Operation;

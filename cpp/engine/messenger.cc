@@ -148,13 +148,13 @@ bool Messenger::forgotten(std::uint64_t group) {
   return forgotten_.contains(group);
 }
 
-std::vector<std::pair<int, Fingerprint>> Messenger::early_calls(std::uint64_t group, std::uint64_t channel) {
-  std::vector<std::pair<int, Fingerprint>> calls;
+std::vector<Fingerprint> Messenger::early_calls(std::uint64_t group, std::uint64_t channel) {
+  std::vector<Fingerprint> calls;
   std::lock_guard lock(mutex_);
   auto found = channels_.find(Key{group, channel});
   if (found == channels_.end()) return calls;
   for (auto& early : found->second.early)
-    calls.emplace_back(static_cast<int>(early->header.source), early->header.call);
+    calls.push_back(early->header.call);
   return calls;
 }
 

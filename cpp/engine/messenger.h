@@ -30,7 +30,7 @@ class Messenger {
   void forget(std::uint64_t group);
   bool forgotten(std::uint64_t group);
   // Fingerprints of collective messages that arrived early for an operation.
-  std::vector<std::pair<int, Fingerprint>> early_calls(std::uint64_t group, std::uint64_t channel);
+  std::vector<Fingerprint> early_calls(std::uint64_t group, std::uint64_t channel);
 
   // From the links.
   Destination on_message(Link& link, const FrameHeader& header);

@@ -89,7 +89,7 @@ void Operation::fail(Error error) {
 }
 
 Task Operation::mismatch() {
-  group_->suspect(*this);
+  group_->suspect(request_.channel);
   co_await never();
 }
 

@@ -66,7 +66,7 @@ struct Seat {
 
 struct TeamLane {
   std::vector<Seat> seats;   // in team order
-  std::uint64_t phase = 0;   // the last one begun
+  std::uint64_t phase = 0;  // the last one begun
   std::unique_ptr<Block> staging;
 };
 
