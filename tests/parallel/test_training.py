@@ -40,7 +40,7 @@ def test_a_perceptron_trains_as_in_one_process(size: int, set_to_none: bool) -> 
     [{"hosts": ["a", "b", "c"]}, {"hosts": ["a", "a", "b"]}, {"concurrency": 4}],
     ids=["between hosts", "within and between hosts", "four lanes"],
 )
-def test_training_does_not_depend_on_where_ranks_are_and_how_many_operations_run(
+def test_training_is_the_same_wherever_ranks_are_and_with_several_lanes(
     options: dict[str, Any],
 ) -> None:
     expected, data = mlp(), batches(3)
