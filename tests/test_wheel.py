@@ -46,8 +46,8 @@ def test_a_wheel_builds_and_works_without_the_checkout(tmp_path: Path) -> None:
     _run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, source, cwd=tmp_path)
     (wheel,) = tmp_path.glob("shoal-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert sum(name.startswith("shoal/_core.") for name in names) == 1
-    assert "shoal/py.typed" in names
+    assert sum(name.startswith("shoal/_core.") and name.endswith(".so") for name in names) == 1
+    assert {"shoal/py.typed", "shoal/_core.pyi"} <= set(names)
     assert all(name.split("/")[0].split("-")[0] == "shoal" for name in names)
 
     venv.create(tmp_path / "venv", with_pip=True)
