@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from shoal.errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, RemoteError
+from shoal.errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, PeerLost, RemoteError
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
 
@@ -115,6 +115,16 @@ def test_an_aborted_group_says_why_and_can_be_closed() -> None:
     assert group.state == "closed"
     group.abort("too late")
     assert group.state == "closed"
+
+
+def test_what_broke_a_group_first_stays_its_state() -> None:
+    group, channel = null_group()
+    channel.broken = PeerLost("rank 3 died", [3])
+    group.abort("because of that")
+    assert group.state == "broken"
+    with pytest.raises(PeerLost):
+        group.barrier()
+    group.close()
 
 
 def test_an_exception_that_leaves_the_block_is_what_the_others_hear() -> None:

@@ -310,9 +310,9 @@ class ProcessGroup(Collectives, PointToPoint):
         Args:
             reason: what the other ranks are told.
         """
-        if self._state != "open" and self._state != "closing":
+        if self._state not in ("open", "closing"):
             return
-        if self._state == "open":
+        if self._state == "open" and self._channel.failure() is None:
             self._abort_reason = reason
             self._state = "aborted"
         self._channel.abort(reason)
