@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from .. import wire
-from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout, UsageError, WireError, WireTimeout
+from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout, UsageError, WireError
 from ..wire import Connection, Deadline
 from .base import Membership
 
@@ -30,7 +29,7 @@ TRANSPORTS = ("auto", "shm", "tcp")
 T = TypeVar("T")
 
 _PURPOSE = "mesh"
-_ATTEMPT = 0.25  # seconds between looks at whether accepting is still needed
+_ATTEMPT = 0.02  # seconds between looks at whether accepting is still needed
 
 
 class _Address(msgspec.Struct):
@@ -127,15 +126,19 @@ class _Builder:
             mine = _Address(me.host, self._transport, name, me.interface, tcp.getsockname()[1])
             self._addresses = self._share("mesh", mine, _Address)
             self._check_transports()
-            above = me.size - 1 - me.rank
-            acceptor = threading.Thread(target=self._accept_all, args=((unix, tcp), above), daemon=True)
-            acceptor.start()
+            acceptors = [
+                threading.Thread(target=self._accept_all, args=(listener,), daemon=True)
+                for listener in (unix, tcp)
+            ]
+            for acceptor in acceptors:
+                acceptor.start()
             try:
                 for rank in range(me.rank):
                     self._reach(rank)
             except BaseException as error:
                 self._failure = error
-            acceptor.join()
+            for acceptor in acceptors:
+                acceptor.join()
         if self._failure is not None:
             self._mesh.close()
             raise self._failure
@@ -215,41 +218,37 @@ class _Builder:
         )
         self._introduce(connection, rank)
 
-    def _accept_all(self, listeners: tuple[socket.socket, ...], count: int) -> None:
-        with selectors.DefaultSelector() as selector:
-            for listener in listeners:
-                selector.register(listener, selectors.EVENT_READ)
-            try:
-                while count > 0 and self._failure is None:
-                    if self._deadline.remaining() <= 0:
-                        raise self._late()
-                    for key, _ in selector.select(_ATTEMPT):
-                        count -= self._accept_one(key.fileobj)
-            except BaseException as error:
-                self._failure = self._failure or error
-
-    def _accept_one(self, listener: object) -> int:
-        assert isinstance(listener, socket.socket)
+    def _accept_all(self, listener: socket.socket) -> None:
+        """Take in the ranks above, on one of the two listeners, until all have come on either."""
+        acceptor = wire.Acceptor(listener, secret=self._me.secret, purpose=_PURPOSE)
         try:
-            connection = wire.accept(
-                listener, secret=self._me.secret, purpose=_PURPOSE, timeout=self._deadline.remaining()
-            )
-            self._introduce(connection, None)
-        except (WireError, msgspec.MsgspecError):
-            return 0  # a stranger, or a peer that tries another way
-        return 1
+            while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
+                if self._deadline.remaining() <= 0:
+                    raise self._late()
+                # Strangers, and peers that will try another way, are passed over.
+                with contextlib.suppress(WireError, msgspec.MsgspecError):
+                    self._introduce(acceptor.accept(_ATTEMPT), None)
+        except BaseException as error:
+            self._failure = self._failure or error
+        finally:
+            acceptor.close()
+
+    def _absent(self, ranks: range) -> list[int]:
+        with self._lock:
+            return [rank for rank in ranks if rank not in self._mesh.local and rank not in self._mesh.remote]
 
     def _introduce(self, connection: Connection, expected: int | None) -> None:
         """Exchange names, and memory over a unix socket; then the connection belongs to the mesh."""
         with connection:
             me, timeout = self._me, self._deadline.remaining()
             unix = connection.socket.family == socket.AF_UNIX
-            theirs: _Hello
             if expected is not None:
                 self._say_hello(connection, expected)
             theirs = msgspec.msgpack.decode(connection.recv(timeout), type=_Hello)
             if (theirs.job, theirs.epoch) != (me.job, me.epoch):
-                raise WireError(f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job")
+                raise WireError(
+                    f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job"
+                )
             if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
                 raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
             if expected is None:
@@ -284,11 +283,10 @@ class _Builder:
         return remaining
 
     def _late(self) -> RendezvousTimeout:
-        with self._lock:
-            there = {self._me.rank, *self._mesh.local, *self._mesh.remote}
-        missing = [rank for rank in range(self._me.size) if rank not in there]
+        missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
         return RendezvousTimeout(
-            f"rank {self._me.rank}: ranks {_names(missing)} were not connected within {self._deadline.timeout:g} s"
+            f"rank {self._me.rank}: ranks {_names(missing)} were not connected within "
+            f"{self._deadline.timeout:g} s"
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from .. import _core, config
 from ..errors import (
@@ -231,7 +232,7 @@ class NativeChannel(DataChannel):
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         try:
-            return torch.from_dlpack(self._core.allocate(nbytes))
+            return from_dlpack(self._core.allocate(nbytes))
         except MemoryError as error:
             raise OutOfSharedMemory(f"{nbytes} bytes of shared memory: {error}") from None
 
@@ -311,7 +312,7 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     if outputs:
         return outputs[0], source, tag
     dtype = DTYPES_BY_CODE[code]
-    raw = torch.from_dlpack(data)
+    raw = from_dlpack(data)
     return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
 
 
