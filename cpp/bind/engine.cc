@@ -20,7 +20,7 @@ using namespace shoal;
 
 namespace {
 
-constexpr std::uint64_t kKeyed = 1ULL << 62;         // channels of operations that are matched by key
+constexpr std::uint64_t kKeyed = 1ULL << 62;        // channels of operations that are matched by key
 constexpr std::uint64_t kInlineSubmit = 32 * 1024;  // larger operations are submitted without the GIL
 
 using Address = std::uintptr_t;
@@ -28,7 +28,8 @@ using Parts = std::vector<std::pair<Address, std::uint64_t>>;
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::device::cpu>;
 
 std::int64_t nanoseconds(double seconds) {
-  return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000 : static_cast<std::int64_t>(seconds * 1e9);
+  return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000
+                       : static_cast<std::int64_t>(seconds * 1e9);
 }
 
 std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
@@ -61,8 +62,8 @@ void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
   request.channel = request.keyed ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
 }
 
-OperationPtr all_reduce(Group& group, Address address, std::uint64_t bytes, std::uint64_t count, int dtype, int op,
-                        double factor, std::int64_t number, std::uint64_t key, double timeout) {
+OperationPtr all_reduce(Group& group, Address address, std::uint64_t bytes, std::uint64_t count, int dtype,
+                        int op, double factor, std::int64_t number, std::uint64_t key, double timeout) {
   Request request;
   request.kind = Kind::kAllReduce;
   set_channel(request, number, key);
@@ -75,9 +76,9 @@ OperationPtr all_reduce(Group& group, Address address, std::uint64_t bytes, std:
   return submit(group, std::move(request));
 }
 
-OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count, int dtype,
-                        int op, double factor, int root, std::vector<std::uint64_t> sizes, std::int64_t number,
-                        std::uint64_t key, double timeout) {
+OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count,
+                        int dtype, int op, double factor, int root, std::vector<std::uint64_t> sizes,
+                        std::int64_t number, std::uint64_t key, double timeout) {
   Request request;
   request.kind = static_cast<Kind>(kind);
   set_channel(request, number, key);
@@ -150,30 +151,37 @@ void bind_engine(nb::module_& m) {
             nb::gil_scoped_release release;
             return op->group().context().wait(*op, until(timeout));
           },
-          nb::arg("timeout"), "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
-      .def("error", [](const Operation& op) { return error_tuple(op.error()); }, "None, or (code, text, ranks).")
+          nb::arg("timeout"),
+          "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
+      .def(
+          "error", [](const Operation& op) { return error_tuple(op.error()); },
+          "None, or (code, text, ranks).")
       .def("announce", &Operation::announce, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
-      .def("all_reduce", &all_reduce, nb::arg("address"), nb::arg("bytes"), nb::arg("count"), nb::arg("dtype"),
-           nb::arg("op"), nb::arg("factor"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
-      .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("root"), nb::arg("sizes"), nb::arg("number"),
-           nb::arg("key"), nb::arg("timeout"))
-      .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"), nb::arg("dtype"),
-           nb::arg("dims"), nb::arg("timeout"))
+      .def("all_reduce", &all_reduce, nb::arg("address"), nb::arg("bytes"), nb::arg("count"),
+           nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("number"), nb::arg("key"),
+           nb::arg("timeout"))
+      .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
+           nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("root"),
+           nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
+      .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"),
+           nb::arg("dtype"), nb::arg("dims"), nb::arg("timeout"))
       .def("broken", &Group::broken)
-      .def("failure", [](Group& group) -> nb::object {
-        auto error = group.failure();
-        return error ? error_tuple(*error) : nb::none();
-      })
+      .def("failure",
+           [](Group& group) -> nb::object {
+             auto error = group.failure();
+             return error ? error_tuple(*error) : nb::none();
+           })
       .def(
           "abort",
           [](Group& group, const std::string& reason) {
-            group.fail({ErrorCode::kAborted, "rank " + std::to_string(group.rank()) + " aborted the group" +
-                                                 (reason.empty() ? "" : ": " + reason), {group.rank()}},
+            group.fail({ErrorCode::kAborted,
+                        "rank " + std::to_string(group.rank()) + " aborted the group" +
+                            (reason.empty() ? "" : ": " + reason),
+                        {group.rank()}},
                        true);
           },
           nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
@@ -185,7 +193,8 @@ void bind_engine(nb::module_& m) {
   nb::class_<Context>(m, "Context", "One rank's engine.")
       .def_static(
           "make",
-          [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit, double heartbeat) {
+          [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit,
+             double heartbeat) {
             return std::make_shared<Context>(
                 Context::Options{rank, size, local_size, capacity, limit, nanoseconds(heartbeat)});
           },
@@ -201,18 +210,20 @@ void bind_engine(nb::module_& m) {
       .def("start", &Context::start)
       .def(
           "group",
-          [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank, std::vector<int> ranks,
-             std::vector<int> hosts, int lanes) {
-            return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts), lanes});
+          [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
+             std::vector<int> ranks, std::vector<int> hosts, int lanes) {
+            return context->make_group(
+                {ident, std::move(name), rank, std::move(ranks), std::move(hosts), lanes});
           },
-          nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"), nb::arg("lanes"),
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
+          nb::arg("lanes"), nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "completions", [](Context& context, double timeout) { return context.completions(nanoseconds(timeout)); },
+          "completions",
+          [](Context& context, double timeout) { return context.completions(nanoseconds(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def(
-          "close", [](Context& context, double timeout) { context.close(until(timeout)); }, nb::arg("timeout"),
-          nb::call_guard<nb::gil_scoped_release>())
+          "close", [](Context& context, double timeout) { context.close(until(timeout)); },
+          nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
       .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
       .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.");

@@ -1,8 +1,9 @@
 // All-reduce and reduce within a host.
 //
-// Small: every member reduces what all have in their slots.  In shared memory: member r reads slice r of every buffer,
-// reduces in registers and writes the result to all: one pass.  Otherwise: chunk by chunk, each member copies in,
-// reduces its slice of all staging buffers, and copies the others' slices out; copying in runs one chunk ahead.
+// Small: every member reduces what all have in their slots.  In shared memory: member r reads slice r of
+// every buffer, reduces in registers and writes the result to all: one pass.  Otherwise: chunk by chunk, each
+// member copies in, reduces its slice of all staging buffers, and copies the others' slices out; copying in
+// runs one chunk ahead.
 
 #include <algorithm>
 
@@ -30,7 +31,8 @@ void reduce_small(Work& work) {
   if (!work.wanted(work.phase.self()) || work.data.bytes == 0) return;
   for (int place = 0; place < work.phase.size(); ++place) work.sources.push_back(work.phase.part(place, 0));
   void* to = work.data.data;
-  kernels::reduce(work.reduction, &to, 1, work.sources.data(), work.sources.size(), work.data.bytes / work.item, false);
+  kernels::reduce(work.reduction, &to, 1, work.sources.data(), work.sources.size(),
+                  work.data.bytes / work.item, false);
 }
 
 void reduce_fused(Work& work) {
@@ -54,8 +56,12 @@ Task reduce_staged(Work& work) {
   Phase& phase = work.phase;
   const int size = phase.size(), self = phase.self();
   const std::uint64_t chunks = (work.data.bytes + kChunk - 1) / kChunk;
-  auto chunk_bytes = [&](std::uint64_t chunk) { return std::min<std::uint64_t>(kChunk, work.data.bytes - chunk * kChunk); };
-  auto result = [&](int place, std::uint64_t chunk) { return phase.staging(place) + (2 + (chunk & 1)) * kChunk; };
+  auto chunk_bytes = [&](std::uint64_t chunk) {
+    return std::min<std::uint64_t>(kChunk, work.data.bytes - chunk * kChunk);
+  };
+  auto result = [&](int place, std::uint64_t chunk) {
+    return phase.staging(place) + (2 + (chunk & 1)) * kChunk;
+  };
   const bool staging = phase.exposure() == Exposure::kStaged;
   // Everybody needs room for results; only those outside shared memory copy in.
   phase.my_staging();
@@ -82,8 +88,9 @@ Task reduce_staged(Work& work) {
       work.sources.clear();
       work.destinations.clear();
       for (int place = 0; place < size; ++place) {
-        std::byte* from = phase.slot(place).exposure == Exposure::kStaged ? phase.staging(place) + (chunk & 1) * kChunk
-                                                                         : phase.part(place, 0) + base;
+        std::byte* from = phase.slot(place).exposure == Exposure::kStaged
+                              ? phase.staging(place) + (chunk & 1) * kChunk
+                              : phase.part(place, 0) + base;
         work.sources.push_back(from + first * work.item);
       }
       work.destinations.push_back(result(self, chunk) + first * work.item);

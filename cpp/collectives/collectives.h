@@ -21,10 +21,14 @@ Task hierarchical(Operation& op);
 Task send(Operation& op);
 Task receive(Operation& op);
 
-inline Span slice(const Span& whole, std::uint64_t offset, std::uint64_t bytes) { return {whole.data + offset, bytes}; }
+inline Span slice(const Span& whole, std::uint64_t offset, std::uint64_t bytes) {
+  return {whole.data + offset, bytes};
+}
 
-// The elements [first, last) of `count` that part `index` of `parts` covers, in whole cache lines where possible.
-inline std::pair<std::uint64_t, std::uint64_t> share(std::uint64_t count, std::size_t item, int parts, int index) {
+// The elements [first, last) of `count` that part `index` of `parts` covers, in whole cache lines where
+// possible.
+inline std::pair<std::uint64_t, std::uint64_t> share(std::uint64_t count, std::size_t item, int parts,
+                                                     int index) {
   std::uint64_t line = item < 64 ? 64 / item : 1;
   std::uint64_t lines = (count + line - 1) / line;
   auto edge = [&](int i) {

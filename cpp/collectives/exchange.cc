@@ -1,4 +1,5 @@
-// Within a host: members expose parts, and others read them in place or out of the staging buffers, window by window.
+// Within a host: members expose parts, and others read them in place or out of the staging buffers, window by
+// window.
 
 #include <algorithm>
 
@@ -104,14 +105,16 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
     any_staged |= phase.slot(place).exposure == Exposure::kStaged;
     windows = std::max(windows, phase.slot(place).windows);
     bool same = phase.slot(place).parts == own.size();
-    for (std::size_t i = 0; same && i < own.size(); ++i) same = phase.entry(place, static_cast<std::uint32_t>(i)).bytes == own[i].bytes;
+    for (std::size_t i = 0; same && i < own.size(); ++i)
+      same = phase.entry(place, static_cast<std::uint32_t>(i)).bytes == own[i].bytes;
     if (same) continue;
     Task mismatch = op.mismatch();
     co_await mismatch;
   }
   if (!any_staged) {
     for (const Reduce& job : reduces) {
-      for (int place = 0; place < size; ++place) sources[static_cast<std::size_t>(place)] = phase.part(place, job.part);
+      for (int place = 0; place < size; ++place)
+        sources[static_cast<std::size_t>(place)] = phase.part(place, job.part);
       run(job.to, own[job.part].bytes);
     }
   }

@@ -1,8 +1,8 @@
 // Several hosts, some with several members: what can be done in shared memory is done there first.
 //
-// m is the size of the smallest host.  Data is cut into m slices; on every host the member at place j < m owns slice j
-// and is the only one that exchanges it with the other hosts.  Reductions cross hosts as partial results in the
-// accumulator's type and are finished once, by one owner of each element.
+// m is the size of the smallest host.  Data is cut into m slices; on every host the member at place j < m
+// owns slice j and is the only one that exchanges it with the other hosts.  Reductions cross hosts as partial
+// results in the accumulator's type and are finished once, by one owner of each element.
 
 #include <algorithm>
 #include <cstring>
@@ -85,12 +85,15 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
   Task reduced = local_partials(op, map, slices, std::move(jobs));
   co_await reduced;
 
-  // The owners of this slice: host h finishes part h of it (all-reduce), or the root's host all of it (reduce).
+  // The owners of this slice: host h finishes part h of it (all-reduce), or the root's host all of it
+  // (reduce).
   std::vector<std::byte> result(root < 0 ? 0 : mine.bytes);
   std::byte* finished = root < 0 ? mine.data : result.data();
   if (owner) {
     auto part_of = [&](int h) {
-      if (root >= 0) return h == root_host ? std::pair<std::uint64_t, std::uint64_t>(0, elements) : std::pair<std::uint64_t, std::uint64_t>(0, 0);
+      if (root >= 0)
+        return h == root_host ? std::pair<std::uint64_t, std::uint64_t>(0, elements)
+                              : std::pair<std::uint64_t, std::uint64_t>(0, 0);
       return share(elements, item, map.count(), h);
     };
     auto [first, last] = part_of(map.host);
@@ -103,7 +106,8 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
       if (root < 0 || map.host == root_host)
         inputs.receive(peer, step, room.data() + static_cast<std::uint64_t>(h) * length, length);
       auto [from, to] = part_of(h);
-      if (root < 0 || h == root_host) inputs.send(peer, step, partial.data() + from * wide, (to - from) * wide);
+      if (root < 0 || h == root_host)
+        inputs.send(peer, step, partial.data() + from * wide, (to - from) * wide);
       if (root < 0) results.receive(peer, step + 1, finished + from * item, (to - from) * item);
     }
     Task arrived = inputs.finish_receives();
@@ -111,12 +115,14 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
     if (last > first) {
       std::vector<const void*> sources;
       for (int h = 0; h < map.count(); ++h)
-        sources.push_back(h == map.host ? partial.data() + first * wide : room.data() + static_cast<std::uint64_t>(h) * length);
+        sources.push_back(h == map.host ? partial.data() + first * wide
+                                        : room.data() + static_cast<std::uint64_t>(h) * length);
       void* to = finished + first * item;
       kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
     }
     for (int h = 0; root < 0 && h < map.count(); ++h)
-      if (h != map.host) results.send(map.rank_at(h, map.place), step + 1, finished + first * item, (last - first) * item);
+      if (h != map.host)
+        results.send(map.rank_at(h, map.place), step + 1, finished + first * item, (last - first) * item);
     Task sent = inputs.finish();
     co_await sent;
     Task spread = results.finish();
@@ -211,15 +217,16 @@ Task barrier(Operation& op) {
   }
 }
 
-// Every block crosses to each other host once: there the member at the sender's place (modulo the host's size) takes
-// it, and the host shares what its members hold.
+// Every block crosses to each other host once: there the member at the sender's place (modulo the host's
+// size) takes it, and the host shares what its members hold.
 Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   Map map(op.group());
   const int rank = op.group().rank();
   auto held_by = [&](int place) {
     std::vector<int> ranks(1, map.rank_at(map.host, place));
     for (int h = 0; h < map.count(); ++h)
-      for (int p = 0; h != map.host && p < static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size()); ++p)
+      for (int p = 0; h != map.host && p < static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size());
+           ++p)
         if (p % map.locals() == place) ranks.push_back(map.rank_at(h, p));
     return ranks;
   };
@@ -246,8 +253,8 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   co_await work;
 }
 
-// On every host, the member at place i (modulo the host's size) reduces the host's inputs for rank i and sends the
-// partial result to it; rank i finishes one partial result per host.
+// On every host, the member at place i (modulo the host's size) reduces the host's inputs for rank i and
+// sends the partial result to it; rank i finishes one partial result per host.
 Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   Map map(op.group());
   const kernels::Reduction& reduction = op.request().reduction;
@@ -281,7 +288,8 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   Task arrived = messages.finish();
   co_await arrived;
   void* to = out.data;
-  if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), out.bytes / item);
+  if (out.bytes > 0)
+    kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), out.bytes / item);
 }
 
 }  // namespace

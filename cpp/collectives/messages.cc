@@ -7,7 +7,8 @@ namespace shoal::collectives {
 Messages::Messages(Operation& op) : op_(op), group_(op.group()) {
   op_.messages.push_back(this);
   if (op.request().kind >= Kind::kSend) return;
-  for (const Fingerprint& call : group_.context().messenger().early_calls(group_.ident(), op.request().channel))
+  for (const Fingerprint& call :
+       group_.context().messenger().early_calls(group_.ident(), op.request().channel))
     group_.on_call_seen(op.request().channel, call);
 }
 

@@ -1,6 +1,7 @@
 // Collectives as messages between pairs: across hosts, and for operations issued in callbacks.
 //
-// Reductions are always made by one owner of each element, in rank order, so that results are equal on all ranks.
+// Reductions are always made by one owner of each element, in rank order, so that results are equal on all
+// ranks.
 
 #include <algorithm>
 #include <cstring>
@@ -54,11 +55,13 @@ Task broadcast(Operation& op, Span data, int root) {
 
 enum class Flow { kAll, kToRoot, kFromRoot };
 
-// Every rank sends `mine[i]` to rank i and receives `theirs[i]` from it, or the root alone does one of the two.  A list
-// of one span stands for the same span to (or from) everybody.
+// Every rank sends `mine[i]` to rank i and receives `theirs[i]` from it, or the root alone does one of the
+// two.  A list of one span stands for the same span to (or from) everybody.
 Task direct(Operation& op, std::vector<Span> mine, std::vector<Span> theirs, Flow flow, int root) {
   const int size = op.group().size(), rank = op.group().rank();
-  auto pick = [](const std::vector<Span>& spans, int i) { return spans[spans.size() == 1 ? 0 : static_cast<std::size_t>(i)]; };
+  auto pick = [](const std::vector<Span>& spans, int i) {
+    return spans[spans.size() == 1 ? 0 : static_cast<std::size_t>(i)];
+  };
   Messages messages(op);
   for (int i = 1; i < size; ++i) {
     int from = (rank - i + size) % size;
@@ -95,9 +98,9 @@ Task reduce_at_once(Operation& op, Span data, int root) {
                   data.bytes / itemsize(request.reduction.dtype), false);
 }
 
-// Direct-exchange reduce-scatter: part i goes to rank i, which reduces what it gets piece by piece into `out`.
-// With `spread`, each finished piece is sent on at once to where the same slice lies on the others (all-reduce), or to
-// the root (reduce).
+// Direct-exchange reduce-scatter: part i goes to rank i, which reduces what it gets piece by piece into
+// `out`. With `spread`, each finished piece is sent on at once to where the same slice lies on the others
+// (all-reduce), or to the root (reduce).
 enum class Spread { kNone, kAll, kRoot };
 
 Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spread, int root) {
@@ -105,7 +108,9 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   const std::size_t item = itemsize(reduction.dtype);
   const int size = op.group().size(), rank = op.group().rank();
   const Span mine = parts[static_cast<std::size_t>(rank)];
-  auto pieces = [&](std::uint64_t bytes) { return static_cast<std::uint32_t>((bytes + kPiece - 1) / kPiece); };
+  auto pieces = [&](std::uint64_t bytes) {
+    return static_cast<std::uint32_t>((bytes + kPiece - 1) / kPiece);
+  };
   auto piece = [&](const Span& whole, std::uint32_t index) {
     std::uint64_t offset = index * kPiece;
     return slice(whole, offset, std::min(kPiece, whole.bytes - offset));
@@ -116,7 +121,9 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   std::uint64_t stride = std::min(kPiece, mine.bytes);
   std::vector<std::byte> room(2 * stride * static_cast<std::uint64_t>(size));
   auto buffer = [&](std::uint32_t index, int from) {
-    return room.data() + (static_cast<std::uint64_t>(index & 1) * static_cast<std::uint64_t>(size) + static_cast<std::uint64_t>(from)) * stride;
+    return room.data() + (static_cast<std::uint64_t>(index & 1) * static_cast<std::uint64_t>(size) +
+                          static_cast<std::uint64_t>(from)) *
+                             stride;
   };
 
   Messages results(op);
@@ -148,7 +155,8 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
     Task arrived = arrivals(index).finish_receives();
     co_await arrived;
     Span from = piece(mine, index), to = piece(out, index);
-    for (int r = 0; r < size; ++r) sources[static_cast<std::size_t>(r)] = r == rank ? from.data : buffer(index, r);
+    for (int r = 0; r < size; ++r)
+      sources[static_cast<std::size_t>(r)] = r == rank ? from.data : buffer(index, r);
     void* destination = to.data;
     kernels::reduce(reduction, &destination, 1, sources.data(), sources.size(), from.bytes / item, false);
     for (int r = 0; r < size; ++r)
@@ -190,7 +198,8 @@ Task over_links(Operation& op) {
     case Kind::kAllReduce:
     case Kind::kReduce: {
       int to = request.kind == Kind::kReduce ? root : -1;
-      bool small = request.in[0].bytes <= kSmall || request.in[0].bytes < static_cast<std::uint64_t>(size) * 64;
+      bool small =
+          request.in[0].bytes <= kSmall || request.in[0].bytes < static_cast<std::uint64_t>(size) * 64;
       return small ? reduce_at_once(op, request.in[0], to) : reduce_in_slices(op, request.in[0], to);
     }
     case Kind::kBarrier:

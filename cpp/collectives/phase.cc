@@ -8,8 +8,10 @@
 namespace shoal::collectives {
 
 Phase::Phase(Operation& op)
-    : op_(op), team_(*op.group().team()),
-      lane_(team_.lane(static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lanes())))),
+    : op_(op),
+      team_(*op.group().team()),
+      lane_(team_.lane(
+          static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lanes())))),
       number_(++lane_.phase) {}
 
 Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
@@ -59,7 +61,8 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
 }
 
 Task Phase::meet(int place) {
-  auto published = op_.until([this, place] { return slot(place).phase.load(std::memory_order_acquire) >= number_; });
+  auto published =
+      op_.until([this, place] { return slot(place).phase.load(std::memory_order_acquire) >= number_; });
   co_await published;
   if (!(slot(place).call == op_.call())) {
     Task mismatch = op_.mismatch();
@@ -82,7 +85,7 @@ Task Phase::meet_all() {
   }
 }
 
-Task Phase::all(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows) {
+Task Phase::all(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows) {
   int place = 0;
   auto reached = op_.until([this, counter, windows, place]() mutable {
     for (; place < size(); ++place)
@@ -92,7 +95,7 @@ Task Phase::all(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t win
   co_await reached;
 }
 
-void Phase::advance(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows) {
+void Phase::advance(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows) {
   (seat(self()).counters->*counter).store(target(windows), std::memory_order_release);
   team_.ring_all(lane_);
 }
@@ -123,7 +126,9 @@ std::byte* Phase::staging(int place) const {
   return from.memory->base() + from.counters->staging.load(std::memory_order_acquire);
 }
 
-std::uint64_t Phase::step_bytes(int place) const { return window_ / std::max(slot(place).parts, 1u) / 64 * 64; }
+std::uint64_t Phase::step_bytes(int place) const {
+  return window_ / std::max(slot(place).parts, 1u) / 64 * 64;
+}
 
 Task Phase::stage(std::uint64_t window) {
   if (window < 2) {
@@ -136,13 +141,15 @@ Task Phase::stage(std::uint64_t window) {
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     std::uint64_t offset = window * step;
     if (offset >= parts_[i].bytes) continue;
-    kernels::copy(buffer + i * step, parts_[i].data + offset, std::min(step, parts_[i].bytes - offset), false);
+    kernels::copy(buffer + i * step, parts_[i].data + offset, std::min(step, parts_[i].bytes - offset),
+                  false);
   }
   advance(&Counters::staged, window + 1);
 }
 
 Task Phase::staged(int place, std::uint64_t windows) {
-  auto ready = op_.until([this, place, windows] { return reached(place, &Counters::staged) >= target(windows); });
+  auto ready =
+      op_.until([this, place, windows] { return reached(place, &Counters::staged) >= target(windows); });
   co_await ready;
 }
 

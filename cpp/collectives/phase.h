@@ -19,16 +19,16 @@ class Phase {
   int self() const { return team_.self(); }
   int size() const { return team_.size(); }
 
-  // Publishes what this member exposes: inline if it is small, in place if it lies in shared memory, else to be staged
-  // in windows of `window` bytes.
+  // Publishes what this member exposes: inline if it is small, in place if it lies in shared memory, else to
+  // be staged in windows of `window` bytes.
   Task open(std::vector<Span> parts, std::uint64_t window);
   // Waits until a member (or all) has published, and compares what it calls.
   Task meet(int place);
   Task meet_all();
   // Waits until a counter of every other member has reached `window` windows of this phase.
-  Task all(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows);
+  Task all(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows);
   // Tells the others; at the end of the phase they need nothing more of this member.
-  void advance(std::atomic<std::uint64_t> Counters::*counter, std::uint64_t windows);
+  void advance(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows);
   Task close();
 
   const Slot& slot(int place) const { return seat(place).slot(number_); }
@@ -45,7 +45,7 @@ class Phase {
   Task staged(int place, std::uint64_t windows);
   std::uint64_t step_bytes(int place) const;  // bytes of each part in a window
   std::uint64_t windows() const { return windows_; }
-  std::uint64_t reached(int place, std::atomic<std::uint64_t> Counters::*counter) const {
+  std::uint64_t reached(int place, std::atomic<std::uint64_t> Counters::* counter) const {
     return (seat(place).counters->*counter).load(std::memory_order_acquire);
   }
   std::uint64_t target(std::uint64_t windows) const { return (number_ << kPhaseShift) + windows; }

@@ -14,7 +14,8 @@ void copy(const Span& to, const Span& from) {
 // A group of one: what a reduction does to a single input still happens (factors, bools).
 Task alone(Operation& op) {
   const Request& request = op.request();
-  if (request.kind == Kind::kAllReduce || request.kind == Kind::kReduce || request.kind == Kind::kReduceScatter) {
+  if (request.kind == Kind::kAllReduce || request.kind == Kind::kReduce ||
+      request.kind == Kind::kReduceScatter) {
     const void* from = request.in[0].data;
     void* to = request.out.empty() ? request.in[0].data : request.out[0].data;
     std::uint64_t count = request.in[0].bytes / itemsize(request.reduction.dtype);
@@ -31,7 +32,8 @@ std::vector<Span> parts_of(const std::vector<Span>& spans, int parts) {
   if (spans.size() != 1 || parts == 1) return spans;
   std::vector<Span> split;
   std::uint64_t bytes = spans[0].bytes / static_cast<std::uint64_t>(parts);
-  for (int i = 0; i < parts; ++i) split.push_back(slice(spans[0], static_cast<std::uint64_t>(i) * bytes, bytes));
+  for (int i = 0; i < parts; ++i)
+    split.push_back(slice(spans[0], static_cast<std::uint64_t>(i) * bytes, bytes));
   return split;
 }
 
@@ -66,7 +68,8 @@ Task shared(Operation& op) {
       if (rank != root) pulls.push_back({root, 0, request.out[0]});
       return exchange(op, rank == root ? std::vector<Span>{request.out[0]} : std::vector<Span>{}, pulls);
     case Kind::kAllGather:
-      for (int place = 0; place < size; ++place) pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});
+      for (int place = 0; place < size; ++place)
+        pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});
       return exchange(op, request.in, pulls);
     case Kind::kGather:
       for (int place = 0; rank == root && place < size; ++place)
@@ -76,7 +79,8 @@ Task shared(Operation& op) {
       pulls.push_back({root, self, request.out[0]});
       return exchange(op, rank == root ? in : std::vector<Span>{}, pulls);
     case Kind::kAllToAll:
-      for (int place = 0; place < size; ++place) pulls.push_back({place, self, out[static_cast<std::size_t>(place)]});
+      for (int place = 0; place < size; ++place)
+        pulls.push_back({place, self, out[static_cast<std::size_t>(place)]});
       return exchange(op, in, pulls);
     default: {
       std::vector<Reduce> jobs(1, Reduce{self, request.out[0].data});
@@ -122,12 +126,13 @@ Task receive(Operation& op) {
   mine.kind = static_cast<std::uint8_t>(Kind::kRecv);
   mine.dtype = request.shape.dtype;
   mine.count = request.out[0].bytes / itemsize(static_cast<DType>(mine.dtype));
-  op.group().fail({ErrorCode::kMismatch,
-                   "a message with tag " + std::to_string(request.tag) + " does not fit its receiver:\n  rank " +
-                       std::to_string(incoming->header.source) + ": " + describe(theirs) + "\n  rank " +
-                       std::to_string(op.group().rank()) + ": " + describe(mine),
-                   {}},
-                  true);
+  op.group().fail(
+      {ErrorCode::kMismatch,
+       "a message with tag " + std::to_string(request.tag) + " does not fit its receiver:\n  rank " +
+           std::to_string(incoming->header.source) + ": " + describe(theirs) + "\n  rank " +
+           std::to_string(op.group().rank()) + ": " + describe(mine),
+       {}},
+      true);
   auto never = op.never();
   co_await never;
 }

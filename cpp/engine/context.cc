@@ -16,7 +16,8 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kMillisecond = 1'000'000;
-constexpr std::int64_t kActive = 20 * kMillisecond;  // how long after a submission the progress thread looks in
+constexpr std::int64_t kActive =
+    20 * kMillisecond;  // how long after a submission the progress thread looks in
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -66,14 +67,14 @@ std::uint64_t Context::make_ring() {
   return offset;
 }
 
-void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out, std::uint64_t in,
-                        int pid) {
+void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
+                        std::uint64_t in, int pid) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   peer.memory = std::make_unique<Mapping>(memory_fd, capacity);
   peer.socket = socket;
   auto& header = *peer.memory->at<ArenaHeader>(0);
-  auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out), peer.memory->at<Ring>(in),
-                                         ring_capacity_, &header.doorbell);
+  auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out),
+                                         peer.memory->at<Ring>(in), ring_capacity_, &header.doorbell);
   peer.ring = link.get();
   peer.link = std::move(link);
   ring_peers_.push_back(rank);
@@ -105,7 +106,8 @@ const Mapping& Context::peer_memory(int peer) const {
   return peer == options_.rank ? arena_->mapping() : *peers_[static_cast<std::size_t>(peer)].memory;
 }
 
-// -- groups ---------------------------------------------------------------------------------------------------------
+// -- groups
+// ---------------------------------------------------------------------------------------------------------
 
 std::shared_ptr<Group> Context::make_group(Group::Options options) {
   auto group = std::make_shared<Group>(shared_from_this(), std::move(options));
@@ -160,7 +162,8 @@ std::shared_ptr<Group> Context::find(std::uint64_t ident) {
   return nullptr;
 }
 
-// -- progress -------------------------------------------------------------------------------------------------------
+// -- progress
+// -------------------------------------------------------------------------------------------------------
 
 bool Context::poll_rings() {
   bool any = false;
@@ -243,7 +246,8 @@ void Context::progress_loop() {
       Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
       bool still = false;
       bool moved = progress(still);
-      if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen && !stop_.load()) {
+      if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
+          !stop_.load()) {
         std::int64_t nap = waiting ? 50 * kMillisecond : active ? kMillisecond : 1000 * kMillisecond;
         sleeper.sleep(std::min(nap, next - now));
       }
@@ -252,7 +256,8 @@ void Context::progress_loop() {
   }
 }
 
-// -- completions ----------------------------------------------------------------------------------------------------
+// -- completions
+// ----------------------------------------------------------------------------------------------------
 
 void Context::announce(std::uint64_t ticket) {
   std::lock_guard lock(completions_mutex_);
@@ -269,7 +274,8 @@ std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
   return tickets;
 }
 
-// -- frames ---------------------------------------------------------------------------------------------------------
+// -- frames
+// ---------------------------------------------------------------------------------------------------------
 
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {

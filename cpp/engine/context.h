@@ -26,10 +26,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   struct Options {
     int rank = 0;
     int size = 1;
-    int local_size = 1;            // ranks on this host, for deciding whether to spin
-    std::size_t capacity = 0;      // bytes of address space for shared memory
-    std::size_t limit = 0;         // bytes of shared memory that may be in use
-    std::int64_t heartbeat = 0;    // nanoseconds without a word from a remote peer until it is lost
+    int local_size = 1;          // ranks on this host, for deciding whether to spin
+    std::size_t capacity = 0;    // bytes of address space for shared memory
+    std::size_t limit = 0;       // bytes of shared memory that may be in use
+    std::int64_t heartbeat = 0;  // nanoseconds without a word from a remote peer until it is lost
   };
   explicit Context(Options options);
   ~Context() override;
@@ -39,7 +39,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::size_t memory_capacity() const { return arena_->capacity(); }
   std::uint64_t make_ring();
   // out: our ring in our arena; in: the peer's in its arena.
-  void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out, std::uint64_t in, int pid);
+  void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
+                 std::uint64_t in, int pid);
   void add_remote(int peer, int socket);
   void start();
 
@@ -51,8 +52,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::vector<std::uint64_t> completions(std::int64_t timeout);
   void announce(std::uint64_t ticket);
   void close(std::int64_t deadline);
-  void disown();                        // in a forked child
-  void sever(int peer);                 // fault injection: cut the connection
+  void disown();                                // in a forked child
+  void sever(int peer);                         // fault injection: cut the connection
   void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
 
   int rank() const { return options_.rank; }

@@ -16,13 +16,15 @@ constexpr std::int64_t kInquiryTime = 400'000'000;  // how long peers may take t
 enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
 
 const char* kind_name(std::uint8_t kind) {
-  static const char* const names[] = {"?",      "all_reduce", "reduce",     "broadcast", "all_gather", "reduce_scatter",
-                                      "gather", "scatter",    "all_to_all", "barrier",   "send",       "recv"};
+  static const char* const names[] = {"?",          "all_reduce",     "reduce", "broadcast",
+                                      "all_gather", "reduce_scatter", "gather", "scatter",
+                                      "all_to_all", "barrier",        "send",   "recv"};
   return kind < 12 ? names[kind] : names[0];
 }
 
 bool reduces(std::uint8_t kind) {
-  return kind == static_cast<std::uint8_t>(Kind::kAllReduce) || kind == static_cast<std::uint8_t>(Kind::kReduce) ||
+  return kind == static_cast<std::uint8_t>(Kind::kAllReduce) ||
+         kind == static_cast<std::uint8_t>(Kind::kReduce) ||
          kind == static_cast<std::uint8_t>(Kind::kReduceScatter);
 }
 
@@ -46,7 +48,8 @@ std::string describe(const Fingerprint& call) {
       out << hash;
     }
     if (reduces(call.kind)) out << ", op=" << shoal::name(static_cast<RedOp>(call.op));
-    if (reduces(call.kind) && static_cast<RedOp>(call.op) == RedOp::kPremulSum) out << '(' << call.factor << ')';
+    if (reduces(call.kind) && static_cast<RedOp>(call.op) == RedOp::kPremulSum)
+      out << '(' << call.factor << ')';
     if (call.root >= 0) out << ", root=" << call.root;
   }
   out << ')';
@@ -60,7 +63,8 @@ std::string describe(const Request& request) {
     return name + " (operation " + std::to_string(request.channel) + ")";
   }
   std::string peer = request.peer < 0 ? "any rank" : "rank " + std::to_string(request.peer);
-  return name + (request.kind == Kind::kSend ? " to " : " from ") + peer + " (tag " + std::to_string(request.tag) + ")";
+  return name + (request.kind == Kind::kSend ? " to " : " from ") + peer + " (tag " +
+         std::to_string(request.tag) + ")";
 }
 
 void Group::fail(Error error, bool announce) {
@@ -143,7 +147,8 @@ void Group::on_call_seen(std::uint64_t channel, const Fingerprint& call) {
 
 void Group::suspect(std::uint64_t channel) { begin_inquiry(channel, true, {}, 0); }
 
-void Group::begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation, std::int64_t timeout) {
+void Group::begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation,
+                          std::int64_t timeout) {
   FrameHeader query = frame(FrameType::kCallQuery);
   query.channel = channel;
   {
@@ -214,7 +219,8 @@ void Group::finish_inquiry() {
   {
     std::lock_guard lock(state_mutex_);
     if (!inquiry_) return;
-    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_)) earlier = inquiry_->channel - 1;
+    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_))
+      earlier = inquiry_->channel - 1;
     if (earlier && recent_call(*earlier)) inquiry_.reset();
   }
   if (earlier && recent_call(*earlier)) {
@@ -234,7 +240,8 @@ void Group::finish_inquiry() {
       for (std::size_t r = 0; r < inquiry_->replies.size(); ++r) {
         const auto& reply = inquiry_->replies[r];
         if (reply && reply->code != kNotArrived) {
-          differ |= reply->code == kKnown && !reply->call.same_call(inquiry_->replies[static_cast<std::size_t>(rank())]->call);
+          differ |= reply->code == kKnown &&
+                    !reply->call.same_call(inquiry_->replies[static_cast<std::size_t>(rank())]->call);
           continue;
         }
         error.ranks.push_back(static_cast<int>(r));
@@ -245,7 +252,8 @@ void Group::finish_inquiry() {
       if (!absent.empty()) error.text += "; ranks that never arrived: " + absent;
       if (!silent.empty()) error.text += "; ranks that do not answer at all: " + silent;
       if (error.ranks.empty())
-        error.text += differ ? "; " + table(*inquiry_) : "; all ranks have arrived, but the data did not come in time";
+        error.text +=
+            differ ? "; " + table(*inquiry_) : "; all ranks have arrived, but the data did not come in time";
     }
   }
   fail(std::move(error), true);

@@ -235,9 +235,11 @@ void Group::check(std::int64_t now, std::int64_t& next) {
       begin_inquiry(request.channel, false, describe(request), request.timeout);
       continue;
     }
-    Error error{ErrorCode::kTimeout, describe(request) + " did not finish within " + seconds(request.timeout), {}};
+    Error error{
+        ErrorCode::kTimeout, describe(request) + " did not finish within " + seconds(request.timeout), {}};
     if (request.peer >= 0) error.ranks.push_back(request.peer);
-    error.text += request.kind == Kind::kRecv ? ": no matching message came" : ": the receiver took no notice of it";
+    error.text +=
+        request.kind == Kind::kRecv ? ": no matching message came" : ": the receiver took no notice of it";
     fail(std::move(error), true);
   }
   bool over = false;
@@ -290,7 +292,8 @@ void Group::close(std::int64_t deadline) {
 bool Group::all_peers_gone() {
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r)
-    if (r != rank() && departed_[static_cast<std::size_t>(r)] == ~0ULL && !context_->gone(global(r))) return false;
+    if (r != rank() && departed_[static_cast<std::size_t>(r)] == ~0ULL && !context_->gone(global(r)))
+      return false;
   return true;
 }
 

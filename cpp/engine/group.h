@@ -46,9 +46,9 @@ class Group : public std::enable_shared_from_this<Group> {
   int global(int rank) const { return options_.ranks[static_cast<std::size_t>(rank)]; }
   int rank_of(int global) const;
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }  // members of each host, ascending
-  int host() const { return host_; }                                    // index of this one
+  int host() const { return host_; }                                     // index of this one
   int lanes() const { return options_.lanes; }
-  Team* team() const { return team_.get(); }                            // null if alone on this host
+  Team* team() const { return team_.get(); }  // null if alone on this host
   Link* link(int rank) const;
 
   OperationPtr submit(Request request);
@@ -101,7 +101,8 @@ class Group : public std::enable_shared_from_this<Group> {
   bool run(Lane& lane);
   bool run_loose(const OperationPtr& op);
   void note(Operation& op, bool numbered);
-  void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation, std::int64_t timeout);
+  void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation,
+                     std::int64_t timeout);
   void finish_inquiry();
   std::string table(const Inquiry& inquiry) const;
   bool calls_differ(const Inquiry& inquiry) const;
@@ -129,7 +130,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> closed_{false};
   std::mutex state_mutex_;
   Error error_;
-  std::vector<std::uint64_t> departed_;  // per rank: the first number it will not submit; ~0 while it is there
+  std::vector<std::uint64_t>
+      departed_;  // per rank: the first number it will not submit; ~0 while it is there
   std::atomic<bool> any_departed_{false};
   std::optional<Inquiry> inquiry_;
   std::mutex recent_mutex_;

@@ -23,7 +23,8 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
   return true;
 }
 
-void Messenger::ask_for_rest(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming) {
+void Messenger::ask_for_rest(Link& link, const FrameHeader& header,
+                             const std::shared_ptr<Incoming>& incoming) {
   if (header.total <= header.payload) return;
   link.route(header.message, incoming);
   FrameHeader grant;
@@ -52,7 +53,8 @@ void Messenger::post(const std::shared_ptr<Incoming>& incoming) {
     for (auto it = early.begin(); it != early.end(); ++it) {
       Early& message = **it;
       if (message.claimed || message.header.step != incoming->step) continue;
-      if (incoming->source >= 0 && static_cast<std::int32_t>(message.header.source) != incoming->source) continue;
+      if (incoming->source >= 0 && static_cast<std::int32_t>(message.header.source) != incoming->source)
+        continue;
       if (message.complete)
         deliver(message, incoming);
       else
@@ -140,7 +142,8 @@ void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) {
 void Messenger::forget(std::uint64_t group) {
   std::lock_guard lock(mutex_);
   forgotten_.insert(group);
-  std::erase_if(channels_, [&](const auto& entry) { return entry.first.group == group && entry.second.posted.empty(); });
+  std::erase_if(channels_,
+                [&](const auto& entry) { return entry.first.group == group && entry.second.posted.empty(); });
 }
 
 bool Messenger::forgotten(std::uint64_t group) {
@@ -153,8 +156,7 @@ std::vector<Fingerprint> Messenger::early_calls(std::uint64_t group, std::uint64
   std::lock_guard lock(mutex_);
   auto found = channels_.find(Key{group, channel});
   if (found == channels_.end()) return calls;
-  for (auto& early : found->second.early)
-    calls.push_back(early->header.call);
+  for (auto& early : found->second.early) calls.push_back(early->header.call);
   return calls;
 }
 

@@ -18,8 +18,8 @@ class Messenger {
   struct Early {
     FrameHeader header;
     Link* link = nullptr;
-    std::shared_ptr<Incoming> holder;  // receives into `holder->owned` while the payload is on its way
-    std::shared_ptr<Incoming> claimed; // the receive that wants it
+    std::shared_ptr<Incoming> holder;   // receives into `holder->owned` while the payload is on its way
+    std::shared_ptr<Incoming> claimed;  // the receive that wants it
     bool complete = false;
   };
 

@@ -29,7 +29,9 @@ Fingerprint fingerprint(const Request& request) {
 }  // namespace
 
 Operation::Operation(std::shared_ptr<Group> group, Request request)
-    : group_(std::move(group)), request_(std::move(request)), call_(fingerprint(request_)),
+    : group_(std::move(group)),
+      request_(std::move(request)),
+      call_(fingerprint(request_)),
       deadline_(now_ns() + request_.timeout) {}
 
 Operation::~Operation() = default;
@@ -73,15 +75,16 @@ void Operation::complete() {
   task_.reset();
   if (!request_.keyed && request_.kind < Kind::kSend && error_.code == ErrorCode::kNone)
     group_->completed_.store(request_.channel + 1, std::memory_order_relaxed);
-  if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit) group_->context().announce(ticket_);
+  if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
+    group_->context().announce(ticket_);
   group_->context().bell().ring();
 }
 
 void Operation::fail(Error error) {
   if (done()) return;
   std::uint64_t completed = group_->completed_.load(std::memory_order_relaxed);
-  error.text = describe(request_) + " on rank " + std::to_string(group_->rank()) + " of group '" + group_->name() +
-               "' failed: " + error.text +
+  error.text = describe(request_) + " on rank " + std::to_string(group_->rank()) + " of group '" +
+               group_->name() + "' failed: " + error.text +
                (completed > 0 ? " (last operation completed here: " + std::to_string(completed - 1) + ")"
                               : " (no operation had completed here)");
   error_ = std::move(error);

@@ -85,7 +85,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
   const Error& error() const { return error_; }  // once done
-  // True if the operation is already done; otherwise its completion will be announced to Context::completions.
+  // True if the operation is already done; otherwise its completion will be announced to
+  // Context::completions.
   bool announce(std::uint64_t ticket);
 
   // Runs as far as possible; only under the token of its lane.  True if anything moved.

@@ -1,8 +1,8 @@
 // Operations are written as coroutines: straight code that stops where it must wait.
 //
-// A Task starts when it is awaited or resumed, runs until it awaits a Condition that does not hold, and is resumed by
-// whichever thread later finds that it does (Operation::step).  Destroying a suspended Task runs the destructors of
-// everything it holds, which is how a failed operation takes its messages back.
+// A Task starts when it is awaited or resumed, runs until it awaits a Condition that does not hold, and is
+// resumed by whichever thread later finds that it does (Operation::step).  Destroying a suspended Task runs
+// the destructors of everything it holds, which is how a failed operation takes its messages back.
 #pragma once
 
 #include <coroutine>

@@ -39,10 +39,14 @@ std::uint64_t look_up(const ArenaHeader& header, std::uint64_t group) {
 
 }  // namespace
 
-Team::Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks,
-           int self, int lanes)
-    : context_(context), group_(group), members_(std::move(members)),
-      most_parts_(global_ranks.size()), self_(self), lanes_(static_cast<std::size_t>(lanes)) {
+Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
+           const std::vector<int>& global_ranks, int self, int lanes)
+    : context_(context),
+      group_(group),
+      members_(std::move(members)),
+      most_parts_(global_ranks.size()),
+      self_(self),
+      lanes_(static_cast<std::size_t>(lanes)) {
   for (int member : members_) global_.push_back(global_ranks[static_cast<std::size_t>(member)]);
   found_.assign(members_.size(), false);
   for (TeamLane& lane : lanes_) lane.seats.resize(members_.size());

@@ -1,11 +1,11 @@
 // The members of a group on this host, and the memory they share for its collectives.
 //
-// Every member publishes what it does in a block of its own arena and reads the blocks of the others: each word has
-// one writer.  A block has, for each lane, a few counters that only grow, and two slots used in turn.  A slot holds the
-// call's fingerprint, what its owner exposes, and small data itself.
+// Every member publishes what it does in a block of its own arena and reads the blocks of the others: each
+// word has one writer.  A block has, for each lane, a few counters that only grow, and two slots used in
+// turn.  A slot holds the call's fingerprint, what its owner exposes, and small data itself.
 //
-// A phase is one use of a slot: operation of a lane that stays on the host takes one phase, a hierarchical one several.
-// A member may overwrite the slot of phase s-2 once all others have published phase s-1.
+// A phase is one use of a slot: operation of a lane that stays on the host takes one phase, a hierarchical
+// one several. A member may overwrite the slot of phase s-2 once all others have published phase s-1.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@ namespace shoal {
 
 class Context;
 
-constexpr std::size_t kInline = 4096;            // bytes of data in a slot
-constexpr std::size_t kChunk = 256 * 1024;       // bytes of a staging buffer
-constexpr std::size_t kStaging = 4 * kChunk;     // two for what goes in, two for what comes out
-constexpr int kPhaseShift = 24;                  // a counter is phase << kPhaseShift | window
+constexpr std::size_t kInline = 4096;         // bytes of data in a slot
+constexpr std::size_t kChunk = 256 * 1024;    // bytes of a staging buffer
+constexpr std::size_t kStaging = 4 * kChunk;  // two for what goes in, two for what comes out
+constexpr int kPhaseShift = 24;               // a counter is phase << kPhaseShift | window
 
 enum class Exposure : std::uint32_t { kInline, kDirect, kStaged };
 
@@ -65,7 +65,7 @@ struct Seat {
 };
 
 struct TeamLane {
-  std::vector<Seat> seats;   // in team order
+  std::vector<Seat> seats;  // in team order
   std::uint64_t phase = 0;  // the last one begun
   std::unique_ptr<Block> staging;
 };
@@ -73,8 +73,8 @@ struct TeamLane {
 class Team {
  public:
   // members: group ranks on this host in ascending order; `self` is the place of this process among them.
-  Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks, int self,
-       int lanes);
+  Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks,
+       int self, int lanes);
   ~Team();
 
   int size() const { return static_cast<int>(members_.size()); }

@@ -65,8 +65,9 @@ std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
   std::size_t size = rounded(bytes);
   std::lock_guard lock(mutex_);
   if (commit && in_use_ + size > limit_)
-    throw OutOfMemory("the limit of " + std::to_string(limit_ >> 20) + " MiB of shared memory is reached: " +
-                      std::to_string(in_use_ >> 20) + " MiB in use, " + std::to_string(bytes) + " bytes asked for");
+    throw OutOfMemory("the limit of " + std::to_string(limit_ >> 20) +
+                      " MiB of shared memory is reached: " + std::to_string(in_use_ >> 20) + " MiB in use, " +
+                      std::to_string(bytes) + " bytes asked for");
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     if (it->second < size) continue;
     std::uint64_t offset = it->first;
@@ -74,7 +75,8 @@ std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
       int rc;
       do rc = fallocate(fd_, 0, static_cast<off_t>(offset), static_cast<off_t>(size));
       while (rc != 0 && errno == EINTR);
-      if (rc != 0) throw OutOfMemory(reason("cannot allocate shared memory") + " (" + std::to_string(bytes) + " bytes)");
+      if (rc != 0)
+        throw OutOfMemory(reason("cannot allocate shared memory") + " (" + std::to_string(bytes) + " bytes)");
     }
     std::size_t rest = it->second - size;
     free_.erase(it);
@@ -83,8 +85,8 @@ std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
     if (commit) in_use_ += size;
     return offset;
   }
-  throw OutOfMemory("the reserved " + std::to_string(capacity() >> 20) + " MiB of shared memory hold no free range of " +
-                    std::to_string(bytes) + " bytes");
+  throw OutOfMemory("the reserved " + std::to_string(capacity() >> 20) +
+                    " MiB of shared memory hold no free range of " + std::to_string(bytes) + " bytes");
 }
 
 void Arena::release(std::uint64_t offset) {

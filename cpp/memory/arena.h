@@ -1,8 +1,8 @@
 // A process's shared memory: one sparse memfd, reserved once and faulted in as it is used.
 //
-// Nothing of it has a name in a file system, so nothing is left behind however the process ends.  Peers map the
-// same memfd through a descriptor handed over an authenticated socket.  Every range handed out has been committed
-// with fallocate, so that exhausted memory is an error here and never a SIGBUS later.
+// Nothing of it has a name in a file system, so nothing is left behind however the process ends.  Peers map
+// the same memfd through a descriptor handed over an authenticated socket.  Every range handed out has been
+// committed with fallocate, so that exhausted memory is an error here and never a SIGBUS later.
 #pragma once
 
 #include <cstddef>
@@ -52,7 +52,8 @@ class Arena {
   std::size_t in_use() const;
   const Mapping& mapping() const { return *mapping_; }
 
-  // A zero-filled or recycled range of at least `bytes`, page aligned.  commit=false leaves it sparse (rings).
+  // A zero-filled or recycled range of at least `bytes`, page aligned.  commit=false leaves it sparse
+  // (rings).
   std::uint64_t allocate(std::size_t bytes, bool commit = true);
   void release(std::uint64_t offset);
 
@@ -79,7 +80,8 @@ class Arena {
 // A range that returns to its arena when the last owner lets go; the arena outlives it.
 class Block {
  public:
-  Block(std::shared_ptr<Arena> arena, std::size_t bytes) : arena_(std::move(arena)), offset_(arena_->allocate(bytes)) {}
+  Block(std::shared_ptr<Arena> arena, std::size_t bytes)
+      : arena_(std::move(arena)), offset_(arena_->allocate(bytes)) {}
   ~Block() {
     if (!leaked_) arena_->release(offset_);
   }

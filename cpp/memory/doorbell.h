@@ -1,7 +1,7 @@
 // The one futex word by which a process is woken, and what else its peers may see of it at fixed places.
 //
-// A publisher stores its data, then rings; ringing costs a system call only when somebody sleeps.  A sleeper reads
-// the word, registers, looks at the data again, and only then waits for the word to change.
+// A publisher stores its data, then rings; ringing costs a system call only when somebody sleeps.  A sleeper
+// reads the word, registers, looks at the data again, and only then waits for the word to change.
 #pragma once
 
 #include <linux/futex.h>
@@ -35,7 +35,8 @@ struct alignas(64) Doorbell {
   // A frame was written.
   void ring_link() {
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if ((sleepers_any.load(std::memory_order_relaxed) | sleepers_link.load(std::memory_order_relaxed)) != 0) wake();
+    if ((sleepers_any.load(std::memory_order_relaxed) | sleepers_link.load(std::memory_order_relaxed)) != 0)
+      wake();
   }
   void wake() {
     word.fetch_add(1, std::memory_order_acq_rel);
@@ -46,7 +47,9 @@ struct alignas(64) Doorbell {
   class Sleeper {
    public:
     Sleeper(Doorbell& bell, Wake kind)
-        : bell_(bell), count_(kind == Wake::Any ? bell.sleepers_any : bell.sleepers_link), seen_(bell.read()) {
+        : bell_(bell),
+          count_(kind == Wake::Any ? bell.sleepers_any : bell.sleepers_link),
+          seen_(bell.read()) {
       count_.fetch_add(1, std::memory_order_seq_cst);
       std::atomic_thread_fence(std::memory_order_seq_cst);
     }
@@ -56,8 +59,10 @@ struct alignas(64) Doorbell {
     // Sleeps until rung since construction, at most so many nanoseconds.
     void sleep(std::int64_t nanoseconds) {
       if (nanoseconds <= 0) return;
-      timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
-      syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&bell_.word), FUTEX_WAIT, seen_, &limit, nullptr, 0);
+      timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000),
+                     static_cast<long>(nanoseconds % 1'000'000'000)};
+      syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&bell_.word), FUTEX_WAIT, seen_, &limit, nullptr,
+              0);
     }
 
    private:

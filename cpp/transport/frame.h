@@ -1,8 +1,8 @@
 // What travels on a link: a fixed header, then a payload.
 //
-// A message is one kMessage frame with at most kEager bytes of it; if it is longer, the receiver answers with kGrant
-// once it has a buffer, and the rest follows in kMore frames of bounded size, so that groups which share a link take
-// turns and a message nobody reads blocks no other.
+// A message is one kMessage frame with at most kEager bytes of it; if it is longer, the receiver answers with
+// kGrant once it has a buffer, and the rest follows in kMore frames of bounded size, so that groups which
+// share a link take turns and a message nobody reads blocks no other.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +22,11 @@ enum class FrameType : std::uint16_t {
   kMessage = 1,
   kMore = 2,
   kGrant = 3,
-  kCallQuery = 4,   // "what did you call as operation `channel`?"
+  kCallQuery = 4,  // "what did you call as operation `channel`?"
   kCallReply = 5,
-  kBroken = 6,      // the sender's group ended; payload: why
-  kGroupClosed = 7, // orderly end of a group
-  kBye = 8,         // orderly end of the process
+  kBroken = 6,       // the sender's group ended; payload: why
+  kGroupClosed = 7,  // orderly end of a group
+  kBye = 8,          // orderly end of the process
   kHeartbeat = 9,
 };
 
@@ -37,11 +37,11 @@ struct Fingerprint {
   std::uint8_t op = 0;
   std::uint8_t form = 0;
   std::int32_t root = -1;
-  std::uint64_t count = 0;       // elements, where it must be equal on all ranks
-  std::uint64_t sizes = 0;       // hash of the list of sizes, where it must be equal
+  std::uint64_t count = 0;  // elements, where it must be equal on all ranks
+  std::uint64_t sizes = 0;  // hash of the list of sizes, where it must be equal
   double factor = 0;
-  // A hash of all numbered calls before this one: a rank that had no reason to compare an earlier call (the root of a
-  // broadcast) finds out at the next.
+  // A hash of all numbered calls before this one: a rank that had no reason to compare an earlier call (the
+  // root of a broadcast) finds out at the next.
   std::uint64_t history = 0;
 
   bool operator==(const Fingerprint& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
@@ -62,14 +62,14 @@ struct Shape {
 struct FrameHeader {
   std::uint32_t magic = kFrameMagic;
   FrameType type{};
-  std::uint16_t code = 0;        // kBroken: the error code; kCallReply: 1 if the call is known
-  std::uint32_t payload = 0;     // bytes that follow
-  std::uint32_t source = 0;      // rank in the group
+  std::uint16_t code = 0;     // kBroken: the error code; kCallReply: 1 if the call is known
+  std::uint32_t payload = 0;  // bytes that follow
+  std::uint32_t source = 0;   // rank in the group
   std::uint64_t group = 0;
-  std::uint64_t channel = 0;     // operation number or key, or kPointToPoint | tag
-  std::uint64_t message = 0;     // the sender's name for it, for grants
-  std::uint64_t total = 0;       // bytes of the whole message
-  std::uint32_t step = 0;        // which message of the operation
+  std::uint64_t channel = 0;  // operation number or key, or kPointToPoint | tag
+  std::uint64_t message = 0;  // the sender's name for it, for grants
+  std::uint64_t total = 0;    // bytes of the whole message
+  std::uint32_t step = 0;     // which message of the operation
   std::uint32_t unused = 0;
   union {
     Fingerprint call;

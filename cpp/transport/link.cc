@@ -16,7 +16,8 @@ Link::Push Link::push(Item& item) {
     int count = 0;
     std::size_t body = 0;
     if (item.written < sizeof(FrameHeader)) {
-      parts[count++] = {reinterpret_cast<std::byte*>(&item.header) + item.written, sizeof(FrameHeader) - item.written};
+      parts[count++] = {reinterpret_cast<std::byte*>(&item.header) + item.written,
+                        sizeof(FrameHeader) - item.written};
     } else {
       body = item.written - sizeof(FrameHeader);
     }
@@ -164,7 +165,8 @@ void Link::detach(const Incoming* incoming) {
   std::lock_guard lock(receive_mutex_);
   if (destination_.incoming.get() == incoming) destination_ = {};
   std::lock_guard routes(route_mutex_);
-  for (auto it = routes_.begin(); it != routes_.end();) it = it->second.get() == incoming ? routes_.erase(it) : ++it;
+  for (auto it = routes_.begin(); it != routes_.end();)
+    it = it->second.get() == incoming ? routes_.erase(it) : ++it;
 }
 
 bool Link::receive() {

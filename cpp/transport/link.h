@@ -1,4 +1,5 @@
-// A link carries frames between this process and one peer, whatever lies below (a socket, or a pair of rings).
+// A link carries frames between this process and one peer, whatever lies below (a socket, or a pair of
+// rings).
 //
 // Any thread may send; whoever gets the receive lock reads.  Nothing here blocks.
 #pragma once
@@ -35,9 +36,9 @@ struct Incoming {
   std::int32_t source = -1;  // group rank; -1: any
   std::byte* data = nullptr;
   std::uint64_t capacity = 0;
-  bool allocate = false;  // no buffer: take whatever arrives
-  Fingerprint call;       // collectives: what the sender must claim
-  std::uint8_t dtype = 0; // point to point, with a buffer: what the sender must send
+  bool allocate = false;   // no buffer: take whatever arrives
+  Fingerprint call;        // collectives: what the sender must claim
+  std::uint8_t dtype = 0;  // point to point, with a buffer: what the sender must send
   // filled in by the match
   FrameHeader header;
   std::uint64_t received = 0;

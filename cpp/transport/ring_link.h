@@ -40,9 +40,12 @@ class RingLink final : public Link {
     std::ptrdiff_t moved = 0;
     for (int i = 0; i < count && room > 0; ++i) {
       std::size_t bytes = parts[i].iov_len < room ? parts[i].iov_len : static_cast<std::size_t>(room);
-      transfer(head, bytes, [&](std::byte* ring, std::size_t offset, std::size_t n) {
-        std::memcpy(ring, static_cast<const std::byte*>(parts[i].iov_base) + offset, n);
-      }, out_);
+      transfer(
+          head, bytes,
+          [&](std::byte* ring, std::size_t offset, std::size_t n) {
+            std::memcpy(ring, static_cast<const std::byte*>(parts[i].iov_base) + offset, n);
+          },
+          out_);
       head += bytes;
       room -= bytes;
       moved += static_cast<std::ptrdiff_t>(bytes);
@@ -57,9 +60,10 @@ class RingLink final : public Link {
     std::uint64_t there = in_->head.load(std::memory_order_acquire) - tail;
     if (there == 0) return 0;
     if (bytes > there) bytes = static_cast<std::size_t>(there);
-    transfer(tail, bytes, [&](std::byte* ring, std::size_t offset, std::size_t n) {
-      std::memcpy(data + offset, ring, n);
-    }, in_);
+    transfer(
+        tail, bytes,
+        [&](std::byte* ring, std::size_t offset, std::size_t n) { std::memcpy(data + offset, ring, n); },
+        in_);
     in_->tail.store(tail + bytes, std::memory_order_seq_cst);
     if (in_->full.load(std::memory_order_seq_cst) != 0 && in_->full.exchange(0) != 0) bell_->ring_link();
     return static_cast<std::ptrdiff_t>(bytes);
