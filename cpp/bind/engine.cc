@@ -143,11 +143,11 @@ void bind_engine(nb::module_& m) {
   });
 
   nb::class_<Operation>(m, "Operation", "One operation on its way.")
-      .def("done", &Operation::done)
+      .def("done", [](Operation& op) { return op.done() || op.orphaned(); })
       .def(
           "wait",
           [](std::shared_ptr<Operation> op, double timeout) {
-            if (op->done()) return true;
+            if (op->done() || op->orphaned()) return true;
             nb::gil_scoped_release release;
             return op->group().context().wait(*op, until(timeout));
           },
@@ -226,5 +226,9 @@ void bind_engine(nb::module_& m) {
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
       .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
-      .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.");
+      .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.")
+      .def(
+          "die_at", [](Context& context, int point) { context.die_at(static_cast<Fault>(point)); },
+          nb::arg("point"),
+          "Be killed where an operation reaches a point, for tests; see cpp/engine/context.h.");
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "collectives/phase.h"
+#include "engine/context.h"
 
 namespace shoal::collectives {
 namespace {
@@ -35,10 +36,13 @@ void reduce_small(Work& work) {
                   work.data.bytes / work.item, false);
 }
 
-void reduce_fused(Work& work) {
+// False if the group broke meanwhile: the slice is not whole, and nobody may be told that it is.
+bool reduce_fused(Work& work) {
+  Group& group = work.phase.op().group();
   auto [first, last] = share(work.data.bytes / work.item, work.item, work.phase.size(), work.phase.self());
   const bool stream = work.data.bytes >= kStream;
-  for (std::uint64_t at = first; at < last && !work.phase.op().group().broken(); at += kStride / work.item) {
+  for (std::uint64_t at = first; at < last; at += kStride / work.item) {
+    if (group.broken()) return false;
     std::uint64_t count = std::min<std::uint64_t>(kStride / work.item, last - at);
     work.sources.clear();
     work.destinations.clear();
@@ -49,7 +53,9 @@ void reduce_fused(Work& work) {
     }
     kernels::reduce(work.reduction, work.destinations.data(), work.destinations.size(), work.sources.data(),
                     work.sources.size(), count, stream);
+    group.context().reached(Fault::kWriting);
   }
+  return true;
 }
 
 Task reduce_staged(Work& work) {
@@ -134,8 +140,12 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
   if (phase.exposure() == Exposure::kInline) {
     reduce_small(work);
   } else if (phase.all_direct()) {
-    reduce_fused(work);
+    if (!reduce_fused(work)) {
+      auto never = op.never();
+      co_await never;
+    }
     phase.advance(&Counters::reduced, 1);
+    op.group().context().reached(Fault::kReduced);
     Task reduced = phase.all(&Counters::reduced, 1);
     co_await reduced;
   } else {

@@ -1,5 +1,6 @@
 #include "engine/context.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -96,8 +97,15 @@ void Context::add_remote(int rank, int socket) {
 
 void Context::start() {
   started_ = true;
+  // Signals are for the threads of the program: they interrupt its system calls and run its handlers.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
   progress_thread_ = std::thread([this] { progress_loop(); });
   watch_thread_ = std::thread([this] { watch_loop(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(progress_thread_.native_handle(), "shoal-progress");
+  pthread_setname_np(watch_thread_.native_handle(), "shoal-watch");
 }
 
 Link* Context::link(int peer) const { return peers_[static_cast<std::size_t>(peer)].link.get(); }

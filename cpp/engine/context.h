@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <csignal>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -20,6 +21,14 @@
 #include "transport/tcp_link.h"
 
 namespace shoal {
+
+// Where a rank can be told to die, for tests: the moments that a signal from outside would hit only by luck.
+enum class Fault : int {
+  kNone,
+  kWriting,   // in the fused pass, after the first part of its slice was written to all members
+  kReduced,   // after it told the members that its slice is reduced
+  kFinished,  // an operation is done here, and nobody was told so
+};
 
 class Context : public FrameSink, public std::enable_shared_from_this<Context> {
  public:
@@ -55,8 +64,14 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void disown();                                // in a forked child
   void sever(int peer);                         // fault injection: cut the connection
   void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
+  void die_at(Fault point) { fault_.store(point, std::memory_order_relaxed); }
+  void reached(Fault point) const {
+    if (fault_.load(std::memory_order_relaxed) == point) [[unlikely]]
+      std::raise(SIGKILL);
+  }
 
   int rank() const { return options_.rank; }
+  bool forked() const { return forked_; }  // this is a forked child: no threads, sockets or shared memory
   const std::shared_ptr<Arena>& arena() const { return arena_; }
   ArenaHeader& header() const { return *header_; }
   Doorbell& bell() const { return header_->doorbell; }
@@ -122,6 +137,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<bool> deep_{false};
   std::atomic<std::uint64_t> submissions_{0};
   std::atomic<bool> silent_{false};
+  std::atomic<Fault> fault_{Fault::kNone};
   std::int64_t last_beat_ = 0;
   bool started_ = false, closed_ = false, forked_ = false;
 

@@ -72,6 +72,7 @@ bool Operation::step() {
 }
 
 void Operation::complete() {
+  if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
   if (!request_.keyed && request_.kind < Kind::kSend && error_.code == ErrorCode::kNone)
     group_->completed_.store(request_.channel + 1, std::memory_order_relaxed);
@@ -89,6 +90,17 @@ void Operation::fail(Error error) {
                               : " (no operation had completed here)");
   error_ = std::move(error);
   complete();
+}
+
+bool Operation::orphaned() {
+  if (done() || !group_->context().forked()) return false;
+  error_ = {ErrorCode::kForked,
+            describe(request_) + " of group '" + group_->name() +
+                "' belongs to the process that this one was forked from; wait for it there",
+            {}};
+  state_.fetch_or(kDoneBit,
+                  std::memory_order_acq_rel);  // the coroutine stays as it was: it owns what is not ours
+  return true;
 }
 
 Task Operation::mismatch() {

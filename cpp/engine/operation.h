@@ -42,6 +42,7 @@ enum class ErrorCode : std::uint16_t {
   kAborted = 4,
   kClosed = 5,
   kOutOfMemory = 6,
+  kForked = 7,
 };
 
 struct Error {
@@ -92,6 +93,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Runs as far as possible; only under the token of its lane.  True if anything moved.
   bool step();
   void fail(Error error);
+  // In a forked child an operation that was not done never will be: it fails.  True if so.
+  bool orphaned();
 
   // Waits inside the operation's coroutine: co_await op.until([&] { return ...; }).
   template <class Predicate>

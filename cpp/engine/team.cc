@@ -60,7 +60,9 @@ Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
   entry_ = enter(context_.header(), group_, block_->offset());
 }
 
-Team::~Team() { entry_->group.store(kGone, std::memory_order_release); }
+Team::~Team() {
+  if (!context_.forked()) entry_->group.store(kGone, std::memory_order_release);
+}
 
 std::size_t Team::slot_bytes() const {
   std::size_t bytes = sizeof(Slot) + most_parts_ * sizeof(PartEntry) + kInline;

@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from .. import _core, config
 from ..errors import (
     CollectiveMismatch,
+    ForkedProcess,
     GroupAborted,
     GroupClosed,
     GroupError,
@@ -35,6 +36,7 @@ _FOREVER = 1e12  # seconds
 _MAX_DIMS = 8  # what a message's header holds
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
 _ALL_REDUCE = OpKind.ALL_REDUCE
+_FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
 
 
 class NativeBackend(Backend):
@@ -147,6 +149,10 @@ class NativeBackend(Backend):
     def hush(self, silent: bool = True) -> None:
         """Stop (or go on) sending signs of life."""
         self._context.hush(silent)
+
+    def die_at(self, point: str) -> None:
+        """Be killed where an operation next reaches ``point``; see :func:`shoal.testing.faults.die_at`."""
+        self._context.die_at(_FAULTS.index(point))
 
 
 class NativeChannel(DataChannel):
@@ -286,7 +292,7 @@ def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:
         return PeerLost(text, ranks)
     if code == 3:
         return OperationTimeout(text, ranks)
-    kinds = {2: CollectiveMismatch, 4: GroupAborted, 5: GroupClosed, 6: OutOfSharedMemory}
+    kinds = {2: CollectiveMismatch, 4: GroupAborted, 5: GroupClosed, 6: OutOfSharedMemory, 7: ForkedProcess}
     return kinds.get(code, GroupError)(text)
 
 

@@ -341,11 +341,11 @@ class ProcessGroup(Collectives, PointToPoint):
                         group.close(_remaining(deadline))
                 self._channel.close(_remaining(deadline))
             finally:
-                fork.forget(self)
                 self._family.discard(self)
                 self._state = "closed"
                 if self._owner is not None:
                     self._owner(_remaining(deadline))
+                fork.forget(self)  # not before: until now a forked child would have inherited connections
 
     def _become_forked(self) -> None:
         # The locks may have been held by threads that the child does not have.

@@ -91,6 +91,25 @@ def sever(group: ProcessGroup, rank: int) -> None:
     backend.sever(group.ranks[rank])
 
 
+def hush(group: ProcessGroup, silent: bool = True) -> None:
+    """Send no signs of life to other hosts (or send them again), as a host that hangs."""
+    backend: Any = group._backend
+    backend.hush(silent)
+
+
+def die_at(group: ProcessGroup, point: str) -> None:
+    """Have this process killed (SIGKILL) when one of its operations next reaches a point inside the engine.
+
+    Args:
+        group: of the native backend; operations of all its groups count.
+        point: ``"writing"``: a part of the result of an all-reduce in shared memory is written to everybody;
+            ``"reduced"``: all of this rank's part is, and the others have been told; ``"finished"``: an
+            operation of any kind is complete here, and the program has not heard so.
+    """
+    backend: Any = group._backend
+    backend.die_at(point)
+
+
 def _descriptor_of(pid: int, descriptor: int) -> int:
     """A descriptor of ours for the file behind another process's."""
     if pid == os.getpid():
