@@ -37,8 +37,9 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   ring_capacity_ = options_.local_size <= 8 ? 256 * 1024 : 64 * 1024;
   // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
   bool roomy = options_.local_size <= static_cast<int>(std::thread::hardware_concurrency());
-  spins_ = roomy ? 2000 : 0;
-  yields_ = roomy ? 20 : 30;
+  // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake again.
+  spins_ = roomy ? 1000 : 0;
+  patience_ = roomy ? kMillisecond : kMillisecond / 5;
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   watch(wakeup_, kWakeup);
@@ -205,8 +206,8 @@ bool Context::wait(Operation& op, std::int64_t until) {
     explicit Attention(Operation& o) : op(o) { op.group().attend(op, 1); }
     ~Attention() { op.group().attend(op, -1); }
   } attention(op);
-  const int patience = spins_ + yields_;
   int idle = 0;
+  std::int64_t give_up = 0;
   while (true) {
     bool moved = op.group().drive(op);
     if (op.done()) return true;
@@ -215,14 +216,17 @@ bool Context::wait(Operation& op, std::int64_t until) {
       idle = 0;
       continue;
     }
-    if (idle < patience) {
-      if (idle++ < spins_)
-        pause_cpu();
-      else
-        sched_yield();
+    if (idle < spins_) {
+      ++idle;
+      pause_cpu();
       continue;
     }
     std::int64_t now = now_ns();
+    if (idle++ == spins_) give_up = now + patience_;
+    if (now < give_up) {
+      sched_yield();
+      continue;
+    }
     if (now >= until) return false;
     std::int64_t next = std::min(until, now + 100 * kMillisecond);
     op.group().check(now, next);

@@ -89,9 +89,24 @@ OperationPtr Group::submit(Request request) {
   return op;
 }
 
-// Runs the lane's operations in order until one must wait.
+// Who finds the token taken may go to sleep, so its holder looks again before leaving: it may have looked last
+// before what the other came for was there.
 bool Group::run(Lane& lane) {
-  if (lane.token.test_and_set(std::memory_order_acquire)) return false;
+  bool moved = false;
+  do {
+    if (lane.token.test_and_set(std::memory_order_seq_cst)) {
+      lane.missed.store(true, std::memory_order_seq_cst);
+      if (lane.token.test_and_set(std::memory_order_seq_cst)) return moved;
+    }
+    if (lane.missed.load(std::memory_order_relaxed)) lane.missed.exchange(false, std::memory_order_seq_cst);
+    moved |= run_held(lane);
+    lane.token.clear(std::memory_order_seq_cst);
+  } while (lane.missed.load(std::memory_order_seq_cst));
+  return moved;
+}
+
+// Under the token: runs the lane's operations in order until one must wait.
+bool Group::run_held(Lane& lane) {
   bool moved = false;
   while (true) {
     OperationPtr op;
@@ -107,18 +122,20 @@ bool Group::run(Lane& lane) {
     std::lock_guard lock(lane.mutex);
     lane.queue.pop_front();
   }
-  lane.token.clear(std::memory_order_release);
   return moved;
 }
 
-// What was there has been looked at: now an operation that cannot go on may be told why.
+// An operation that cannot go on is told why, after one more look at what came before the bad news.
 void Group::settle(Operation& op) {
   if (broken()) {
-    op.fail(*failure());
+    op.step();
+    if (!op.done()) op.fail(*failure());
     return;
   }
   if (!any_departed_.load(std::memory_order_acquire)) return;
   if (auto rank = departed_for(op)) {
+    op.step();
+    if (op.done()) return;
     fail({ErrorCode::kClosed,
           "rank " + std::to_string(*rank) + " has closed the group and left; it will not take part",
           {*rank}},
@@ -133,6 +150,7 @@ std::optional<int> Group::departed_for(Operation& op) {
   auto is_gone = [&](int rank) { return departed_[static_cast<std::size_t>(rank)] != ~0ULL; };
   if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
   if (request.kind == Kind::kRecv && request.peer < 0) {
+    if (op.received && op.received->state.load(std::memory_order_acquire) != Incoming::kPosted) return std::nullopt;
     int last = -1;
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
@@ -172,8 +190,12 @@ bool Group::drive(Operation& op) {
 
 void Group::attend(Operation& op, int change) {
   const Request& request = op.request();
-  if (!request.keyed && request.kind < Kind::kSend)
-    lanes_[request.channel % lanes_.size()].attended.fetch_add(change, std::memory_order_relaxed);
+  if (request.keyed || request.kind >= Kind::kSend) return;
+  Lane& lane = lanes_[request.channel % lanes_.size()];
+  lane.attended.fetch_add(change, std::memory_order_relaxed);
+  if (change > 0) return;
+  std::lock_guard lock(lane.mutex);
+  if (!lane.queue.empty()) context_->submitted(false);  // the progress thread takes over what is left
 }
 
 bool Group::progress(bool& waiting) {
@@ -283,7 +305,10 @@ void Group::close(std::int64_t deadline) {
     while (pending()) progress(waiting);
   }
   FrameHeader header = frame(FrameType::kGroupClosed);
-  header.channel = next_number_;
+  {
+    std::lock_guard lock(recent_mutex_);
+    header.channel = next_number_;
+  }
   tell_all(header);
   context_->messenger().forget(ident());
   context_->drop_groups();

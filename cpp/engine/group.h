@@ -19,6 +19,7 @@ class Context;
 // An algorithm instance: its operations run one after another, under whichever thread holds the token.
 struct Lane {
   std::atomic_flag token;
+  std::atomic<bool> missed{false};  // somebody found the token taken
   std::atomic<int> attended{0};  // threads in wait() that drive this lane
   std::mutex mutex;
   std::deque<OperationPtr> queue;
@@ -80,7 +81,6 @@ class Group : public std::enable_shared_from_this<Group> {
   bool closed() const { return closed_.load(); }
   bool all_peers_gone();
   std::shared_ptr<Block> allocate(std::size_t bytes);
-  void disown();
 
   // Whether a blocked operation waits for something that can no longer come; says for whom.
   std::optional<int> departed_for(Operation& op);
@@ -99,7 +99,7 @@ class Group : public std::enable_shared_from_this<Group> {
     Fingerprint call;
   };
   bool run(Lane& lane);
-  bool run_loose(const OperationPtr& op);
+  bool run_held(Lane& lane);
   void note(Operation& op, bool numbered);
   void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation,
                      std::int64_t timeout);

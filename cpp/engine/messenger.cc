@@ -72,12 +72,14 @@ void Messenger::post(const std::shared_ptr<Incoming>& incoming) {
 Destination Messenger::on_message(Link& link, const FrameHeader& header) {
   std::lock_guard lock(mutex_);
   if (forgotten_.contains(header.group)) return {};
-  Channel& channel = channels_[Key{header.group, header.channel}];
+  const Key key{header.group, header.channel};
+  Channel& channel = channels_[key];
   for (auto it = channel.posted.begin(); it != channel.posted.end(); ++it) {
     auto incoming = *it;
     if (incoming->step != header.step) continue;
     if (incoming->source >= 0 && incoming->source != static_cast<std::int32_t>(header.source)) continue;
     channel.posted.erase(it);
+    if (channel.posted.empty() && channel.early.empty()) channels_.erase(key);
     if (!accept(*incoming, header, link)) return {};
     return {incoming->data, incoming};
   }
