@@ -195,8 +195,8 @@ void Context::check(std::int64_t now, std::int64_t& next) {
 }
 
 void Context::submitted(bool large) {
-  submissions_.fetch_add(1, std::memory_order_release);
-  if (large || deep_.load(std::memory_order_acquire)) bell().wake();
+  submissions_.fetch_add(1, std::memory_order_seq_cst);
+  if (large || deep_.load(std::memory_order_seq_cst)) bell().wake();
 }
 
 bool Context::wait(Operation& op, std::int64_t until) {
@@ -324,9 +324,13 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
   auto group = find(header.group);
   if (!group) {
     if (messenger_.forgotten(header.group)) return;
-    std::lock_guard lock(groups_mutex_);
-    early_.push_back({link.peer(), header, std::move(text)});
-    return;
+    std::lock_guard lock(groups_mutex_);  // it may have been made between the two looks
+    for (auto& made : groups_)
+      if (made->ident() == header.group) group = made;
+    if (!group) {
+      early_.push_back({link.peer(), header, std::move(text)});
+      return;
+    }
   }
   if (source < 0 || source >= group->size()) return;
   switch (header.type) {

@@ -195,6 +195,13 @@ bool Group::calls_differ(const Inquiry& inquiry) const {
   return false;
 }
 
+bool Group::histories_differ(const Inquiry& inquiry) const {
+  const auto& mine = inquiry.replies[static_cast<std::size_t>(rank())];
+  for (auto& reply : inquiry.replies)
+    if (reply && mine && reply->call.history != mine->call.history) return true;
+  return false;
+}
+
 std::string Group::table(const Inquiry& inquiry) const {
   std::string text = "the ranks of group '" + name() + "' called different things as " +
                      (inquiry.channel >> 62 ? std::string("one operation of a callback")
@@ -219,7 +226,7 @@ void Group::finish_inquiry() {
   {
     std::lock_guard lock(state_mutex_);
     if (!inquiry_) return;
-    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_))
+    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_) && histories_differ(*inquiry_))
       earlier = inquiry_->channel - 1;
     if (earlier && recent_call(*earlier)) inquiry_.reset();
   }
@@ -233,6 +240,7 @@ void Group::finish_inquiry() {
     if (inquiry_->mismatch) {
       error.code = ErrorCode::kMismatch;
       error.text = table(*inquiry_);
+      if (!calls_differ(*inquiry_)) error.text += "\nThe sizes of their parts do not fit one another.";
     } else {
       error.code = ErrorCode::kTimeout;
       std::string absent, silent;

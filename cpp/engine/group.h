@@ -106,6 +106,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void finish_inquiry();
   std::string table(const Inquiry& inquiry) const;
   bool calls_differ(const Inquiry& inquiry) const;
+  bool histories_differ(const Inquiry& inquiry) const;
   void settle(Operation& op);
   FrameHeader frame(FrameType type) const;
   void tell_all(const FrameHeader& header, const std::string& text = {});

@@ -89,6 +89,11 @@ void Operation::fail(Error error) {
                (completed > 0 ? " (last operation completed here: " + std::to_string(completed - 1) + ")"
                               : " (no operation had completed here)");
   error_ = std::move(error);
+  // A member that resumes late may still write its slice here, whichever group's memory it is.
+  Arena& arena = *group_->context().arena();
+  for (const auto* spans : {&request_.in, &request_.out})
+    for (const Span& span : *spans)
+      if (group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes)) arena.abandon(span.data);
   complete();
 }
 

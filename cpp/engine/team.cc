@@ -107,7 +107,10 @@ bool Team::resolve() {
 
 std::byte* Team::staging(TeamLane& lane) {
   if (!lane.staging) {
-    lane.staging = std::make_unique<Block>(context_.arena(), kStaging);
+    auto block = std::make_unique<Block>(context_.arena(), kStaging);
+    std::lock_guard lock(staging_mutex_);
+    if (quarantined_) block->quarantine();
+    lane.staging = std::move(block);
     lane.seats[static_cast<std::size_t>(self_)].counters->staging.store(lane.staging->offset(),
                                                                         std::memory_order_release);
   }
@@ -121,6 +124,8 @@ void Team::ring_all(const TeamLane& lane) const {
 
 void Team::quarantine() {
   block_->quarantine();
+  std::lock_guard lock(staging_mutex_);
+  quarantined_ = true;
   for (TeamLane& lane : lanes_)
     if (lane.staging) lane.staging->quarantine();
 }

@@ -107,6 +107,8 @@ class Team {
   std::vector<bool> found_;
   std::mutex resolve_mutex_;
   std::atomic<bool> all_found_{false};
+  std::mutex staging_mutex_;
+  bool quarantined_ = false;
   std::unique_ptr<Block> block_;
   DirectoryEntry* entry_ = nullptr;
 };

@@ -71,8 +71,7 @@ void Context::heartbeats(std::int64_t now) {
 void Context::lost(int rank, const std::string& why) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   // What it had sent before still counts, its farewell too.
-  if (peer.ring != nullptr)
-    while (peer.ring->readable() && !peer.ring->broken()) peer.ring->receive();
+  if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
   int alive = Peer::kAlive;
   if (!peer.state.compare_exchange_strong(alive, Peer::kLost)) {
     bell().wake();

@@ -93,7 +93,7 @@ void Arena::release(std::uint64_t offset) {
   if (fd_ < 0) return;  // in a forked child, where the lock may never be released
   std::lock_guard lock(mutex_);
   auto found = taken_.find(offset);
-  if (found == taken_.end()) return;
+  if (found == taken_.end() || abandoned_.contains(offset)) return;
   std::size_t size = found->second;
   taken_.erase(found);
   in_use_ -= size < in_use_ ? size : in_use_;
@@ -110,6 +110,12 @@ void Arena::release(std::uint64_t offset) {
       free_.erase(it);
     }
   }
+}
+
+void Arena::abandon(const void* address) {
+  std::lock_guard lock(mutex_);
+  auto after = taken_.upper_bound(offset_of(address));
+  if (after != taken_.begin()) abandoned_.insert(std::prev(after)->first);
 }
 
 void Arena::disown() {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 
 namespace shoal {
@@ -56,6 +57,8 @@ class Arena {
   // (rings).
   std::uint64_t allocate(std::size_t bytes, bool commit = true);
   void release(std::uint64_t offset);
+  // Peers may go on writing to the range around this address for ever: it is not handed out again.
+  void abandon(const void* address);
 
   bool contains(const void* address, std::size_t bytes) const {
     auto p = static_cast<const std::byte*>(address);
@@ -74,6 +77,7 @@ class Arena {
   mutable std::mutex mutex_;
   std::map<std::uint64_t, std::size_t> free_;   // offset -> bytes, coalesced
   std::map<std::uint64_t, std::size_t> taken_;  // offset -> bytes
+  std::set<std::uint64_t> abandoned_;           // offsets of taken ranges that never return
   std::size_t in_use_ = 0;
 };
 

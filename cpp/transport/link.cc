@@ -53,6 +53,11 @@ Link::Item Link::next_chunk(const std::shared_ptr<Outgoing>& message) {
 
 bool Link::flush_locked() {
   bool all = flush_queues();
+  if (!all) {
+    // The peer may have made room, and said so, before there was a backlog to see: look again.
+    backlog_.store(true, std::memory_order_seq_cst);
+    all = flush_queues();
+  }
   backlog_.store(!all, std::memory_order_relaxed);
   return all;
 }
@@ -162,19 +167,40 @@ std::shared_ptr<Incoming> Link::routed(std::uint64_t message, bool last) {
 }
 
 void Link::detach(const Incoming* incoming) {
-  std::lock_guard lock(receive_mutex_);
-  if (destination_.incoming.get() == incoming) destination_ = {};
-  std::lock_guard routes(route_mutex_);
-  for (auto it = routes_.begin(); it != routes_.end();)
-    it = it->second.get() == incoming ? routes_.erase(it) : ++it;
+  {
+    std::lock_guard lock(receive_mutex_);
+    if (destination_.incoming.get() == incoming) destination_ = {};
+    std::lock_guard routes(route_mutex_);
+    for (auto it = routes_.begin(); it != routes_.end();)
+      it = it->second.get() == incoming ? routes_.erase(it) : ++it;
+  }
+  if (missed_.load(std::memory_order_seq_cst)) receive();
 }
 
+// Who finds another thread reading goes to sleep, so that thread looks again before it leaves: it may have looked
+// last before what the other came for was there.
 bool Link::receive() {
-  std::unique_lock lock(receive_mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || broken()) return false;
   bool any = false;
-  for (std::size_t i = 0; i < kReadBatch && receive_some(); ++i) any = true;
+  do {
+    std::unique_lock lock(receive_mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+      missed_.store(true, std::memory_order_seq_cst);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (!lock.try_lock()) return any;
+    }
+    if (missed_.load(std::memory_order_relaxed)) missed_.exchange(false, std::memory_order_seq_cst);
+    if (broken()) return any;
+    for (std::size_t i = 0; i < kReadBatch && receive_some(); ++i) any = true;
+    lock.unlock();
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  } while (missed_.load(std::memory_order_relaxed));
   return any;
+}
+
+void Link::receive_all() {
+  std::lock_guard lock(receive_mutex_);
+  while (!broken() && receive_some()) {
+  }
 }
 
 // Reads one frame, or as much of it as is there.  True if anything was read.
@@ -188,7 +214,8 @@ bool Link::receive_some() {
     any = true;
     header_filled_ += static_cast<std::size_t>(got);
     if (header_filled_ == sizeof(FrameHeader)) {
-      if (header_.magic != kFrameMagic || header_.payload > kMoreLimit) {
+      bool data = header_.type == FrameType::kMessage || header_.type == FrameType::kMore;
+      if (header_.magic != kFrameMagic || header_.payload > kMoreLimit || (data && header_.payload > header_.total)) {
         fail("the peer sent something that is not a frame");
         return any;
       }

@@ -83,6 +83,8 @@ class Link {
   bool backlog() const { return backlog_.load(std::memory_order_relaxed); }
   // Reads and delivers what is there; true if anything was.
   bool receive();
+  // Reads until nothing is there, after any other thread that is reading.
+  void receive_all();
   // From now on nothing is written to the receive's buffer.
   void detach(const Incoming* incoming);
   // Route the kMore frames of a message to its buffer.
@@ -129,6 +131,7 @@ class Link {
   std::uint64_t next_message_ = 1;
 
   std::mutex receive_mutex_;
+  std::atomic<bool> missed_{false};  // somebody found another thread reading
   FrameHeader header_;
   std::size_t header_filled_ = 0;
   std::size_t payload_filled_ = 0;
