@@ -127,6 +127,9 @@ void Context::close(std::int64_t deadline) {
     if (peer.pidfd >= 0) ::close(peer.pidfd);
     peer.socket = peer.pidfd = -1;
   }
+  ::close(epoll_);
+  ::close(wakeup_);
+  epoll_ = wakeup_ = -1;
   std::lock_guard lock(groups_mutex_);
   groups_.clear();
 }
@@ -141,8 +144,8 @@ void Context::disown() {
     if (peer.pidfd >= 0) ::close(peer.pidfd);
     peer.socket = peer.pidfd = -1;
   }
-  ::close(epoll_);
-  ::close(wakeup_);
+  if (epoll_ >= 0) ::close(epoll_);
+  if (wakeup_ >= 0) ::close(wakeup_);
   epoll_ = wakeup_ = -1;
   // The threads exist only in the parent.
   if (progress_thread_.joinable()) progress_thread_.detach();

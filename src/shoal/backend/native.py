@@ -110,6 +110,8 @@ class NativeBackend(Backend):
         self._context.close(timeout)
         if dispatcher is not None:
             dispatcher.join()
+        # Whoever keeps the group must not keep all of its host's shared memory mapped.
+        self._context = _CLOSED
 
     def after_fork_in_child(self) -> None:
         self._context.disown()
@@ -252,11 +254,28 @@ class NativeChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
+        self._core = _CLOSED
+        self._failure = None  # its traceback holds the frames of a caller
         self._pending.clear()
 
     def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
         """See :meth:`NativeBackend.notify`."""
         self._backend.notify(core, fn)
+
+
+class _Closed:
+    """Stands for what is closed and given back: nothing can be done to it any more, nor need be."""
+
+    def broken(self) -> bool:
+        return False
+
+    def ignore(self, *args: object) -> None:
+        pass
+
+    abort = close = disown = ignore
+
+
+_CLOSED: Any = _Closed()
 
 
 class _Source:
