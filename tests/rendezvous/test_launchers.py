@@ -45,6 +45,10 @@ def test_ranks_meet_under(launcher: list[str], tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(shoal.__file__).parent.parent),
         "TMPDIR": str(tmp_path),
         "OMP_NUM_THREADS": "1",  # or torchrun talks about it
+        # Open MPI refuses root, and more ranks than cores, unless told otherwise.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
     result = subprocess.run([*launcher, script], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
