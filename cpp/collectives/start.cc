@@ -118,6 +118,9 @@ Task receive(Operation& op) {
   auto settled = op.until([&messages] { return messages.received(); });
   co_await settled;
   if (incoming->state.load() != Incoming::kRefused) co_return;
+  if (incoming->allocate)
+    throw OutOfMemory("there is no room for a message of " + std::to_string(incoming->header.total) +
+                      " bytes from rank " + std::to_string(incoming->header.source));
   const Shape& sent = incoming->header.shape;
   Fingerprint theirs, mine;
   theirs.kind = static_cast<std::uint8_t>(Kind::kSend);

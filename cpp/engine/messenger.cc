@@ -1,6 +1,7 @@
 #include "engine/messenger.h"
 
 #include <algorithm>
+#include <new>
 
 namespace shoal {
 
@@ -8,8 +9,12 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
   incoming.header = header;
   incoming.link.store(&link, std::memory_order_release);
   if (incoming.allocate) {
-    incoming.owned = std::make_unique_for_overwrite<std::byte[]>(header.total > 0 ? header.total : 1);
+    incoming.owned.reset(new (std::nothrow) std::byte[header.total > 0 ? header.total : 1]);
     incoming.data = incoming.owned.get();
+    if (incoming.data == nullptr) {  // this may be a thread of our own, where nobody could catch an exception
+      incoming.state.store(Incoming::kRefused, std::memory_order_release);
+      return false;
+    }
     incoming.capacity = header.total;
   } else {
     bool same = (header.channel & kPointToPoint) != 0 ? incoming.dtype == header.shape.dtype
