@@ -134,7 +134,7 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
     if (pending.header.type == FrameType::kGroupClosed) group->on_peer_closed(rank, pending.header.channel);
     if (pending.header.type == FrameType::kBroken)
       group->on_broken(rank, static_cast<ErrorCode>(pending.header.code), pending.text);
-    if (pending.header.type == FrameType::kCallQuery) group->on_call_query(rank, pending.header.channel);
+    if (pending.header.type == FrameType::kCallQuery) group->on_call_query(rank, pending.header);
   }
   for (std::size_t p = 0; p < peers_.size(); ++p) {
     int state = peers_[p].state.load();
@@ -335,7 +335,7 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
   if (source < 0 || source >= group->size()) return;
   switch (header.type) {
     case FrameType::kCallQuery:
-      group->on_call_query(source, header.channel);
+      group->on_call_query(source, header);
       break;
     case FrameType::kCallReply:
       group->on_call_reply(source, header);

@@ -126,7 +126,21 @@ std::optional<Fingerprint> Group::recent_call(std::uint64_t channel) {
   return entry.channel == channel ? std::optional(entry.call) : std::nullopt;
 }
 
-void Group::on_call_query(int rank, std::uint64_t channel) {
+// Some calls that differ wait for one another without a message between them: two ranks that both think
+// themselves the root of a reduce.  So an operation that stalls shows its call to the next rank; going round,
+// that finds any difference.
+void Group::compare_with_neighbour(const Operation& op) {
+  FrameHeader query = frame(FrameType::kCallQuery);
+  query.channel = op.request().channel;
+  query.code = kKnown;
+  query.call = op.call();
+  Link* next = link((rank() + 1) % size());
+  if (size() > 1 && next != nullptr && !next->broken()) next->send_control(query);
+}
+
+void Group::on_call_query(int rank, const FrameHeader& query) {
+  const std::uint64_t channel = query.channel;
+  if (query.code == kKnown) on_call_seen(channel, query.call);
   FrameHeader reply = frame(FrameType::kCallReply);
   reply.channel = channel;
   auto call = recent_call(channel);
@@ -226,7 +240,8 @@ void Group::finish_inquiry() {
   {
     std::lock_guard lock(state_mutex_);
     if (!inquiry_) return;
-    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_) && histories_differ(*inquiry_))
+    if (inquiry_->mismatch && inquiry_->channel > 0 && !calls_differ(*inquiry_) &&
+        histories_differ(*inquiry_))
       earlier = inquiry_->channel - 1;
     if (earlier && recent_call(*earlier)) inquiry_.reset();
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "collectives/messages.h"
 #include "engine/clock.h"
@@ -89,8 +90,8 @@ OperationPtr Group::submit(Request request) {
   return op;
 }
 
-// Who finds the token taken may go to sleep, so its holder looks again before leaving: it may have looked last
-// before what the other came for was there.
+// Who finds the token taken may go to sleep, so its holder looks again before leaving: it may have looked
+// last before what the other came for was there.
 bool Group::run(Lane& lane) {
   bool moved = false;
   do {
@@ -150,7 +151,8 @@ std::optional<int> Group::departed_for(Operation& op) {
   auto is_gone = [&](int rank) { return departed_[static_cast<std::size_t>(rank)] != ~0ULL; };
   if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
   if (request.kind == Kind::kRecv && request.peer < 0) {
-    if (op.received && op.received->state.load(std::memory_order_acquire) != Incoming::kPosted) return std::nullopt;
+    if (op.received && op.received->state.load(std::memory_order_acquire) != Incoming::kPosted)
+      return std::nullopt;
     int last = -1;
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
@@ -235,7 +237,7 @@ bool Group::pending() {
 }
 
 void Group::check(std::int64_t now, std::int64_t& next) {
-  std::vector<OperationPtr> late;
+  std::vector<OperationPtr> late, stalled;
   auto look = [&](const OperationPtr& op) {
     if (op->done()) return;
     if (op->deadline() <= now)
@@ -243,14 +245,27 @@ void Group::check(std::int64_t now, std::int64_t& next) {
     else
       next = std::min(next, op->deadline());
   };
+  auto ask = [&](const OperationPtr& op) {
+    if (op->request().kind >= Kind::kSend || op->done()) return;
+    if (op->ask_at_ <= now) {
+      op->ask_at_ = std::numeric_limits<std::int64_t>::max();
+      stalled.push_back(op);
+    }
+    next = std::min(next, op->ask_at_);
+  };
   for (Lane& lane : lanes_) {
     std::lock_guard lock(lane.mutex);
     for (auto& op : lane.queue) look(op);
+    if (!lane.queue.empty()) ask(lane.queue.front());
   }
   if (loose_count_.load(std::memory_order_relaxed) > 0) {
     std::lock_guard lock(loose_mutex_);
-    for (auto& entry : loose_) look(entry.op);
+    for (auto& entry : loose_) {
+      look(entry.op);
+      ask(entry.op);
+    }
   }
+  for (auto& op : stalled) compare_with_neighbour(*op);
   for (auto& op : late) {
     const Request& request = op->request();
     if (request.kind < Kind::kSend) {

@@ -20,7 +20,7 @@ class Context;
 struct Lane {
   std::atomic_flag token;
   std::atomic<bool> missed{false};  // somebody found the token taken
-  std::atomic<int> attended{0};  // threads in wait() that drive this lane
+  std::atomic<int> attended{0};     // threads in wait() that drive this lane
   std::mutex mutex;
   std::deque<OperationPtr> queue;
   int index = 0;
@@ -72,7 +72,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void on_peer_lost(int global, const std::string& why);
   void on_peer_closed(int rank, std::uint64_t next_number);
   void on_broken(int rank, ErrorCode code, const std::string& text);
-  void on_call_query(int rank, std::uint64_t channel);
+  void on_call_query(int rank, const FrameHeader& query);
   void on_call_reply(int rank, const FrameHeader& header);
   void on_call_seen(std::uint64_t channel, const Fingerprint& call);
 
@@ -104,6 +104,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation,
                      std::int64_t timeout);
   void finish_inquiry();
+  void compare_with_neighbour(const Operation& op);
   std::string table(const Inquiry& inquiry) const;
   bool calls_differ(const Inquiry& inquiry) const;
   bool histories_differ(const Inquiry& inquiry) const;

@@ -10,6 +10,8 @@
 namespace shoal {
 namespace {
 
+constexpr std::int64_t kStall = 1'000'000'000;
+
 Fingerprint fingerprint(const Request& request) {
   Fingerprint call;
   call.kind = static_cast<std::uint8_t>(request.kind);
@@ -32,7 +34,8 @@ Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
       call_(fingerprint(request_)),
-      deadline_(now_ns() + request_.timeout) {}
+      deadline_(now_ns() + request_.timeout),
+      ask_at_(deadline_ - request_.timeout + kStall) {}
 
 Operation::~Operation() = default;
 
@@ -93,7 +96,8 @@ void Operation::fail(Error error) {
   Arena& arena = *group_->context().arena();
   for (const auto* spans : {&request_.in, &request_.out})
     for (const Span& span : *spans)
-      if (group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes)) arena.abandon(span.data);
+      if (group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes))
+        arena.abandon(span.data);
   complete();
 }
 

@@ -135,6 +135,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Request request_;
   Fingerprint call_;
   std::int64_t deadline_;
+  std::int64_t ask_at_;  // when to compare calls with a neighbour, if it has not come to its end by then
   Task task_;
   std::coroutine_handle<> resume_;
   Condition* waiting_for_ = nullptr;
