@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -99,6 +100,16 @@ class BackendConformance:
                 assert future.wait().eq(float(i * group.size)).all()
 
         self.run(shuffled, 3)
+
+    def test_a_tensor_is_let_go_once_it_was_waited_for(self) -> None:
+        def dropped(group: ProcessGroup) -> bool:
+            x = torch.ones(100_000)
+            alive = weakref.ref(x)
+            group.all_reduce(x).wait()
+            del x
+            return alive() is None
+
+        assert all(self.run(dropped, 2))
 
     def test_memory_of_the_channel_is_memory(self) -> None:
         def owned(group: ProcessGroup) -> None:

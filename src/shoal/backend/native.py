@@ -289,7 +289,11 @@ class _Source:
         self._keep = keep
 
     def wait(self, timeout: float | None) -> bool:
-        return self._core.wait(_FOREVER if timeout is None else timeout)
+        done = self._core.wait(_FOREVER if timeout is None else timeout)
+        if done:
+            # The channel may remember this source until its next operation, but not the user's memory.
+            self._keep = None
+        return done
 
     def done(self) -> bool:
         return self._core.done()
