@@ -13,6 +13,8 @@ namespace {
 
 constexpr std::int64_t kInquiryTime = 400'000'000;  // how long peers may take to say what they called
 
+const std::string kReported = " (reported by rank ";
+
 enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
 
 const char* kind_name(std::uint8_t kind) {
@@ -68,23 +70,27 @@ std::string describe(const Request& request) {
 }
 
 void Group::fail(Error error, bool announce) {
-  FrameHeader header = frame(FrameType::kBroken);
-  std::string text;
   {
     std::lock_guard lock(state_mutex_);
     if (broken()) return;
     error_ = std::move(error);
-    header.code = static_cast<std::uint16_t>(error_.code);
-    for (int rank : error_.ranks) text += std::to_string(rank) + " ";
-    text += "\n" + error_.text;
     inquiry_.reset();
     for (auto& entry : blocks_)
       if (auto block = entry.lock()) block->quarantine();
     if (team_) team_->quarantine();
     broken_.store(true, std::memory_order_release);
   }
-  if (announce) tell_all(header, text);
+  if (announce) tell_failure();
   context_->bell().wake();
+}
+
+// Once the group is broken its error does not change.
+void Group::tell_failure() {
+  FrameHeader header = frame(FrameType::kBroken);
+  header.code = static_cast<std::uint16_t>(error_.code);
+  std::string text;
+  for (int rank : error_.ranks) text += std::to_string(rank) + " ";
+  tell_all(header, text + "\n" + error_.text);
 }
 
 void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
@@ -96,7 +102,8 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   std::istringstream ranks(line);
   for (int r; ranks >> r;) error.ranks.push_back(r);
   error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
-  if (code != ErrorCode::kMismatch) error.text += " (reported by rank " + std::to_string(rank) + ")";
+  if (code != ErrorCode::kMismatch && error.text.find(kReported) == std::string::npos)
+    error.text += kReported + std::to_string(rank) + ")";
   fail(std::move(error), false);
 }
 

@@ -110,6 +110,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool histories_differ(const Inquiry& inquiry) const;
   void settle(Operation& op);
   FrameHeader frame(FrameType type) const;
+  void tell_failure();
   void tell_all(const FrameHeader& header, const std::string& text = {});
   std::optional<Fingerprint> recent_call(std::uint64_t channel);
 
