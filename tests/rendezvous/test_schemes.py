@@ -97,6 +97,26 @@ def test_rank_0_serves_until_the_others_are_done(free_port: int) -> None:
     assert together(early, late) == [None, None]
 
 
+def test_when_rank_0_gives_up_the_others_hear_why(free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    with no_leaks():
+        results = together(
+            lambda: meet_at(url, 0, 3, timeout=1.0), lambda: meet_at(url, 1, 3, timeout=60.0), timeout=20.0
+        )
+    for result in results:
+        assert isinstance(result, RendezvousTimeout)
+        assert "waited 1 s for rank(s) " in str(result)
+        assert "2 did not come" in str(result)
+
+
+def test_when_rank_0_comes_with_another_size_both_sides_hear_it(free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    results = together(lambda: meet_at(url, 0, 2, timeout=2.0), lambda: meet_at(url, 1, 3, timeout=2.0))
+    for result in results:
+        assert isinstance(result, RendezvousError)
+        assert "every rank must be given the same size" in str(result)
+
+
 def test_rank_0_does_not_wait_for_the_dead(free_port: int) -> None:
     first, second = _meet_all(f"tcp://127.0.0.1:{free_port}", 2)
     second.store.close()  # as the kernel does for a process that is killed

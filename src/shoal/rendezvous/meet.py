@@ -115,7 +115,12 @@ def attend(venue: Venue, request: Request) -> Membership:
         here=machine,
         deadline=request.deadline,
     )
-    meeting.join()
+    try:
+        meeting.join()
+    except BaseException as error:
+        if venue.alone is not None:
+            meeting.call_off(error)
+        raise
     venue.met()
     secret = request.secret
     if venue.private and not secret and meeting.size > 1:

@@ -7,7 +7,7 @@ Everything lives under the prefix ``job/epoch``.  Within it, each world group th
     ended/<generation>    set when everybody left that room
     <generation>/record   size and version: what all members must agree on
     <generation>/arrivals counter: the rank of those that come without one
-    <generation>/rank/<r> descriptor of the member that is rank r
+    <generation>/rank/<r> descriptor of the member that is rank r, or why nobody will be it
     <generation>/left     counter of members that closed their group
     <generation>/store/   the group's own keys
 
@@ -26,11 +26,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from ..errors import RendezvousError, RendezvousTimeout, StoreError, StoreTimeout, VersionMismatch
+from ..errors import (
+    RendezvousError,
+    RendezvousTimeout,
+    StoreError,
+    StoreTimeout,
+    VersionMismatch,
+    WireError,
+)
 from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
 from .host import Here, process_is_gone
-from .record import PROTOCOL, Descriptor, Record, decode, rank_key, room_of, root_of
+from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, room_of, root_of
 
 #: seconds between two looks at members that are leaving
 _LEAVING_CHECK = 0.5
@@ -95,7 +102,19 @@ class Meeting:
         except BaseException:
             self._withdraw()
             raise
-        self.members = [decode(value, Descriptor) for value in values]
+        self.members = [decode_member(value) for value in values]
+
+    def call_off(self, error: BaseException) -> None:
+        """The store goes with this rank, which gave up with ``error``: tell those who wait here.
+
+        They would find the store gone, and look for it in vain.
+        """
+        reason = f"the rank that serves the store gave up: {error or type(error).__name__}"
+        notice = msgspec.json.encode(CalledOff(reason, isinstance(error, RendezvousTimeout)))
+        with contextlib.suppress(StoreError, WireError):
+            record = decode(self._room.get("record", 0.0), Record)
+            for rank in range(record.size):
+                self._room.compare_set(rank_key(rank), b"", notice)
 
     @property
     def store(self) -> Store:
@@ -202,9 +221,10 @@ class Meeting:
         found = {}
         for key in self._room.list_keys("rank/"):
             try:
-                found[int(key.removeprefix("rank/"))] = decode(self._room.get(key, 0.001), Descriptor)
+                raw = self._room.get(key, 0.001)
             except StoreTimeout:
                 continue  # it withdrew in the meantime
+            found[int(key.removeprefix("rank/"))] = decode_member(raw)
         return found
 
     def _withdraw(self) -> None:

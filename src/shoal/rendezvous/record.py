@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from ..errors import StoreError
+from ..errors import RendezvousError, RendezvousTimeout, StoreError
 from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
 
@@ -26,7 +26,14 @@ class Record(msgspec.Struct, frozen=True):
     fixed: bool = False
 
 
-class Descriptor(msgspec.Struct, frozen=True):
+class CalledOff(msgspec.Struct, frozen=True, tag=True):
+    """Stands in the place of members that have not come: who serves the store gives up."""
+
+    reason: str
+    late: bool
+
+
+class Descriptor(msgspec.Struct, frozen=True, tag=True):
     """What a member tells the others about itself."""
 
     host: str
@@ -69,7 +76,7 @@ def rank_key(rank: int) -> str:
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """The :class:`Record` or :class:`Descriptor` that ``raw`` holds.
+    """The :class:`Record` (or what else) that ``raw`` holds.
 
     Raises:
         StoreError: it holds something else; another program uses the same keys.
@@ -78,3 +85,19 @@ def decode(raw: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
         raise StoreError(f"rendezvous: a {kind.__name__} in the store cannot be read: {error}") from error
+
+
+def decode_member(raw: bytes) -> Descriptor:
+    """The member that ``raw`` describes.
+
+    Raises:
+        RendezvousError: the meeting was called off.
+        StoreError: as of :func:`decode`.
+    """
+    try:
+        found = msgspec.json.decode(raw, type=Descriptor | CalledOff)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"rendezvous: a member in the store cannot be read: {error}") from error
+    if isinstance(found, CalledOff):
+        raise (RendezvousTimeout if found.late else RendezvousError)(found.reason)
+    return found
