@@ -22,7 +22,7 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress bench lint type format docs core clean
+.PHONY: help demo test stress sanitize bench lint type format docs core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -40,6 +40,17 @@ stress: $(DONE)/shoal  ## the long tests, and the races 20 times; STRESS=short f
 	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -m stress $(ARGS)
+
+# A minute of random races each, in builds of their own.  `build/tsan/stress 0 SEED` plays one round again.
+SANITIZED := $(TOOLS) cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DSHOAL_TESTS=ON \
+               -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" --log-level=WARNING
+sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behaviour sanitizers
+	$(SANITIZED) -B build/tsan -DSHOAL_SANITIZE=thread
+	$(TOOLS) cmake --build build/tsan --target stress
+	build/tsan/stress 60
+	$(SANITIZED) -B build/asan -DSHOAL_SANITIZE=address,undefined
+	$(TOOLS) cmake --build build/asan --target stress
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress 60
 
 bench: $(DONE)/shoal  ## all-reduce beside Gloo and MPI; rewrites the table in README.md
 	$(BIN)/python benchmarks/all_reduce.py $(ARGS)
