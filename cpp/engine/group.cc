@@ -314,6 +314,12 @@ void Group::close(std::int64_t deadline) {
     if (progress(waiting) || !pending()) continue;
     sleeper.sleep(std::min<std::int64_t>(deadline - now_ns(), 20'000'000));
   }
+  std::uint64_t abandoned = std::numeric_limits<std::uint64_t>::max();
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    for (auto& op : lane.queue)
+      if (!op->done()) abandoned = std::min(abandoned, op->request().channel);
+  }
   if (pending()) {
     fail({ErrorCode::kClosed, "the group was closed before the operation had finished", {}}, false);
     bool waiting = false;
@@ -324,7 +330,7 @@ void Group::close(std::int64_t deadline) {
   FrameHeader header = frame(FrameType::kGroupClosed);
   {
     std::lock_guard lock(recent_mutex_);
-    header.channel = next_number_;
+    header.channel = std::min(next_number_, abandoned);  // from here on we take no part
   }
   tell_all(header);
   context_->messenger().forget(ident());
