@@ -160,7 +160,8 @@ def test_ranks_on_one_host_agree_on_a_secret(environment: Maker) -> None:
 
 
 def test_without_a_launcher_there_is_a_group_of_one() -> None:
-    member = meet_at("env://", environ={"PATH": "/bin", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    batch_script = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    member = meet_at("env://", environ={"PATH": "/bin", **batch_script})
     assert (member.rank, member.size, member.local_rank, member.local_size) == (0, 1, 0, 1)
     assert member.secret == b""
     member.store.set("x", b"1")
@@ -254,3 +255,32 @@ def test_several_hosts_without_a_secret_are_told_how_to_set_one() -> None:
 def test_the_environment_cannot_send_us_back_to_itself() -> None:
     with pytest.raises(ConfigurationError, match="not env:// again"):
         meet_at("env://", environ={"SHOAL_STORE": "env://"})
+
+
+@pytest.mark.parametrize(("name", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_half_of_a_rank_is_no_group_of_one(name: str, missing: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} is set, but {missing} is not"):
+        read({name: "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+    launch = read({name: "2", **_slurm(1, 2, 1)})
+    assert launch is not None
+    assert launch.launcher == "Slurm"
+
+
+def test_slurm_without_a_steps_number_is_recognised_outside_batch_scripts() -> None:
+    environ = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "5", "SLURM_NODELIST": "node[3-4]"}
+    launch = read(environ)
+    assert launch is not None
+    assert (launch.rank, launch.size) == (1, 2)
+    assert launch.url == f"tcp://node3:{derived_port('slurm-5.0')}"
+    batch = {**environ, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}
+    assert read(batch) is None
+    launch = read({**batch, "SHOAL_STORE": "tcp://127.0.0.1:29400"})
+    assert launch is not None
+    assert (launch.rank, launch.url) == (None, "tcp://127.0.0.1:29400")
+
+
+def test_slurm_meets_at_the_master_that_was_named() -> None:
+    nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[003-004]"}
+    launch = read({**_slurm(1, 4, 1), **nodes, "MASTER_ADDR": "node004", "MASTER_PORT": "29500"})
+    assert launch is not None
+    assert launch.url == "tcp://node004:29500"

@@ -94,6 +94,10 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     """
     launch = next((found for dialect in _DIALECTS if (found := dialect(environ)) is not None), None)
     if launch is None:
+        if half := {"RANK", "WORLD_SIZE"} & {name for name, value in environ.items() if value.strip()}:
+            # Each process would silently train alone.
+            missing = "WORLD_SIZE" if "RANK" in half else "RANK"
+            raise ConfigurationError(f"{half.pop()} is set, but {missing} is not: set both, or neither")
         return None
     url, job = config.STORE.get(environ), environ.get(config.JOB.name, "").strip()
     epoch = config.EPOCH.get(environ) if environ.get(config.EPOCH.name, "").strip() else launch.epoch
@@ -117,11 +121,17 @@ def _check(launch: Launch) -> None:
 
 def _shoal(environ: Mapping[str, str]) -> Launch | None:
     rank, size = config.RANK.get(environ), config.SIZE.get(environ)
-    dynamic = config.STORE.get(environ) is not None and not any(
-        environ.get(name, "").strip() for name in _FOREIGN_RANKS
-    )
-    if rank is None and size is None and not dynamic:
+    if rank is None and size is None:
         return None
+    return _by_shoal(environ, rank, size)
+
+
+def _dynamic(environ: Mapping[str, str]) -> Launch | None:
+    """A store alone: it knows the rest."""
+    return None if config.STORE.get(environ) is None else _by_shoal(environ, None, None)
+
+
+def _by_shoal(environ: Mapping[str, str], rank: int | None, size: int | None) -> Launch:
     return Launch(
         "shoal's environment",
         rank,
@@ -203,14 +213,15 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     reader = _Reader("Slurm", environ)
     # A batch script has SLURM_PROCID=0 as well, but no step: it is one process, not a rank.
     step = reader.text("SLURM_STEP_ID", "SLURM_STEPID")
-    if step is None or reader.text("SLURM_PROCID") is None:
+    batch = step is None and reader.text("ENVIRONMENT") == "BATCH"
+    if batch or reader.text("SLURM_PROCID") is None:
         return None
     size = reader.need("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes = reader.text("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    one_host = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1
-    job = f"slurm-{reader.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}"
-    url = None
-    if not one_host and nodes is not None:
+    one_host = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") == 1
+    job = f"slurm-{reader.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{step or 0}"
+    url = None if one_host else reader.master_url()
+    if not one_host and url is None and nodes is not None:
         try:
             url = tcp_url(first_host(nodes), derived_port(job))
         except ValueError as error:
@@ -229,8 +240,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
 
 
 #: innermost launcher first
-_DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm)
-_FOREIGN_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID")
+_DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm, _dynamic)
 
 
 def _job(launcher: str, ident: str | None) -> str:
