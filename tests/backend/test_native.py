@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar
+
+import shoal
 
 from .conformance import BackendConformance
 
@@ -29,3 +33,21 @@ class TestSeveralHosts(BackendConformance):
 class TestSeveralLanes(BackendConformance):
     backend = "native"
     options: ClassVar[dict[str, Any]] = {"concurrency": 3}
+
+
+def test_ranks_with_different_secrets_both_hear_of_it(tmp_path: Path) -> None:
+    def meet(rank: int) -> Any:
+        try:
+            with shoal.init(
+                f"file://{tmp_path}/meet", rank=rank, size=2, timeout=2.0, secret=f"secret {rank}"
+            ):
+                return None
+        except shoal.ShoalError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(meet, range(2))
+    assert isinstance(second, shoal.AuthenticationError)
+    assert isinstance(first, shoal.RendezvousTimeout)
+    assert "ranks 1 were not connected" in str(first)
+    assert "a process that does not hold the job's secret tried to connect" in str(first)

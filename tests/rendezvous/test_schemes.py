@@ -223,6 +223,19 @@ def test_a_malformed_scheme_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"url": 5}, "rendezvous url 5: expected a str"),
+        ({"secret": 5}, "secret: expected str or bytes, not int"),
+        ({"timeout": "10"}, "timeout='10': expected a number of seconds"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rendezvous(**arguments)
+
+
+@pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
         (-1, 2, "rank=-1: expected a whole number from 0 to 1"),

@@ -224,7 +224,7 @@ class _Builder:
         try:
             while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
                 if self._deadline.remaining() <= 0:
-                    raise self._late()
+                    raise self._late(acceptor.refused)
                 # Strangers, and peers that will try another way, are passed over.
                 with contextlib.suppress(WireError, msgspec.MsgspecError):
                     self._introduce(acceptor.accept(_ATTEMPT), None)
@@ -282,11 +282,12 @@ class _Builder:
             raise self._late()
         return remaining
 
-    def _late(self) -> RendezvousTimeout:
+    def _late(self, refused: str = "") -> RendezvousTimeout:
         missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
         return RendezvousTimeout(
             f"rank {self._me.rank}: ranks {_names(missing)} were not connected within "
             f"{self._deadline.timeout:g} s"
+            + (f"; the last that tried was refused: {refused}" if refused else "")
         )
 
 

@@ -58,6 +58,8 @@ def rendezvous(
     _check_numbers(rank, size)
     if isinstance(secret, str):
         secret = secret.encode()
+    if secret is not None and not isinstance(secret, bytes):
+        raise UsageError(f"secret: expected str or bytes, not {type(secret).__name__}")
     seconds = config.TIMEOUT.get() if timeout is None else timeout
     request = Request(
         parse_url("env://" if url is None else url),

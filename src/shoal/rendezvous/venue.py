@@ -110,6 +110,8 @@ def parse_url(url: str) -> SplitResult:
     Raises:
         UsageError: it is no URL, or nobody knows its scheme; the message lists those registered.
     """
+    if not isinstance(url, str):
+        raise UsageError(f"rendezvous url {url!r}: expected a str")
     try:
         parts = urlsplit(url)
     except ValueError as error:

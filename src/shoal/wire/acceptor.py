@@ -116,6 +116,11 @@ class Acceptor:
                 raise WireTimeout(f"nobody connected within {timeout:g} s{why}")
         return self._ready.popleft()
 
+    @property
+    def refused(self) -> str:
+        """Why the last stranger was refused, ``""`` if none was."""
+        return self._refused
+
     def close(self) -> None:
         """Close the listener and all connections that were not given out."""
         for pending in self._pending:

@@ -24,7 +24,7 @@ class Deadline:
     __slots__ = ("at", "timeout")
 
     def __init__(self, timeout: float) -> None:
-        if timeout < 0 or math.isnan(timeout):
+        if not isinstance(timeout, (int, float)) or timeout < 0 or math.isnan(timeout):
             raise UsageError(f"timeout={timeout!r}: expected a number of seconds from 0")
         self.timeout = min(timeout, _FOREVER)
         self.at = time.monotonic() + self.timeout
