@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -100,3 +102,28 @@ def test_many_messages_are_in_flight_both_ways(worlds: Worlds) -> None:
         wait_all(sent)
 
     worlds(2).run(exchange)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2,) * 9, (1,) * 60, (3, 0, 1, 5, 1, 1, 1, 1, 1, 200), (1,) * 10 + (70_000,), (4,) * 8]
+)
+def test_a_message_of_many_dimensions_keeps_its_shape(worlds: Worlds, shape: tuple[int, ...]) -> None:
+    def exchange(group: ProcessGroup) -> torch.Tensor:
+        if group.rank == 0:
+            group.send(torch.arange(math.prod(shape)).view(shape), 1).wait()
+            return torch.arange(math.prod(shape)).view(shape)
+        return group.recv(None, 0).wait()
+
+    sent, received = worlds(2).run(exchange)
+    assert received.shape == shape
+    assert received.equal(sent)
+
+
+def test_a_shape_that_no_header_holds_is_refused(worlds: Worlds) -> None:
+    def send(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            with pytest.raises(UsageError, match="send a view of fewer dimensions"):
+                group.send(torch.ones((1,) * 64), 1)
+        return group.state
+
+    assert worlds(2).run(send) == ["open", "open"]

@@ -227,7 +227,7 @@ class NativeChannel(DataChannel):
         if tensors:
             x = tensors[0]
             dtype = DTYPE_CODES[x.dtype]
-            dims = list(x.shape) if x.dim() <= _MAX_DIMS else [x.numel()]
+            dims = list(x.shape) if x.dim() <= _MAX_DIMS else _packed(x.shape)
         core = self._core.message(
             operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
         )
@@ -341,8 +341,44 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     if outputs:
         return outputs[0], source, tag
     dtype = DTYPES_BY_CODE[code]
+    dims = _unpacked(dims)
     raw = from_dlpack(data)
     return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
+
+
+def _packed(shape: Sequence[int]) -> list[int]:
+    """A shape of more dimensions than a header has words: its lengths in seven bits a byte.
+
+    The highest bit of the last word tells such a shape from a plain one: no length is that large.
+    """
+    encoded = bytearray([len(shape)])
+    for length in shape:
+        while length > 0x7F:
+            encoded.append(length & 0x7F | 0x80)
+            length >>= 7
+        encoded.append(length)
+    if len(encoded) >= 8 * _MAX_DIMS:
+        raise UsageError(f"a message cannot carry the shape {tuple(shape)}; send a view of fewer dimensions")
+    encoded = encoded.ljust(8 * _MAX_DIMS - 1, b"\0") + b"\x80"
+    return [int.from_bytes(encoded[i : i + 8], "little") for i in range(0, len(encoded), 8)]
+
+
+def _unpacked(dims: list[int]) -> list[int]:
+    """The shape that a header's words stand for."""
+    if len(dims) < _MAX_DIMS or not dims[-1] >> 63:
+        return dims
+    encoded = b"".join(word.to_bytes(8, "little") for word in dims)
+    shape = [0] * encoded[0]
+    place = 1
+    for i in range(len(shape)):
+        shift = 0
+        while encoded[place] & 0x80:
+            shape[i] |= (encoded[place] & 0x7F) << shift
+            shift += 7
+            place += 1
+        shape[i] |= encoded[place] << shift
+        place += 1
+    return shape
 
 
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
