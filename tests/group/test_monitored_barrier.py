@@ -40,6 +40,7 @@ def test_every_rank_that_came_learns_who_did_not() -> None:
         with pytest.raises(OperationTimeout, match=r"ranks 1, 3 did not come within 0\.3 s") as caught:
             group.monitored_barrier(timeout=0.3).wait()
         assert caught.value.ranks == (1, 3)
+        assert group.state == "aborted"
         reported.wait(PATIENCE)
 
     run_threads(meet, 4, timeout=60)

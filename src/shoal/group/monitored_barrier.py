@@ -10,13 +10,14 @@ order; only the waiting happens elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ..errors import OperationTimeout, WaitTimeout
+from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
 from ..spec import OpKind
 from .validation import MAX_TAG
@@ -73,6 +74,9 @@ def _attend(
     missing = answer.tolist()
     if missing:
         _send(group, [], [0], _HEARD, patience)[0].wait()
+        # Nothing more comes from rank 0 but the abort: who sees the error finds the group ended.
+        with contextlib.suppress(GroupError):
+            _give_time(_receive(group, [0], _HEARD, patience), _LAST_WORDS)
         raise _error(group, missing, seconds)
 
 
