@@ -114,7 +114,7 @@ void Group::on_peer_lost(int peer, const std::string& why) {
     std::lock_guard lock(state_mutex_);
     if (departed_[static_cast<std::size_t>(rank)] != ~0ULL) return;  // it had closed this group before
   }
-  fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank) + " is lost: " + why, {rank}}, true);
+  fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank) + " is lost: " + why, {rank}}, !closed());
 }
 
 void Group::on_peer_closed(int rank, std::uint64_t next_number) {

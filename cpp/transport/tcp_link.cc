@@ -37,11 +37,9 @@ void TcpLink::drain(std::int64_t deadline) {
   shutdown(fd_, SHUT_WR);
   // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's
   // reader.
+  // The watch thread goes on reading: what arrives now, a peer's farewell above all, must not be lost either.
   int left = 0;
-  std::byte scratch[4096];
   while (now_ns() < deadline) {
-    while (recv(fd_, scratch, sizeof scratch, MSG_DONTWAIT) > 0) {
-    }
     if (ioctl(fd_, SIOCOUTQ, &left) != 0 || left == 0) return;
     // A connection that the peer has reset keeps its count for ever.
     tcp_info info{};
