@@ -303,8 +303,8 @@ int main(int count, char** arguments) {
   const std::int64_t end = now_ns() + static_cast<std::int64_t>(seconds * 1e9);
   std::uint64_t rounds = 0;
   do {
-    play(current_seed++);
-    ++rounds;
+    play(current_seed);
+    ++current_seed, ++rounds;
   } while (now_ns() < end);
   std::printf("%llu rounds, all well\n", static_cast<unsigned long long>(rounds));
   return 0;
