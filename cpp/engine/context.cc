@@ -37,7 +37,8 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   ring_capacity_ = options_.local_size <= 8 ? 256 * 1024 : 64 * 1024;
   // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
   bool roomy = options_.local_size <= static_cast<int>(std::thread::hardware_concurrency());
-  // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake again.
+  // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake
+  // again.
   spins_ = roomy ? 1000 : 0;
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
   epoll_ = epoll_create1(EPOLL_CLOEXEC);

@@ -122,7 +122,7 @@ void Context::close(std::int64_t deadline) {
   progress_thread_.join();
   watch_thread_.join();
   for (Peer& peer : peers_) {
-    if (peer.tcp != nullptr) peer.tcp->disown();
+    if (peer.link) peer.link->close();
     if (peer.socket >= 0) ::close(peer.socket);
     if (peer.pidfd >= 0) ::close(peer.pidfd);
     peer.socket = peer.pidfd = -1;

@@ -177,8 +177,8 @@ void Link::detach(const Incoming* incoming) {
   if (missed_.load(std::memory_order_seq_cst)) receive();
 }
 
-// Who finds another thread reading goes to sleep, so that thread looks again before it leaves: it may have looked
-// last before what the other came for was there.
+// Who finds another thread reading goes to sleep, so that thread looks again before it leaves: it may have
+// looked last before what the other came for was there.
 bool Link::receive() {
   bool any = false;
   do {
@@ -190,7 +190,7 @@ bool Link::receive() {
     }
     if (missed_.load(std::memory_order_relaxed)) missed_.exchange(false, std::memory_order_seq_cst);
     if (broken()) return any;
-    for (std::size_t i = 0; i < kReadBatch && receive_some(); ++i) any = true;
+    for (std::size_t i = 0; i < kReadBatch && !broken() && receive_some(); ++i) any = true;
     lock.unlock();
     std::atomic_thread_fence(std::memory_order_seq_cst);
   } while (missed_.load(std::memory_order_relaxed));
@@ -215,7 +215,8 @@ bool Link::receive_some() {
     header_filled_ += static_cast<std::size_t>(got);
     if (header_filled_ == sizeof(FrameHeader)) {
       bool data = header_.type == FrameType::kMessage || header_.type == FrameType::kMore;
-      if (header_.magic != kFrameMagic || header_.payload > kMoreLimit || (data && header_.payload > header_.total)) {
+      if (header_.magic != kFrameMagic || header_.payload > kMoreLimit ||
+          (data && header_.payload > header_.total)) {
         fail("the peer sent something that is not a frame");
         return any;
       }
@@ -239,6 +240,12 @@ bool Link::receive_some() {
   destination_ = {};
   sink_.on_frame(*this, header_, destination);
   return true;
+}
+
+void Link::close() {
+  std::scoped_lock lock(receive_mutex_, send_mutex_);
+  broken_.store(true, std::memory_order_release);
+  release();
 }
 
 void Link::fail(const char* why) {

@@ -92,6 +92,9 @@ class Link {
   // The receive that a kMore frame belongs to (null if it was given up), removed when it is the last.
   std::shared_ptr<Incoming> routed(std::uint64_t message, bool last);
   void fail(const char* why);
+  // Ends the link without a word.  Threads that still use it find it broken: its descriptor may be another's
+  // soon.
+  void close();
   std::int64_t last_heard() const { return last_heard_.load(std::memory_order_relaxed); }
 
  protected:
@@ -99,6 +102,7 @@ class Link {
   virtual std::ptrdiff_t write_some(const iovec* parts, int count) = 0;
   virtual std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) = 0;
   virtual void want_write(bool) {}
+  virtual void release() {}
   std::atomic<std::int64_t> last_heard_{0};
 
  private:

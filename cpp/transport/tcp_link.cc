@@ -26,7 +26,7 @@ TcpLink::TcpLink(int peer, FrameSink& sink, int fd, int epoll) : Link(peer, sink
 TcpLink::~TcpLink() { disown(); }
 
 void TcpLink::disown() {
-  if (fd_ >= 0) close(fd_);
+  if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
 }
 

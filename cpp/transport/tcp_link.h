@@ -23,6 +23,7 @@ class TcpLink final : public Link {
   std::ptrdiff_t write_some(const iovec* parts, int count) override;
   std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) override;
   void want_write(bool wanted) override;
+  void release() override { disown(); }
 
  private:
   int fd_;
