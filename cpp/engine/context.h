@@ -71,6 +71,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   }
 
   int rank() const { return options_.rank; }
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
   bool forked() const { return forked_; }  // this is a forked child: no threads, sockets or shared memory
   const std::shared_ptr<Arena>& arena() const { return arena_; }
   ArenaHeader& header() const { return *header_; }
@@ -140,7 +141,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<bool> silent_{false};
   std::atomic<Fault> fault_{Fault::kNone};
   std::int64_t last_beat_ = 0;
-  bool started_ = false, closed_ = false, forked_ = false;
+  bool started_ = false, forked_ = false;
+  std::atomic<bool> closed_{false};
 
   std::mutex completions_mutex_;
   std::condition_variable completions_ready_;

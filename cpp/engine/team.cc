@@ -61,7 +61,9 @@ Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
 }
 
 Team::~Team() {
-  if (!context_.forked()) entry_->group.store(kGone, std::memory_order_release);
+  // After an orderly end the others may still look for what this member published last: nothing is reused
+  // then.
+  if (!context_.forked() && !context_.closed()) entry_->group.store(kGone, std::memory_order_release);
 }
 
 std::size_t Team::slot_bytes() const {
