@@ -73,7 +73,9 @@ def _rows(result: Result) -> tuple[list[str], list[list[str]]]:
 
     def times_as_fast(name: str, peers: Sequence[str], size: int) -> str:
         ratio = result.ratio(name, peers, size)
-        return f"{ratio:.2g} x" if ratio else "-"
+        if not ratio:
+            return "-"
+        return f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.2g} x"
 
     rows = [[name, *(cell(name, size) for size in result.sizes)] for name in result.samples]
     for name in (name for name in result.samples if name.startswith("shoal")):
