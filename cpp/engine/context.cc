@@ -17,6 +17,7 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kMillisecond = 1'000'000;
+constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
 constexpr std::int64_t kActive =
     20 * kMillisecond;  // how long after a submission the progress thread looks in
 
@@ -34,7 +35,6 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   arena_ = std::make_shared<Arena>(options.capacity, options.limit);
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
-  ring_capacity_ = options_.local_size <= 8 ? 256 * 1024 : 64 * 1024;
   // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
   bool roomy = options_.local_size <= static_cast<int>(std::thread::hardware_concurrency());
   // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake
@@ -65,7 +65,7 @@ void Context::watch(int fd, std::uint64_t what) {
 }
 
 std::uint64_t Context::make_ring() {
-  std::uint64_t offset = arena_->allocate(Ring::footprint(ring_capacity_), false);
+  std::uint64_t offset = arena_->allocate(Ring::footprint(kRingCapacity), false);
   new (arena_->mapping().base() + offset) Ring;
   return offset;
 }
@@ -77,7 +77,7 @@ void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacit
   peer.socket = socket;
   auto& header = *peer.memory->at<ArenaHeader>(0);
   auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out),
-                                         peer.memory->at<Ring>(in), ring_capacity_, &header.doorbell);
+                                         peer.memory->at<Ring>(in), kRingCapacity, &header.doorbell);
   peer.ring = link.get();
   peer.link = std::move(link);
   ring_peers_.push_back(rank);

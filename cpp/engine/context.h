@@ -116,7 +116,6 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   Options options_;
   std::shared_ptr<Arena> arena_;
   ArenaHeader* header_;
-  std::size_t ring_capacity_;
   int spins_;              // looks at what a wait is for, before giving the core away
   std::int64_t patience_;  // how long (ns) to give it away before sleeping
   std::vector<Peer> peers_;
