@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,11 @@ Task receive(Operation& op);
 
 inline Span slice(const Span& whole, std::uint64_t offset, std::uint64_t bytes) {
   return {whole.data + offset, bytes};
+}
+
+// Within this process; the two may overlap or be the same.
+inline void copy(const Span& to, const Span& from) {
+  if (to.bytes > 0 && to.data != from.data) std::memmove(to.data, from.data, to.bytes);
 }
 
 // The elements [first, last) of `count` that part `index` of `parts` covers, in whole cache lines where

@@ -5,7 +5,6 @@
 // results in the accumulator's type and are finished once, by one owner of each element.
 
 #include <algorithm>
-#include <cstring>
 
 #include "collectives/messages.h"
 #include "collectives/phase.h"
@@ -45,9 +44,7 @@ Task local_exchange(Operation& op, const Map& map, std::vector<Span> parts, std:
     co_await work;
     co_return;
   }
-  for (const Pull& pull : pulls)
-    if (pull.to.data != parts[pull.part].data && pull.to.bytes > 0)
-      std::memmove(pull.to.data, parts[pull.part].data, pull.to.bytes);
+  for (const Pull& pull : pulls) copy(pull.to, parts[pull.part]);
 }
 
 Task local_partials(Operation& op, const Map& map, std::vector<Span> parts, std::vector<Reduce> jobs) {

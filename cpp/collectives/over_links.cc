@@ -4,7 +4,6 @@
 // ranks.
 
 #include <algorithm>
-#include <cstring>
 
 #include "collectives/collectives.h"
 #include "collectives/messages.h"
@@ -14,10 +13,6 @@ namespace {
 
 constexpr std::uint64_t kSmall = 32 * 1024;    // up to here an all-reduce is one exchange of everything
 constexpr std::uint64_t kPiece = 1024 * 1024;  // longer slices are reduced piece by piece
-
-void copy(const Span& to, const Span& from) {
-  if (to.bytes > 0 && to.data != from.data) std::memmove(to.data, from.data, to.bytes);
-}
 
 Task barrier(Operation& op) {
   // Dissemination (Hensgen, Finkel, Manber 1988): in round k tell the rank 2^k further on.

@@ -1,4 +1,3 @@
-#include <cstring>
 
 #include "collectives/messages.h"
 #include "collectives/phase.h"
@@ -6,10 +5,6 @@
 
 namespace shoal::collectives {
 namespace {
-
-void copy(const Span& to, const Span& from) {
-  if (to.bytes > 0 && to.data != from.data) std::memmove(to.data, from.data, to.bytes);
-}
 
 // A group of one: what a reduction does to a single input still happens (factors, bools).
 Task alone(Operation& op) {

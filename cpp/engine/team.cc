@@ -1,6 +1,5 @@
 #include "engine/team.h"
 
-#include <algorithm>
 #include <new>
 
 #include "engine/context.h"
@@ -82,11 +81,6 @@ void Team::seat_at(int place, std::byte* block, const Mapping& memory, Doorbell&
     seat.bell = &bell;
   }
   found_[static_cast<std::size_t>(place)] = true;
-}
-
-int Team::place_of(int group_rank) const {
-  auto found = std::lower_bound(members_.begin(), members_.end(), group_rank);
-  return found != members_.end() && *found == group_rank ? static_cast<int>(found - members_.begin()) : -1;
 }
 
 bool Team::resolve() {

@@ -80,7 +80,6 @@ class Team {
   int size() const { return static_cast<int>(members_.size()); }
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
-  int place_of(int group_rank) const;
   TeamLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
   // Finds the blocks of members that have made theirs by now; true when all are found.
   bool resolve();
