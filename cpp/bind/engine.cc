@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "bind/bindings.h"
+#include "bind/tensors.h"
 #include "engine/clock.h"
 #include "engine/context.h"
 
@@ -62,16 +63,18 @@ void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
   request.channel = request.keyed ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
 }
 
-OperationPtr all_reduce(Group& group, Address address, std::uint64_t bytes, std::uint64_t count, int dtype,
-                        int op, double factor, std::int64_t number, std::uint64_t key, double timeout) {
+// The short way of the commonest call.  Null: something about it is unusual, and the caller looks closer.
+OperationPtr all_reduce(Group& group, nb::handle tensor, int op, double factor, std::int64_t number,
+                        double timeout) {
+  const auto x = plain_tensor(tensor.ptr());
+  if (!x || !legal(x->dtype, static_cast<RedOp>(op)) || group.broken()) return nullptr;
   Request request;
   request.kind = Kind::kAllReduce;
-  set_channel(request, number, key);
-  request.in.assign(1, span(address, bytes));
+  set_channel(request, number, 0);
+  request.in.assign(1, x->span);
   request.out = request.in;
-  request.reduction = {static_cast<DType>(dtype), static_cast<RedOp>(op), factor,
-                       static_cast<std::uint32_t>(group.size())};
-  request.count = count;
+  request.reduction = {x->dtype, static_cast<RedOp>(op), factor, static_cast<std::uint32_t>(group.size())};
+  request.count = x->count;
   request.timeout = nanoseconds(timeout);
   return submit(group, std::move(request));
 }
@@ -142,6 +145,10 @@ void bind_engine(nb::module_& m) {
     }
   });
 
+  m.def(
+      "learn_tensors", [](nb::handle tensor_class) { learn_tensors(tensor_class.ptr()); },
+      nb::arg("tensor_class"));
+
   nb::class_<Operation>(m, "Operation", "One operation on its way.")
       .def("done", [](Operation& op) { return op.done() || op.orphaned(); })
       .def(
@@ -161,9 +168,8 @@ void bind_engine(nb::module_& m) {
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
-      .def("all_reduce", &all_reduce, nb::arg("address"), nb::arg("bytes"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("number"), nb::arg("key"),
-           nb::arg("timeout"))
+      .def("all_reduce", &all_reduce, nb::arg("tensor"), nb::arg("op"), nb::arg("factor"), nb::arg("number"),
+           nb::arg("timeout"), "None if the tensor or the call is not a usual one.")
       .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("root"),
            nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 # -- cpp/reducer --------------------------------------------------------------------------------
 
 BUCKET_ALIGNMENT: int
@@ -30,6 +32,8 @@ class Readiness:
 
 # -- cpp/engine ---------------------------------------------------------------------------------
 
+def learn_tensors(tensor_class: type[Tensor]) -> None: ...
+
 class Operation:
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> bool: ...
@@ -39,17 +43,8 @@ class Operation:
 
 class Group:
     def all_reduce(
-        self,
-        address: int,
-        bytes: int,
-        count: int,
-        dtype: int,
-        op: int,
-        factor: float,
-        number: int,
-        key: int,
-        timeout: float,
-    ) -> Operation: ...
+        self, tensor: Tensor, op: int, factor: float, number: int, timeout: float
+    ) -> Operation | None: ...
     def collective(
         self,
         kind: int,

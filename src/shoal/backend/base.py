@@ -20,7 +20,7 @@ import torch
 from ..errors import GroupError
 from ..future import Future
 from ..rendezvous.membership import Membership as Membership
-from ..spec import Operation
+from ..spec import Operation, ReduceOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,15 @@ class DataChannel(abc.ABC):
         for one another or for numbered ones.  Failures are exceptions of the future, of the
         :class:`~shoal.errors.GroupError` family.
         """
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp, number: int, timeout: float) -> Future[Any] | None:
+        """The short way of an all-reduce in place, for channels that have one.
+
+        ``x`` is whatever the user passed.  None, the default, says that something about it is unusual, or
+        that the channel is broken: nothing was sent, and the call is to be validated and submitted as any
+        other.
+        """
+        return None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised ``uint8`` memory that the channel can use without staging copies."""

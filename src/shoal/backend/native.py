@@ -28,15 +28,17 @@ from ..errors import (
     UsageError,
 )
 from ..future import Future
-from ..spec import DTYPE_CODES, DTYPES_BY_CODE, Operation, OpKind
+from ..spec import DTYPE_CODES, DTYPES_BY_CODE, Operation, OpKind, ReduceOp
 from .base import Backend, DataChannel, GroupSpec, Membership
 from .mesh import Memory, connect
 
 _FOREVER = 1e12  # seconds
 _MAX_DIMS = 8  # what a message's header holds
+_OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
-_ALL_REDUCE = OpKind.ALL_REDUCE
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
+
+_core.learn_tensors(torch.Tensor)
 
 
 class NativeBackend(Backend):
@@ -170,32 +172,27 @@ class NativeChannel(DataChannel):
 
     def submit(self, operation: Operation) -> Future[Any]:
         kind = operation.kind
-        if kind is _ALL_REDUCE:
-            x = operation.outputs[0]
-            op = operation.op
-            core = self._core.all_reduce(
-                x.data_ptr(),
-                x.nbytes,
-                x.numel(),
-                DTYPE_CODES[x.dtype],
-                op.code,
-                op.factor,
-                operation.number,
-                operation.key,
-                operation.timeout,
-            )
-            source = _Source(self, core, x)
-            future = Future(source, finish=lambda: x)
-        elif kind is OpKind.SEND or kind is OpKind.RECV:
+        if kind is OpKind.SEND or kind is OpKind.RECV:
             source, future = self._message(operation)
         else:
             source, future = self._collective(operation)
+        self._remember(source)
+        return future
+
+    def all_reduce(self, x: torch.Tensor, op: ReduceOp, number: int, timeout: float) -> Future[Any] | None:
+        core = self._core.all_reduce(x, op.code, op.factor, number, timeout)
+        if core is None:
+            return None
+        source = _Source(self, core, x)
+        self._remember(source)
+        return Future(source, value=x)
+
+    def _remember(self, source: _Source) -> None:
         pending = self._pending
         while pending and pending[0].done():
             pending.popleft()
-        if not source.done():
+        if not source.core.done():
             pending.append(source)
-        return future
 
     def _collective(self, operation: Operation) -> tuple[_Source, Future[Any]]:
         inputs, outputs = operation.inputs, operation.outputs
@@ -218,7 +215,7 @@ class NativeChannel(DataChannel):
         )
         value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
         source = _Source(self, core, (inputs, outputs))
-        return source, Future(source, finish=lambda: value)
+        return source, Future(source, value=value)
 
     def _message(self, operation: Operation) -> tuple[_Source, Future[Any]]:
         tensors = operation.inputs or operation.outputs
@@ -281,29 +278,29 @@ _CLOSED: Any = _Closed()
 class _Source:
     """An operation of the core, as its future sees it."""
 
-    __slots__ = ("_channel", "_core", "_keep")
+    __slots__ = ("_channel", "_keep", "core")
 
     def __init__(self, channel: NativeChannel, core: _core.Operation, keep: object) -> None:
         self._channel = channel
-        self._core = core
+        self.core = core
         self._keep = keep
 
     def wait(self, timeout: float | None) -> bool:
-        done = self._core.wait(_FOREVER if timeout is None else timeout)
+        done = self.core.wait(_FOREVER if timeout is None else timeout)
         if done:
             # The channel may remember this source until its next operation, but not the user's memory.
             self._keep = None
         return done
 
     def done(self) -> bool:
-        return self._core.done()
+        return self.core.done()
 
     def exception(self) -> BaseException | None:
-        error = self._core.error()
+        error = self.core.error()
         return None if error is None else error_of(error)
 
     def notify(self, fn: Callable[[], None]) -> None:
-        self._channel.notify(self._core, fn)
+        self._channel.notify(self.core, fn)
 
 
 def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:
@@ -330,7 +327,7 @@ def _counts(operation: Operation) -> tuple[int, list[int]]:
         if all(size == sizes[0] for size in sizes):
             return sizes[0], []
         return 0, list(sizes)
-    if operation.kind is OpKind.REDUCE or operation.kind is OpKind.BROADCAST:
+    if operation.kind in _OF_ONE_COUNT:
         return (operation.inputs or operation.outputs)[0].numel(), []
     return 0, []
 

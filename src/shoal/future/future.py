@@ -45,7 +45,8 @@ class Future(Generic[T]):
         source: the operation, if an engine answers for it; else somebody calls :meth:`set_result` or
             :meth:`set_exception`.
         finish: gives the value once ``source`` is complete.  Runs exactly once, before anybody sees
-            the completion, in whichever thread meets it first; default: the value is ``None``.
+            the completion, in whichever thread meets it first.
+        value: without ``finish``, what the future has once ``source`` is complete.
         key: the identity of the operation, equal on all ranks, from which those of operations issued
             in callbacks are derived (see :mod:`shoal.callbacks`).  May be assigned until the first
             callback is registered.
@@ -82,6 +83,7 @@ class Future(Generic[T]):
         source: Source | None = None,
         *,
         finish: Callable[[], T] | None = None,
+        value: T | None = None,
         key: int | None = None,
         keep: object = None,
         device: DeviceEvents | None = None,
@@ -89,6 +91,7 @@ class Future(Generic[T]):
         self._state = _PENDING
         self._source = source
         self._finish = finish
+        self._value = cast(T, value)
         self.key = key
         self._keep = keep
         self._device = device
@@ -111,10 +114,30 @@ class Future(Generic[T]):
         Raises:
             WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
         """
-        if self._state != _DONE and not self._complete(timeout):
-            raise WaitTimeout(
-                f"gave up waiting after {timeout} s for {self!r}; the operation goes on, wait again for it"
-            )
+        if self._state != _DONE:
+            # The common case: nothing is left that must run once, so whoever sees the success may say so.
+            source = self._source
+            if (
+                timeout is None
+                and source is not None
+                and self._finish is None
+                and self._device is None
+                and source.wait(WAIT_SLICE)
+                and source.exception() is None
+            ):
+                if self.record is not None:
+                    self._take_note(self.record)
+                self._state = _DONE
+                self._source = self._keep = None
+                if self._subscribers is not None:
+                    self._drain()
+                return self._value
+            del source
+            if not self._complete(timeout):
+                raise WaitTimeout(
+                    f"gave up waiting after {timeout} s for {self!r}; "
+                    "the operation goes on, wait again for it"
+                )
         error = self._error
         if error is not None:
             # Without this the traceback would refer to this frame, which refers to the future, which
@@ -304,7 +327,7 @@ class Future(Generic[T]):
     def _conclude(self) -> None:
         # The locals let go of source and tensors outside the lock.
         source, finish, keep = cast(Source, self._source), self._finish, self._keep
-        value: T | None = None
+        value: T | None = self._value
         events = None
         try:
             error = source.exception()

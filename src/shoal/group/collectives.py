@@ -15,13 +15,9 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..spec import LEGAL_REDUCTIONS, SUM, OpKind, ReduceOp
+from ..spec import SUM, OpKind, ReduceOp
 from .staging import Staging, is_plain, readable, readable_beside
 from .submission import Submitter, mapped
-
-#: Complex tensors may be lazily conjugated, and take the slow path.
-_USUAL = {dtype: codes for dtype, codes in LEGAL_REDUCTIONS.items() if not dtype.is_complex}
-_STRIDED = torch.strided
 
 
 class Collectives(Submitter):
@@ -45,19 +41,9 @@ class Collectives(Submitter):
             GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
         """
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
-        # The usual case costs a microsecond; whatever is unusual about x is left to the slow path.
-        if (
-            self._cpu
-            and isinstance(x, torch.Tensor)
-            and x.is_cpu
-            and x.layout is _STRIDED
-            and x.is_contiguous()
-            and reduction.code in _USUAL.get(x.dtype, ())
-            and not x.is_nested
-            and not x.is_neg()
-        ):
-            tensors = (x,)
-            return self._submit(OpKind.ALL_REDUCE, tensors, tensors, timeout, reduction)
+        future = self._submit_usual(x, reduction, timeout)
+        if future is not None:
+            return future
         call = self._call("all_reduce")
         call.output(x, "x")
         call.reduction(reduction, x.dtype)

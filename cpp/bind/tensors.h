@@ -1,0 +1,28 @@
+// What a tensor is, without the microsecond that asking Python for each attribute costs.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "engine/operation.h"
+
+namespace shoal {
+
+struct PlainTensor {
+  Span span;
+  std::uint64_t count = 0;
+  DType dtype{};
+};
+
+// A dense, contiguous CPU tensor whose memory holds its elements as they are, of exactly the class that
+// `learn_tensors` was told; nullopt for everything else, and where torch has no such table (before 2.10).
+std::optional<PlainTensor> plain_tensor(PyObject* object);
+
+// The class torch.Tensor: takes the function table that torch publishes on it (DLPack 1.2,
+// `__dlpack_c_exchange_api__`).  The table is torch's and lives as long as the process, and so is what is
+// kept here.
+void learn_tensors(PyObject* tensor_class);
+
+}  // namespace shoal
