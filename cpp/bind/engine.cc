@@ -9,7 +9,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "bind/bindings.h"
 #include "bind/tensors.h"
@@ -63,18 +65,56 @@ void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
   request.channel = request.keyed ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
 }
 
-// The short way of the commonest call.  Null: something about it is unusual, and the caller looks closer.
-OperationPtr all_reduce(Group& group, nb::handle tensor, int op, double factor, std::int64_t number,
-                        double timeout) {
-  const auto x = plain_tensor(tensor.ptr());
-  if (!x || !legal(x->dtype, static_cast<RedOp>(op)) || group.broken()) return nullptr;
+bool overlap(const Span& a, const Span& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
+}
+
+// The count that all ranks must give alike, as in backend/native.py; nullopt if the tensors do not fit.
+std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
+  const auto ranks = static_cast<std::uint64_t>(size);
+  switch (kind) {
+    case Kind::kAllReduce:
+    case Kind::kBroadcast:
+      return out.count;
+    case Kind::kAllGather:
+      return out.count == in.count * ranks ? std::optional(in.count) : std::nullopt;
+    case Kind::kReduceScatter:
+      return in.count == out.count * ranks ? std::optional(out.count) : std::nullopt;
+    case Kind::kAllToAll: {
+      const bool cut = !in.shape.empty() && in.shape[0] % size == 0;
+      return cut && std::ranges::equal(in.shape, out.shape) ? std::optional(std::uint64_t{0}) : std::nullopt;
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
+// The short way of a collective on at most one tensor each way.  Null: something about the call is unusual,
+// wrong even, or the group is broken, and the caller looks closer.
+OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op, double factor, int root,
+                   std::int64_t number, double timeout) {
   Request request;
-  request.kind = Kind::kAllReduce;
+  request.kind = static_cast<Kind>(kind);
+  if (group.broken() || root >= group.size()) return nullptr;
+  if (!out.is_none()) {
+    const auto to = plain_tensor(out.ptr());
+    if (!to) return nullptr;
+    const auto from = in.is_none() || in.is(out) ? to : plain_tensor(in.ptr());
+    if (!from || from->dtype != to->dtype || (!in.is(out) && !in.is_none() && overlap(from->span, to->span)))
+      return nullptr;
+    if (!legal(to->dtype, static_cast<RedOp>(op))) return nullptr;
+    const auto count = count_of(request.kind, *from, *to, group.size());
+    if (!count) return nullptr;
+    request.count = *count;
+    request.reduction.dtype = to->dtype;
+    if (!in.is_none()) request.in.assign(1, from->span);
+    request.out.assign(1, to->span);
+  }
   set_channel(request, number, 0);
-  request.in.assign(1, x->span);
-  request.out = request.in;
-  request.reduction = {x->dtype, static_cast<RedOp>(op), factor, static_cast<std::uint32_t>(group.size())};
-  request.count = x->count;
+  request.reduction.op = static_cast<RedOp>(op);
+  request.reduction.factor = factor;
+  request.reduction.divisor = static_cast<std::uint32_t>(group.size());
+  request.root = root;
   request.timeout = nanoseconds(timeout);
   return submit(group, std::move(request));
 }
@@ -168,8 +208,9 @@ void bind_engine(nb::module_& m) {
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
-      .def("all_reduce", &all_reduce, nb::arg("tensor"), nb::arg("op"), nb::arg("factor"), nb::arg("number"),
-           nb::arg("timeout"), "None if the tensor or the call is not a usual one.")
+      .def("usual", &usual, nb::arg("kind"), nb::arg("input").none(), nb::arg("output").none(), nb::arg("op"),
+           nb::arg("factor"), nb::arg("root"), nb::arg("number"), nb::arg("timeout"),
+           "None if something about the tensors or the call is not as usual.")
       .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("root"),
            nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"))

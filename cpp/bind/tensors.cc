@@ -90,8 +90,10 @@ std::optional<PlainTensor> plain_tensor(PyObject* object) {
   Py_XDECREF(negative);
   if (negative == nullptr) PyErr_Clear();
   if (negative != Py_False) return std::nullopt;
-  return PlainTensor{
-      {static_cast<std::byte*>(x.data) + x.byte_offset, count * itemsize(*dtype)}, count, *dtype};
+  return PlainTensor{{static_cast<std::byte*>(x.data) + x.byte_offset, count * itemsize(*dtype)},
+                     count,
+                     *dtype,
+                     {x.shape, static_cast<std::size_t>(x.dims)}};
 }
 
 void learn_tensors(PyObject* tensor_class) {

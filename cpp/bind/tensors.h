@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "engine/operation.h"
 
@@ -14,6 +15,7 @@ struct PlainTensor {
   Span span;
   std::uint64_t count = 0;
   DType dtype{};
+  std::span<const std::int64_t> shape;  // the tensor's own
 };
 
 // A dense, contiguous CPU tensor whose memory holds its elements as they are, of exactly the class that

@@ -42,8 +42,16 @@ class Operation:
     def received(self) -> tuple[Any, int, int, int, list[int]]: ...
 
 class Group:
-    def all_reduce(
-        self, tensor: Tensor, op: int, factor: float, number: int, timeout: float
+    def usual(
+        self,
+        kind: int,
+        input: Tensor | None,
+        output: Tensor | None,
+        op: int,
+        factor: float,
+        root: int,
+        number: int,
+        timeout: float,
     ) -> Operation | None: ...
     def collective(
         self,

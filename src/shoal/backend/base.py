@@ -20,7 +20,7 @@ import torch
 from ..errors import GroupError
 from ..future import Future
 from ..rendezvous.membership import Membership as Membership
-from ..spec import Operation, ReduceOp
+from ..spec import Operation, OpKind, ReduceOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,21 @@ class DataChannel(abc.ABC):
         :class:`~shoal.errors.GroupError` family.
         """
 
-    def all_reduce(self, x: torch.Tensor, op: ReduceOp, number: int, timeout: float) -> Future[Any] | None:
-        """The short way of an all-reduce in place, for channels that have one.
+    def usual(
+        self,
+        kind: OpKind,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        op: ReduceOp,
+        root: int,
+        number: int,
+        timeout: float,
+    ) -> Future[Any] | None:
+        """The short way of a collective on at most one tensor each way, for channels that have one.
 
-        ``x`` is whatever the user passed.  None, the default, says that something about it is unusual, or
-        that the channel is broken: nothing was sent, and the call is to be validated and submitted as any
-        other.
+        ``x`` and ``out`` are whatever the user passed, the same object where the operation is in place.  None,
+        the default, says that something is unusual or wrong about them, or that the channel is broken:
+        nothing was sent, and the call is to be validated and submitted as any other.
         """
         return None
 

@@ -179,13 +179,22 @@ class NativeChannel(DataChannel):
         self._remember(source)
         return future
 
-    def all_reduce(self, x: torch.Tensor, op: ReduceOp, number: int, timeout: float) -> Future[Any] | None:
-        core = self._core.all_reduce(x, op.code, op.factor, number, timeout)
+    def usual(
+        self,
+        kind: OpKind,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        op: ReduceOp,
+        root: int,
+        number: int,
+        timeout: float,
+    ) -> Future[Any] | None:
+        core = self._core.usual(kind, x, out, op.code, op.factor, root, number, timeout)
         if core is None:
             return None
-        source = _Source(self, core, x)
+        source = _Source(self, core, (x, out))
         self._remember(source)
-        return Future(source, value=x)
+        return Future(source, value=out)
 
     def _remember(self, source: _Source) -> None:
         pending = self._pending

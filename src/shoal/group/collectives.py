@@ -19,6 +19,14 @@ from ..spec import SUM, OpKind, ReduceOp
 from .staging import Staging, is_plain, readable, readable_beside
 from .submission import Submitter, mapped
 
+# Looking a member up in an enumeration costs more than a small message.
+_ALL_REDUCE = OpKind.ALL_REDUCE
+_BROADCAST = OpKind.BROADCAST
+_ALL_GATHER = OpKind.ALL_GATHER
+_REDUCE_SCATTER = OpKind.REDUCE_SCATTER
+_ALL_TO_ALL = OpKind.ALL_TO_ALL
+_BARRIER = OpKind.BARRIER
+
 
 class Collectives(Submitter):
     """The collective operations of a group."""
@@ -41,7 +49,7 @@ class Collectives(Submitter):
             GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
         """
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
-        future = self._submit_usual(x, reduction, timeout)
+        future = self._submit_usual(_ALL_REDUCE, x, x, timeout, reduction)
         if future is not None:
             return future
         call = self._call("all_reduce")
@@ -74,6 +82,11 @@ class Collectives(Submitter):
         Returns:
             A future of ``x``.
         """
+        if root.__class__ is int and root >= 0:
+            source = x if root == self._rank else None
+            future = self._submit_usual(_BROADCAST, source, x, timeout, root=root)
+            if future is not None:
+                return future
         call = self._call("broadcast")
         call.root(root)
         if self._rank != root:
@@ -81,8 +94,8 @@ class Collectives(Submitter):
             return self._in_place(OpKind.BROADCAST, x, timeout, SUM, root)
         call.tensor(x, "x")
         source = readable(x)
-        future = self._submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
-        return future if source is x else mapped(future, lambda _: x)
+        submitted = self._submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
+        return submitted if source is x else mapped(submitted, lambda _: x)
 
     def all_gather(
         self,
@@ -124,6 +137,9 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
+        future = self._submit_usual(_ALL_GATHER, x, out, timeout)
+        if future is not None:
+            return future
         call = self._call("all_gather_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -175,6 +191,9 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
+        future = self._submit_usual(_REDUCE_SCATTER, x, out, timeout, ReduceOp.of(op))
+        if future is not None:
+            return future
         call = self._call("reduce_scatter_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -304,6 +323,10 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
+        if output_splits is None and input_splits is None:
+            future = self._submit_usual(_ALL_TO_ALL, x, out, timeout)
+            if future is not None:
+                return future
         call = self._call("all_to_all_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -328,7 +351,8 @@ class Collectives(Submitter):
 
     def barrier(self, *, timeout: float | None = None) -> Future[None]:
         """Complete when every rank of the group has called it."""
-        return self._submit(OpKind.BARRIER, (), (), timeout)
+        future = self._submit_usual(_BARRIER, None, None, timeout)
+        return self._submit(_BARRIER, (), (), timeout) if future is None else future
 
     # -- shared --------------------------------------------------------------------------------
 

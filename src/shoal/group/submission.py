@@ -22,7 +22,6 @@ from ..recorder import FlightRecorder
 from ..spec import SUM, Operation, OpKind, ReduceOp
 from .validation import Call
 
-_ALL_REDUCE = OpKind.ALL_REDUCE
 _MASK = 2**64 - 1
 #: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
 _ODD = 0x9E3779B97F4A7C15
@@ -92,21 +91,28 @@ class Submitter:
         return future
 
     def _submit_usual(
-        self, x: torch.Tensor, op: ReduceOp, timeout: float | None
-    ) -> Future[torch.Tensor] | None:
-        """The short way of an all-reduce; None where the call must go the way of all others."""
+        self,
+        kind: OpKind,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        timeout: float | None,
+        op: ReduceOp = SUM,
+        root: int = -1,
+    ) -> Future[Any] | None:
+        """The short way of a collective; None where the call must go the way of all others."""
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
         with self._submitting:
             if self._state != "open" or callback_scope() is not None:
                 return None
             number = self._number
-            future = self._channel.all_reduce(x, op, number, seconds)
+            future = self._channel.usual(kind, x, out, op, root, number, seconds)
             if future is None:
                 return None
             self._number = number + 1
             future.key = (self._spec.ident + number * _ODD) & _MASK
             if self._recorder is not None:
-                self._recorder.add(future, _ALL_REDUCE, number, 0, x.dtype, x.numel())
+                y = x if x is not None else out if out is not None else _NOTHING
+                self._recorder.add(future, kind, number, 0, y.dtype, y.numel(), root)
         return future
 
     def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
