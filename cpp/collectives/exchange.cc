@@ -4,12 +4,16 @@
 #include <algorithm>
 
 #include "collectives/phase.h"
+#include "engine/context.h"
 
 namespace shoal::collectives {
 namespace {
 
-void copy(const Span& to, const std::byte* from) {
-  if (to.bytes > 0 && to.data != from) kernels::copy(to.data, from, to.bytes, false);
+constexpr std::uint64_t kStream = 16 << 20;  // operations that write more than this bypass the caches
+constexpr std::uint64_t kShared = 1 << 20;   // broadcasts from this size on are copied by both sides
+
+void copy(const Span& to, const std::byte* from, bool stream) {
+  if (to.bytes > 0 && to.data != from) kernels::copy(to.data, from, to.bytes, stream);
 }
 
 // Stages the first two windows.
@@ -32,28 +36,27 @@ Task turn(Phase& phase, std::uint64_t window) {
 
 }  // namespace
 
-Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls) {
-  std::vector<Span> own = parts;
-  Phase phase(op);
-  Task open = phase.open(std::move(parts), kWindow);
-  co_await open;
-  Task first = prime(phase);
-  co_await first;
-  std::uint64_t windows = phase.windows();
+namespace {
+
+// Fetches `pulls` from an open phase whose first windows are staged; `own` are this member's parts.
+Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
+  std::uint64_t windows = phase.windows(), written = 0;
+  for (const Pull& pull : pulls) written += pull.to.bytes;
+  const bool stream = written >= kStream;
   for (const Pull& pull : pulls) {
     if (pull.place == phase.self()) {
-      copy(pull.to, own[pull.part].data);
+      copy(pull.to, own[pull.part].data, stream);
       continue;
     }
     Task met = phase.meet(pull.place);
     co_await met;
     const Slot& slot = phase.slot(pull.place);
     if (pull.part >= slot.parts || phase.entry(pull.place, pull.part).bytes != pull.to.bytes) {
-      Task mismatch = op.mismatch();
+      Task mismatch = phase.op().mismatch();
       co_await mismatch;
     }
     if (slot.exposure != Exposure::kStaged)
-      copy(pull.to, phase.part(pull.place, pull.part));
+      copy(pull.to, phase.part(pull.place, pull.part), stream);
     else
       windows = std::max(windows, slot.windows);
   }
@@ -66,10 +69,72 @@ Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls) {
       co_await ready;
       if (offset >= pull.to.bytes) continue;
       copy(slice(pull.to, offset, std::min(step, pull.to.bytes - offset)),
-           phase.staging(pull.place) + (window & 1) * kWindow + pull.part * step);
+           phase.staging(pull.place) + (window & 1) * kWindow + pull.part * step, stream);
     }
     Task next = turn(phase, window);
     co_await next;
+  }
+}
+
+}  // namespace
+
+Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls) {
+  std::vector<Span> own = parts;
+  Phase phase(op);
+  Task open = phase.open(std::move(parts), kWindow);
+  co_await open;
+  Task first = prime(phase);
+  co_await first;
+  Task fetched = pull(phase, std::move(own), std::move(pulls));
+  co_await fetched;
+  Task close = phase.close();
+  co_await close;
+}
+
+// The others fetch from the root.  Where both buffers lie in shared memory, the root would be idle meanwhile:
+// it brings them the last n-th itself.
+Task shared_broadcast(Operation& op, Span data, int root) {
+  Phase phase(op);
+  const bool at_root = phase.self() == root, large = data.bytes >= kShared;
+  const bool exposed = large && op.group().context().arena()->contains(data.data, data.bytes);
+  std::vector<Span> own;
+  if (at_root || exposed) own.push_back(data);
+  Task open = phase.open(own, kWindow);
+  co_await open;
+  Task first = prime(phase);
+  co_await first;
+  auto [begin, end] = share(data.bytes, 1, phase.size(), phase.size() - 1);
+  const Span last = slice(data, begin, end - begin);
+  auto halved = [&](int place) {
+    return large && phase.direct(root) && phase.direct(place) && phase.entry(place, 0).bytes == data.bytes;
+  };
+  if (at_root) {
+    for (int place = 0; large && place < phase.size(); ++place) {
+      if (place == root) continue;
+      Task met = phase.meet(place);
+      co_await met;
+      if (halved(place) && !op.group().broken())
+        kernels::copy(phase.part(place, 0) + begin, last.data, last.bytes, data.bytes >= kStream);
+    }
+    if (phase.exposure() == Exposure::kDirect) phase.advance(&Counters::staged, 1);
+    Task turned = pull(phase, std::move(own), {});
+    co_await turned;
+  } else {
+    Task met = phase.meet(root);
+    co_await met;
+    const bool helped = exposed && halved(phase.self());
+    std::vector<Pull> pulls(1, Pull{root, 0, data});
+    if (!helped) {
+      Task fetched = pull(phase, std::move(own), std::move(pulls));
+      co_await fetched;
+    } else if (phase.entry(root, 0).bytes != data.bytes) {
+      Task mismatch = op.mismatch();
+      co_await mismatch;
+    } else {
+      copy(slice(data, 0, begin), phase.part(root, 0), data.bytes >= kStream);
+      Task brought = phase.staged(root, 1);
+      co_await brought;
+    }
   }
   Task close = phase.close();
   co_await close;

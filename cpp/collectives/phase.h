@@ -70,6 +70,7 @@ struct Pull {
   Span to;
 };
 Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls);
+Task shared_broadcast(Operation& op, Span data, int root);
 
 // Each member reduces some parts over all members; `partial`: results stay in the accumulator's type.
 struct Reduce {

@@ -60,8 +60,7 @@ Task shared(Operation& op) {
     case Kind::kBarrier:
       return meet(op);
     case Kind::kBroadcast:
-      if (rank != root) pulls.push_back({root, 0, request.out[0]});
-      return exchange(op, rank == root ? std::vector<Span>{request.out[0]} : std::vector<Span>{}, pulls);
+      return shared_broadcast(op, request.out[0], root);
     case Kind::kAllGather:
       for (int place = 0; place < size; ++place)
         pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});

@@ -75,9 +75,9 @@ class DataChannel(abc.ABC):
     ) -> Future[Any] | None:
         """The short way of a collective on at most one tensor each way, for channels that have one.
 
-        ``x`` and ``out`` are whatever the user passed, the same object where the operation is in place.  None,
-        the default, says that something is unusual or wrong about them, or that the channel is broken:
-        nothing was sent, and the call is to be validated and submitted as any other.
+        ``x`` and ``out`` are whatever the user passed, the same object where the operation is in place.
+        None, the default, says that something is unusual or wrong about them, or that the channel is
+        broken: nothing was sent, and the call is to be validated and submitted as any other.
         """
         return None
 
