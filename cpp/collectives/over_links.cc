@@ -4,6 +4,8 @@
 // ranks.
 
 #include <algorithm>
+#include <deque>
+#include <memory>
 
 #include "collectives/collectives.h"
 #include "collectives/messages.h"
@@ -11,8 +13,10 @@
 namespace shoal::collectives {
 namespace {
 
-constexpr std::uint64_t kSmall = 32 * 1024;    // up to here an all-reduce is one exchange of everything
-constexpr std::uint64_t kPiece = 1024 * 1024;  // longer slices are reduced piece by piece
+constexpr std::uint64_t kSmall = 32 * 1024;       // up to here an all-reduce is one exchange of everything
+constexpr std::uint64_t kSmallPair = 256 * 1024;  // two ranks send as many bytes either way
+constexpr std::uint64_t kPiece = kEager;          // longer slices are reduced piece by piece
+constexpr std::uint32_t kSets = 4;                // pieces on their way at a time
 
 Task barrier(Operation& op) {
   // Dissemination (Hensgen, Finkel, Manber 1988): in round k tell the rank 2^k further on.
@@ -77,15 +81,16 @@ Task direct(Operation& op, std::vector<Span> mine, std::vector<Span> theirs, Flo
 Task reduce_at_once(Operation& op, Span data, int root) {
   const Request& request = op.request();
   const int size = op.group().size(), rank = op.group().rank();
-  std::vector<std::byte> room(root < 0 || rank == root ? data.bytes * static_cast<std::uint64_t>(size) : 0);
+  const bool reduces = root < 0 || rank == root;
+  auto room = std::make_unique_for_overwrite<std::byte[]>(
+      reduces ? data.bytes * static_cast<std::uint64_t>(size) : 0);
   std::vector<Span> theirs;
-  for (int i = 0; i < size && !room.empty(); ++i)
-    theirs.push_back({room.data() + static_cast<std::uint64_t>(i) * data.bytes, data.bytes});
-  if (data.bytes == 0 && (root < 0 || rank == root)) theirs.assign(static_cast<std::size_t>(size), data);
+  for (int i = 0; i < size && reduces; ++i)
+    theirs.push_back({room.get() + static_cast<std::uint64_t>(i) * data.bytes, data.bytes});
   std::vector<Span> mine(1, data);
   Task exchange = direct(op, mine, theirs, root < 0 ? Flow::kAll : Flow::kToRoot, root);
   co_await exchange;
-  if (room.empty()) co_return;
+  if (!reduces) co_return;
   std::vector<const void*> sources;
   for (const Span& span : theirs) sources.push_back(span.data);
   void* to = data.data;
@@ -112,13 +117,14 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   };
   constexpr std::uint32_t kResults = 1u << 30;  // steps of finished pieces
   const std::uint32_t own = pieces(mine.bytes);
-  // Two sets of buffers: one is filled while the other is reduced.
-  std::uint64_t stride = std::min(kPiece, mine.bytes);
-  std::vector<std::byte> room(2 * stride * static_cast<std::uint64_t>(size));
+  // Some sets of buffers: others are filled while one is reduced.
+  const std::uint64_t stride = std::min(kPiece, mine.bytes);
+  auto room = std::make_unique_for_overwrite<std::byte[]>(std::min(kSets, own) * stride *
+                                                          static_cast<std::uint64_t>(size));
   auto buffer = [&](std::uint32_t index, int from) {
-    return room.data() + (static_cast<std::uint64_t>(index & 1) * static_cast<std::uint64_t>(size) +
-                          static_cast<std::uint64_t>(from)) *
-                             stride;
+    return room.get() + (static_cast<std::uint64_t>(index % kSets) * static_cast<std::uint64_t>(size) +
+                         static_cast<std::uint64_t>(from)) *
+                            stride;
   };
 
   Messages results(op);
@@ -129,26 +135,33 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
         results.receive(from, kResults + i, piece(slot, i).data, piece(slot, i).bytes);
     }
   Messages inputs(op);
-  for (int i = 1; i < size; ++i) {
-    int to = (rank + i) % size;
-    const Span& part = parts[static_cast<std::size_t>(to)];
-    for (std::uint32_t index = 0; index < pieces(part.bytes); ++index)
-      inputs.send(to, index, piece(part, index).data, piece(part, index).bytes);
-    if (part.bytes == 0) inputs.send(to, 0, nullptr, 0);  // still says what we call
-  }
   for (int from = 0; mine.bytes == 0 && from < size; ++from)
     if (from != rank) inputs.receive(from, 0, nullptr, 0);
-  Messages even(op), odd(op);
-  auto arrivals = [&](std::uint32_t index) -> Messages& { return index & 1 ? odd : even; };
+  std::deque<Messages> arrivals;  // of one piece each
   auto expect = [&](std::uint32_t index) {
+    arrivals.emplace_back(op);
     for (int from = 0; from < size; ++from)
-      if (from != rank) arrivals(index).receive(from, index, buffer(index, from), piece(mine, index).bytes);
+      if (from != rank) arrivals.back().receive(from, index, buffer(index, from), piece(mine, index).bytes);
   };
-  for (std::uint32_t index = 0; index < std::min(2u, own); ++index) expect(index);
+  // Parts may differ in size: what goes beyond the number of our own pieces goes with the last.
+  auto offer = [&](std::uint32_t index, std::uint32_t end) {
+    for (int i = 1; i < size; ++i) {
+      int to = (rank + i) % size;
+      const Span& part = parts[static_cast<std::size_t>(to)];
+      for (std::uint32_t p = index; p < std::min(end, pieces(part.bytes)); ++p)
+        inputs.send(to, p, piece(part, p).data, piece(part, p).bytes);
+      if (part.bytes == 0 && index == 0) inputs.send(to, 0, nullptr, 0);  // still says what we call
+    }
+  };
+  constexpr std::uint32_t kAll = ~0u;
+  // A piece is sent when its receiver, which is about as far as we are, is likely to have room for it.
+  for (std::uint32_t index = 0; index < std::min(kSets, own); ++index) expect(index);
+  offer(0, own > kSets ? kSets : kAll);
   std::vector<const void*> sources(static_cast<std::size_t>(size));
   for (std::uint32_t index = 0; index < own; ++index) {
-    Task arrived = arrivals(index).finish_receives();
+    Task arrived = arrivals.front().finish_receives();
     co_await arrived;
+    arrivals.pop_front();
     Span from = piece(mine, index), to = piece(out, index);
     for (int r = 0; r < size; ++r)
       sources[static_cast<std::size_t>(r)] = r == rank ? from.data : buffer(index, r);
@@ -157,7 +170,10 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
     for (int r = 0; r < size; ++r)
       if (r != rank && (spread == Spread::kAll || (spread == Spread::kRoot && r == root && rank != root)))
         results.send(r, kResults + index, to.data, to.bytes);
-    if (index + 2 < own) expect(index + 2);
+    const std::uint32_t next = index + kSets;
+    if (next >= own) continue;
+    expect(next);
+    offer(next, next + 1 == own ? kAll : next + 1);
   }
   Task sent = inputs.finish();
   co_await sent;
@@ -174,10 +190,10 @@ Task reduce_in_slices(Operation& op, Span data, int root) {
     parts.push_back(slice(data, first * item, (last - first) * item));
   }
   Span out = parts[static_cast<std::size_t>(rank)];
-  std::vector<std::byte> room;
+  std::unique_ptr<std::byte[]> room;
   if (root >= 0 && rank != root) {  // the input stays as it is
-    room.resize(out.bytes);
-    out.data = room.data();
+    room = std::make_unique_for_overwrite<std::byte[]>(out.bytes);
+    out.data = room.get();
   }
   Task work = reduce_scatter(op, parts, out, root < 0 ? Spread::kAll : Spread::kRoot, root);
   co_await work;
@@ -193,8 +209,8 @@ Task over_links(Operation& op) {
     case Kind::kAllReduce:
     case Kind::kReduce: {
       int to = request.kind == Kind::kReduce ? root : -1;
-      bool small =
-          request.in[0].bytes <= kSmall || request.in[0].bytes < static_cast<std::uint64_t>(size) * 64;
+      bool small = request.in[0].bytes <= (size == 2 ? kSmallPair : kSmall) ||
+                   request.in[0].bytes < static_cast<std::uint64_t>(size) * 64;
       return small ? reduce_at_once(op, request.in[0], to) : reduce_in_slices(op, request.in[0], to);
     }
     case Kind::kBarrier:

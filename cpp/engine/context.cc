@@ -44,6 +44,8 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   watch(wakeup_, kWakeup);
+  sockets_ = epoll_create1(EPOLL_CLOEXEC);
+  watch(sockets_, kSockets);
 }
 
 Context::~Context() {
@@ -55,6 +57,7 @@ Context::~Context() {
   }
   if (wakeup_ >= 0) ::close(wakeup_);
   if (epoll_ >= 0) ::close(epoll_);
+  if (sockets_ >= 0) ::close(sockets_);
 }
 
 void Context::watch(int fd, std::uint64_t what) {
@@ -91,10 +94,10 @@ void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacit
 
 void Context::add_remote(int rank, int socket) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  auto link = std::make_unique<TcpLink>(rank, *this, socket, epoll_);
+  auto link = std::make_unique<TcpLink>(rank, *this, socket, sockets_);
   peer.tcp = link.get();
   peer.link = std::move(link);
-  watch(socket, static_cast<std::uint64_t>(rank));
+  remote_ = true;
 }
 
 void Context::start() {
@@ -207,12 +210,14 @@ bool Context::wait(Operation& op, std::int64_t until) {
     explicit Attention(Operation& o) : op(o) { op.group().attend(op, 1); }
     ~Attention() { op.group().attend(op, -1); }
   } attention(op);
+  Driving driving(*this);
   int idle = 0;
   std::int64_t give_up = 0;
   while (true) {
     bool moved = op.group().drive(op);
     if (op.done()) return true;
     if ((idle & 15) == 0) moved |= poll_rings();
+    if ((idle & 15) == 0 || idle > spins_) moved |= poll_sockets();
     if (moved) {
       idle = 0;
       continue;
@@ -232,9 +237,11 @@ bool Context::wait(Operation& op, std::int64_t until) {
     std::int64_t next = std::min(until, now + 100 * kMillisecond);
     op.group().check(now, next);
     Doorbell::Sleeper sleeper(bell(), Wake::Any);
+    driving.pause();
     moved = op.group().drive(op) || poll_rings();
     if (op.done()) return true;
     if (!moved) sleeper.sleep(next - now);
+    driving.resume();
     idle = moved ? 0 : spins_;  // woken: what was rung for is there, or is not for us
   }
 }

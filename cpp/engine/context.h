@@ -89,7 +89,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void on_sent() override { bell().ring(); }
 
  private:
-  static constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33;  // what an epoll event is about
+  // What an epoll event is about.
+  static constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
   struct Peer {
     enum State : int { kAlive, kDeparted, kLost };
     std::unique_ptr<Link> link;
@@ -104,6 +105,18 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void progress_loop();
   void watch_loop();
   bool poll_rings();
+  bool poll_sockets();
+  // A thread in wait() while it polls the sockets; paused while it sleeps.
+  struct Driving {
+    Context& context;
+    bool paused = false;
+    explicit Driving(Context& c) : context(c) { resume(); }
+    ~Driving();
+    void pause();
+    void resume();
+  };
+  void rearm();
+  void park_or_rearm(bool readable, std::uint64_t& seen);
   bool progress(bool& waiting);
   void check(std::int64_t now, std::int64_t& next);
   void heartbeats(std::int64_t now);
@@ -133,6 +146,14 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   std::thread progress_thread_, watch_thread_;
   int epoll_ = -1;
+  // The TCP sockets, watched through an epoll of their own: a thread in wait() polls it, and one call hands
+  // it back to the watch thread (see watch.cc).
+  int sockets_ = -1;
+  bool remote_ = false;                   // there are TCP sockets
+  std::atomic<int> drivers_{0};           // threads in wait() that poll them
+  std::atomic<std::uint64_t> drives_{0};  // how often one began to
+  std::atomic<int> asleep_{0};            // threads in wait() that sleep
+  std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
   int wakeup_ = -1;
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};

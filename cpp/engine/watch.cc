@@ -12,29 +12,30 @@
 namespace shoal {
 namespace {
 
-constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33;
+constexpr int kParked = 1;  // milliseconds after which the watch thread takes back sockets that nobody polls
 
 }  // namespace
 
 void Context::watch_loop() {
   epoll_event events[64];
   std::int64_t period = std::clamp<std::int64_t>(options_.heartbeat / 4, 10'000'000, 1'000'000'000);
-  bool remote = std::any_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.tcp != nullptr; });
+  std::uint64_t drives = 0;
   while (!stop_.load(std::memory_order_acquire)) {
-    int count = epoll_wait(epoll_, events, 64, remote ? static_cast<int>(period / 1'000'000) : -1);
-    bool received = false;
+    int patience = !remote_ ? -1 : parked_.load() ? kParked : static_cast<int>(period / 1'000'000);
+    int count = epoll_wait(epoll_, events, 64, patience);
+    bool readable = false;
     for (int i = 0; i < count; ++i) {
       std::uint64_t what = events[i].data.u64;
       if (what == kWakeup) continue;
+      if (what == kSockets) {
+        readable = true;
+        continue;
+      }
       int rank = static_cast<int>(what & 0xffffffffULL);
       Peer& peer = peers_[static_cast<std::size_t>(rank)];
       if (what & kPidfd) {
         epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.pidfd, nullptr);
         lost(rank, "its process has ended");
-      } else if (peer.tcp != nullptr) {
-        if (events[i].events & EPOLLOUT) peer.tcp->flush();
-        if (events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) received |= peer.tcp->receive();
-        if (peer.tcp->broken()) epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.tcp->fd(), nullptr);
       } else {
         char byte;
         if (read(peer.socket, &byte, 1) != 1) {
@@ -43,13 +44,88 @@ void Context::watch_loop() {
         }
       }
     }
-    if (received) {
-      bool waiting = false;
-      for (auto& group : groups()) group->progress(waiting);
-      bell().ring_link();
+    if (remote_) {
+      park_or_rearm(readable, drives);
+      heartbeats(now_ns());
     }
-    if (remote) heartbeats(now_ns());
   }
+}
+
+// While a thread in wait() polls the sockets, the watch thread would only take its core away at every
+// segment: told that there is something to read, it stops listening ("parks") until the last driver goes to
+// sleep, or nobody has driven for a moment.  A driver that only leaves wait() does not rearm: most often the
+// next operation follows at once.
+void Context::park_or_rearm(bool readable, std::uint64_t& seen) {
+  if (!readable) {
+    const std::uint64_t drives = drives_.load(std::memory_order_relaxed);
+    if (parked_.load() && drivers_.load() == 0 && drives == seen) rearm();
+    seen = drives;
+    return;
+  }
+  if (drivers_.load() == 0) {
+    poll_sockets();
+    return;
+  }
+  epoll_event none{};
+  none.data.u64 = kSockets;
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, sockets_, &none);
+  parked_.store(true);
+  if (drivers_.load() == 0) rearm();  // it went to sleep before it could see that we are parked
+}
+
+void Context::rearm() {
+  if (!parked_.exchange(false)) return;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kSockets;
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, sockets_, &event);
+}
+
+// Reads and writes what the sockets are ready for, and runs what came of it: the operations that nobody
+// attends here, the others in the threads that wait for them.
+bool Context::poll_sockets() {
+  if (!remote_) return false;
+  epoll_event events[16];
+  int count = epoll_wait(sockets_, events, 16, 0);
+  bool moved = false;
+  for (int i = 0; i < count; ++i) {
+    TcpLink& link = *peers_[static_cast<std::size_t>(events[i].data.u64)].tcp;
+    if (events[i].events & EPOLLOUT) {
+      link.flush();
+      moved = true;
+    }
+    if (events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) moved |= link.receive();
+  }
+  if (!moved) return false;
+  bool waiting = false;
+  for (auto& group : groups()) group->progress(waiting);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_relaxed) > 0) bell().wake();
+  return true;
+}
+
+void Context::Driving::resume() {
+  if (!context.remote_) return;
+  context.asleep_.fetch_sub(static_cast<int>(paused));
+  paused = false;
+  context.drivers_.fetch_add(1);
+  context.drives_.fetch_add(1, std::memory_order_relaxed);
+}
+
+// Announces the sleep before it looks whether it is the last to drive: so the last one rearms, or wakes us.
+void Context::Driving::pause() {
+  if (!context.remote_) return;
+  paused = true;
+  context.asleep_.fetch_add(1);
+  if (context.drivers_.fetch_sub(1) == 1) context.rearm();
+}
+
+Context::Driving::~Driving() {
+  if (!context.remote_) return;
+  if (paused)
+    context.asleep_.fetch_sub(1);
+  else if (context.drivers_.fetch_sub(1) == 1 && context.asleep_.load() > 0)
+    context.rearm();
 }
 
 void Context::heartbeats(std::int64_t now) {
@@ -145,8 +221,9 @@ void Context::disown() {
     peer.socket = peer.pidfd = -1;
   }
   if (epoll_ >= 0) ::close(epoll_);
+  if (sockets_ >= 0) ::close(sockets_);
   if (wakeup_ >= 0) ::close(wakeup_);
-  epoll_ = wakeup_ = -1;
+  epoll_ = wakeup_ = sockets_ = -1;
   // The threads exist only in the parent.
   if (progress_thread_.joinable()) progress_thread_.detach();
   if (watch_thread_.joinable()) watch_thread_.detach();

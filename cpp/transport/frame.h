@@ -12,7 +12,8 @@
 namespace shoal {
 
 constexpr std::uint32_t kFrameMagic = 0x4c4f4853;  // "SHOL"
-constexpr std::size_t kEager = 64 * 1024;
+constexpr std::size_t kEager = 256 * 1024;
+constexpr std::size_t kBuffered = 64 * 1024;  // up to here a message never waits for its receiver
 constexpr std::size_t kMoreLimit = 256 * 1024;
 constexpr std::size_t kTextLimit = 64 * 1024;  // payload of a control frame
 constexpr std::uint64_t kPointToPoint = 1ULL << 63;

@@ -118,7 +118,7 @@ void Link::send(const std::shared_ptr<Outgoing>& message) {
     if (!bulk_.empty()) want_write(!flush_locked());
     return;
   }
-  if (item.last) {  // copy the little that is left, so that the sender is free
+  if (item.last && item.bytes <= kBuffered) {  // copy the little that is left, so that the sender is free
     item.owned.assign(item.data, item.data + item.bytes);
     item.data = item.owned.data();
     finish(item);
@@ -190,7 +190,7 @@ bool Link::receive() {
     }
     if (missed_.load(std::memory_order_relaxed)) missed_.exchange(false, std::memory_order_seq_cst);
     if (broken()) return any;
-    for (std::size_t i = 0; i < kReadBatch && !broken() && receive_some(); ++i) any = true;
+    for (std::size_t i = 0; (i < kReadBatch || holds_bytes()) && !broken() && receive_some(); ++i) any = true;
     lock.unlock();
     std::atomic_thread_fence(std::memory_order_seq_cst);
   } while (missed_.load(std::memory_order_relaxed));
@@ -249,7 +249,9 @@ void Link::close() {
 }
 
 void Link::fail(const char* why) {
-  if (!broken_.exchange(true, std::memory_order_acq_rel)) sink_.on_link_lost(*this, why);
+  if (broken_.exchange(true, std::memory_order_acq_rel)) return;
+  unwatch();
+  sink_.on_link_lost(*this, why);
 }
 
 }  // namespace shoal

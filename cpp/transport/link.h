@@ -102,6 +102,10 @@ class Link {
   virtual std::ptrdiff_t write_some(const iovec* parts, int count) = 0;
   virtual std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) = 0;
   virtual void want_write(bool) {}
+  // The link is broken: nobody need be told of what happens on it.
+  virtual void unwatch() {}
+  // Bytes were taken from the peer that nobody has read yet: no event will tell of them.
+  virtual bool holds_bytes() const { return false; }
   virtual void release() {}
   std::atomic<std::int64_t> last_heard_{0};
 

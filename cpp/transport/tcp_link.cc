@@ -9,7 +9,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <utility>
 
 #include "engine/clock.h"
 
@@ -21,7 +24,13 @@ TcpLink::TcpLink(int peer, FrameSink& sink, int fd, int epoll) : Link(peer, sink
   int one = 1;
   setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
   last_heard_.store(now_ns(), std::memory_order_relaxed);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = static_cast<std::uint64_t>(peer);
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, fd_, &event);
 }
+
+void TcpLink::unwatch() { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd_, nullptr); }
 
 TcpLink::~TcpLink() { disown(); }
 
@@ -61,17 +70,34 @@ std::ptrdiff_t TcpLink::write_some(const iovec* parts, int count) {
   }
 }
 
-std::ptrdiff_t TcpLink::read_some(std::byte* data, std::size_t bytes) {
+std::ptrdiff_t TcpLink::take(std::byte* data, std::size_t bytes) {
+  // Epoll is level-triggered: what came since will be reported, so asking again at once is a wasted call.
+  if (std::exchange(drained_, false)) return 0;
   while (true) {
     ssize_t got = recv(fd_, data, bytes, MSG_DONTWAIT);
     if (got > 0) {
       last_heard_.store(now_ns(), std::memory_order_relaxed);
+      drained_ = static_cast<std::size_t>(got) < bytes;
       return got;
     }
     if (got == 0) return -1;
     if (errno == EINTR) continue;
     return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
   }
+}
+
+std::ptrdiff_t TcpLink::read_some(std::byte* data, std::size_t bytes) {
+  if (!holds_bytes()) {
+    if (bytes >= kAhead) return take(data, bytes);
+    std::ptrdiff_t got = take(ahead_, kAhead);
+    if (got <= 0) return got;
+    ahead_begin_ = 0;
+    ahead_end_ = static_cast<std::size_t>(got);
+  }
+  bytes = std::min(bytes, ahead_end_ - ahead_begin_);
+  std::memcpy(data, ahead_ + ahead_begin_, bytes);
+  ahead_begin_ += bytes;
+  return static_cast<std::ptrdiff_t>(bytes);
 }
 
 void TcpLink::want_write(bool wanted) {
