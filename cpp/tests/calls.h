@@ -1,0 +1,87 @@
+// Collectives whose results are known.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/context.h"
+#include "tests/scenes.h"
+#include "tests/support.h"
+
+namespace shoal::stress {
+
+// What all ranks agree on.
+struct Plan {
+  Kind kind{};
+  kernels::Reduction how{};
+  std::uint64_t count = 0;  // elements of each part
+  bool uneven = false;      // parts differ by an element or two
+  int root = -1;
+  std::uint64_t salt = 0;  // of the contents
+
+  bool reduces() const {
+    return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
+  }
+  std::size_t item() const { return itemsize(how.dtype); }
+  // Bytes of what `from` has for `to`.
+  std::uint64_t bytes(int from, int to) const;
+  std::string text() const;
+};
+
+enum class Extent { kSmall, kMixed, kLarge };  // up to 64 KB and mostly tiny; to 1 MB; 100 KB to 4 MB
+Plan make_plan(Random& script, int size, Extent extent);
+Plan barrier();
+
+// A rank's own choices in a call.
+struct Taste {
+  bool shared;      // in memory that the host shares
+  int shift;        // elements between the start of the memory and the data
+  bool one_span;    // lists of parts in one piece, where they are even
+  bool by_message;  // hear of the end from Context::completions
+};
+Taste make_taste(Random& own);
+
+// Memory of one call: shared or not, aligned to elements and often not to more.
+class Room {
+ public:
+  Room(Group& group, std::uint64_t bytes, std::size_t item, const Taste& taste);
+  std::byte* data() const { return data_; }
+
+ private:
+  std::shared_ptr<Block> block_;
+  std::unique_ptr<std::byte[]> heap_;
+  std::byte* data_;
+};
+
+// One operation on its way.  Keeps its memory until it is done.
+class Call {
+ public:
+  Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, bool keyed, Desk& desk,
+       Tally& tally);
+
+  // False if it failed; what has succeeded must be right.
+  bool finish();
+  const Operation& operation() const { return *op_; }
+  const Group& group() const { return *group_; }
+
+ private:
+  std::vector<Span> lay_out(std::unique_ptr<Room>& room, auto&& bytes_of);
+  void make_request(Request& request);
+  void verify() const;
+  void expect(Span got, int from, int part) const;
+  void expect_reduced(Span got, int part) const;
+  void compare(Span got, const std::byte* wanted) const;
+
+  std::shared_ptr<Group> group_;
+  Plan plan_;
+  Taste taste_;
+  Desk& desk_;
+  Tally& tally_;
+  std::unique_ptr<Room> in_room_, out_room_;
+  std::vector<Span> in_, out_;  // a span a part
+  OperationPtr op_;
+};
+
+}  // namespace shoal::stress

@@ -1,0 +1,24 @@
+// The two kinds of rounds.  What happens in a round follows from its seed, when it happens does not.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "tests/watchdog.h"
+
+namespace shoal::stress {
+
+struct Tally {
+  std::atomic<std::uint64_t> collectives{0};  // that ended well, counted once for the whole group
+  std::atomic<std::uint64_t> failures{0};     // calls that an abort or a cut ended
+  std::atomic<std::uint64_t> groups{0};
+  std::atomic<std::uint64_t> aborts{0};
+};
+
+// A short life: a world, messages and collectives from two threads of each rank, a peaceful or violent end.
+void race(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
+
+// A long life: thousands of small collectives in groups that come and go, some of them by an abort.
+void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
+
+}  // namespace shoal::stress

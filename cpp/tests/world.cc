@@ -1,0 +1,74 @@
+#include "tests/world.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace shoal::stress {
+namespace {
+
+constexpr std::size_t kCapacity = 256 << 20;  // what aborted groups leave behind is never reused
+
+std::vector<int> random_hosts(Random& random) {
+  std::vector<int> hosts(static_cast<std::size_t>(pick(random, 2, chance(random, 3) ? 8 : 4)));
+  const int topology = pick(random, 0, 3);
+  for (std::size_t r = 0; r < hosts.size(); ++r)
+    hosts[r] = topology == 0   ? static_cast<int>(r)                         // a network
+               : topology == 1 ? pick(random, 0, chance(random, 2) ? 1 : 2)  // hosts of several
+                               : 0;                                          // one machine
+  return hosts;
+}
+
+}  // namespace
+
+World::World(Random& random) : World(random_hosts(random)) {}
+
+World::World(std::vector<int> hosts) : hosts_(std::move(hosts)) {
+  for (int rank = 0; rank < size(); ++rank) {
+    int local = static_cast<int>(std::count(hosts_.begin(), hosts_.end(), host(rank)));
+    contexts_.push_back(
+        std::make_shared<Context>(Context::Options{rank, size(), local, kCapacity, kCapacity, 60 * kSecond}));
+  }
+  for (int a = 0; a < size(); ++a)
+    for (int b = a + 1; b < size(); ++b) host(a) == host(b) ? share(a, b) : connect(a, b);
+  for (auto& context : contexts_) context->start();
+}
+
+void World::share(int a, int b) {
+  int ends[2];
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
+  std::uint64_t ab = at(a).make_ring(), ba = at(b).make_ring();
+  at(a).add_local(b, ends[0], at(b).memory_fd(), at(b).memory_capacity(), ab, ba, getpid());
+  at(b).add_local(a, ends[1], at(a).memory_fd(), at(a).memory_capacity(), ba, ab, getpid());
+}
+
+void World::connect(int a, int b) {
+  int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0),
+      from = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  check(bind(listener, generic, length) == 0 && listen(listener, 1) == 0 &&
+            getsockname(listener, generic, &length) == 0 && ::connect(from, generic, length) == 0,
+        "cannot connect over loopback");
+  int to = accept(listener, nullptr, nullptr);
+  check(to >= 0, "cannot accept over loopback");
+  ::close(listener);
+  at(a).add_remote(b, from);
+  at(b).add_remote(a, to);
+}
+
+std::shared_ptr<Group> World::make_group(int rank, std::uint64_t ident, const std::vector<int>& members,
+                                         int lanes) const {
+  Group::Options options{ident, "group " + std::to_string(ident), 0, members, {}, lanes};
+  options.rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
+  for (int member : members) options.hosts.push_back(host(member));
+  return at(rank).make_group(std::move(options));
+}
+
+}  // namespace shoal::stress

@@ -1,0 +1,34 @@
+// The ranks of one round, in one process: contexts joined by shared memory, by TCP over loopback, or both.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/context.h"
+#include "tests/support.h"
+
+namespace shoal::stress {
+
+class World {
+ public:
+  // The host of each rank: equal ones share memory.
+  explicit World(std::vector<int> hosts);
+  // Of a random size, more often small than large, and a random topology.
+  explicit World(Random& random);
+
+  int size() const { return static_cast<int>(hosts_.size()); }
+  int host(int rank) const { return hosts_[static_cast<std::size_t>(rank)]; }
+  Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }
+  // The group of `members`, as `rank` sees it.
+  std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members,
+                                    int lanes) const;
+
+ private:
+  void share(int a, int b);
+  void connect(int a, int b);
+
+  std::vector<int> hosts_;
+  std::vector<std::shared_ptr<Context>> contexts_;
+};
+
+}  // namespace shoal::stress
