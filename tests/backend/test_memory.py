@@ -1,0 +1,112 @@
+"""Registered memory: nothing of it is copied aside, it comes back, and it has a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import OutOfSharedMemory
+from shoal.group import ProcessGroup
+from shoal.testing import run_threads
+
+RANKS = 3
+PART = 50_000  # elements: far more than travels in a slot
+MIB = 2**20
+
+
+def in_use(group: ProcessGroup) -> int:
+    """Bytes of shared memory that this rank has taken, for tensors and for staging buffers alike."""
+    used: int = group._backend._context.memory_in_use  # type: ignore[union-attr]
+    return used
+
+
+def _each_collective(group: ProcessGroup, make: Callable[[int], torch.Tensor]) -> dict[str, int]:
+    """What every collective takes of shared memory while it works on tensors from ``make``."""
+    one, another, whole, out = make(PART), make(PART), make(RANKS * PART), make(RANKS * PART)
+    parts, outs = list(whole.split(PART)), list(out.split(PART))
+    for tensor in (one, another, whole, out):
+        tensor.fill_(group.rank + 1.0)
+    operations: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(one, op="max"),
+        "reduce": lambda: group.reduce(another, root=1),
+        "broadcast": lambda: group.broadcast(one, root=2),
+        "all_gather": lambda: group.all_gather(one, outs),
+        "all_gather_single": lambda: group.all_gather_single(out, one),
+        "reduce_scatter": lambda: group.reduce_scatter(one, parts),
+        "reduce_scatter_single": lambda: group.reduce_scatter_single(one, whole),
+        "gather": lambda: group.gather(one, outs if group.rank == 0 else None),
+        "scatter": lambda: group.scatter(one, parts if group.rank == 0 else None),
+        "all_to_all": lambda: group.all_to_all(outs, parts),
+        "all_to_all_single": lambda: group.all_to_all_single(out, whole),
+    }
+    taken = {}
+    for name, operation in operations.items():
+        before = in_use(group)
+        operation().wait()
+        taken[name] = in_use(group) - before
+    return taken
+
+
+def test_no_collective_makes_a_staging_copy_of_registered_tensors() -> None:
+    def body(group: ProcessGroup) -> dict[str, int]:
+        return _each_collective(group, group.empty)
+
+    for taken in run_threads(body, RANKS, transport="shm"):
+        assert set(taken.values()) == {0}, taken
+
+
+def test_nor_of_contiguous_views_at_odd_offsets() -> None:
+    def body(group: ProcessGroup) -> dict[str, int]:
+        return _each_collective(group, lambda count: group.empty(count + 3)[3:])
+
+    for taken in run_threads(body, RANKS, transport="shm"):
+        assert set(taken.values()) == {0}, taken
+
+
+def test_ordinary_tensors_are_staged_and_the_measure_sees_it() -> None:
+    def body(group: ProcessGroup) -> int:
+        return sum(_each_collective(group, torch.empty).values())
+
+    assert min(run_threads(body, RANKS, transport="shm")) >= MIB
+
+
+def test_a_registered_tensor_is_not_copied_in_where_another_rank_has_an_ordinary_one() -> None:
+    def body(group: ProcessGroup) -> int:
+        # A broadcast needs no room of those who only receive; its root is the one that could stage.
+        x = group.empty(PART) if group.rank == 0 else torch.empty(PART)
+        x.fill_(group.rank)
+        before = in_use(group)
+        group.broadcast(x, root=0).wait()
+        assert x.eq(0).all()
+        return in_use(group) - before
+
+    assert run_threads(body, RANKS, transport="shm") == [0] * RANKS
+
+
+def test_memory_of_dead_tensors_is_used_again() -> None:
+    def body(group: ProcessGroup) -> None:
+        before = in_use(group)
+        for _ in range(20):
+            x = group.empty(4 * MIB, dtype=torch.uint8)
+            group.all_reduce(x.zero_()).wait()
+            assert 4 * MIB <= in_use(group) - before < 5 * MIB
+            del x
+        assert in_use(group) == before
+
+    run_threads(body, 2, transport="shm", shared_memory_limit=8 * MIB)
+
+
+def test_the_limit_is_an_error_that_leaves_the_group_usable() -> None:
+    def body(group: ProcessGroup) -> None:
+        kept = group.empty(3 * MIB, dtype=torch.uint8)
+        with pytest.raises(OutOfSharedMemory, match="the limit of 4 MiB of shared memory is reached"):
+            group.empty(2 * MIB, dtype=torch.uint8)
+        del kept
+        x = group.empty(3 * MIB, dtype=torch.uint8).fill_(1)
+        group.all_reduce(x).wait()
+        assert x.eq(2).all()
+
+    run_threads(body, 2, transport="shm", shared_memory_limit=4 * MIB)
