@@ -36,11 +36,14 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
   // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
-  bool roomy = options_.local_size <= static_cast<int>(std::thread::hardware_concurrency());
+  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  bool roomy = options_.local_size <= cores;
   // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake
   // again.
   spins_ = roomy ? 1000 : 0;
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
+  // Progress threads look in once a millisecond a core, not a rank: 64 ranks on 2 cores would do little else.
+  look_in_ = kMillisecond * std::max(1, options_.local_size / cores);
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   watch(wakeup_, kWakeup);
@@ -268,7 +271,7 @@ void Context::progress_loop() {
       bool moved = progress(still);
       if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
           !stop_.load()) {
-        std::int64_t nap = waiting ? 50 * kMillisecond : active ? kMillisecond : 1000 * kMillisecond;
+        std::int64_t nap = waiting ? 50 * kMillisecond : active ? look_in_ : 1000 * kMillisecond;
         sleeper.sleep(std::min(nap, next - now));
       }
     }

@@ -131,6 +131,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   ArenaHeader* header_;
   int spins_;              // looks at what a wait is for, before giving the core away
   std::int64_t patience_;  // how long (ns) to give it away before sleeping
+  std::int64_t look_in_;   // how often (ns) the progress thread looks for small operations
   std::vector<Peer> peers_;
   std::vector<int> ring_peers_;
   Messenger messenger_;
