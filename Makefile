@@ -22,7 +22,7 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress sanitize bench lint type format docs core clean
+.PHONY: help demo test stress sanitize bench scaling lint type format docs core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -54,6 +54,9 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 
 bench: $(DONE)/shoal  ## all-reduce beside Gloo and MPI; rewrites the table in README.md
 	$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 lint: $(BIN)/ruff type  ## style, format, types and layers; changes nothing
 	$(BIN)/ruff check .
