@@ -2,6 +2,7 @@
 
     make scaling                            # 2, 4, 8, 16, 32 and 64 ranks
     make scaling ARGS="--ranks 2 4 8"
+    SHOAL_TRANSPORT=tcp make scaling ARGS="--ranks 2 4 8 16 --out out/tcp"
 
 The ranks of each size are forked from one process that has imported torch and shoal, which is allowed
 before ``shoal.init`` and saves 1.4 s of import a rank.  A forked rank shares the imported modules with
@@ -247,7 +248,7 @@ def main() -> int:
     steep = show(results, cores, console)
     for name in steep:
         console.print(f"grows faster than linearly: {name}", style="red")
-    arguments.out.mkdir(exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": {
@@ -256,6 +257,7 @@ def main() -> int:
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
         },
+        "transport": os.environ.get("SHOAL_TRANSPORT", "auto"),
         "imports": imported,
         "results": results,
         "growth": {name: growth(results, name, cores) for name in rows_of_interest()},
