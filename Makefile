@@ -52,8 +52,8 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 	$(TOOLS) cmake --build build/asan --target stress
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress 60
 
-bench: $(DONE)/shoal  ## all-reduce beside Gloo and MPI; rewrites the table in README.md
-	$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites README's tables and picture
+	$(BIN)/shoal bench --readme $(ARGS)
 
 scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
@@ -107,7 +107,7 @@ $(DONE)/torch: $(DONE)/venv
 # Without build isolation the tools keep their paths, so that CMake compiles again only what changed.
 $(DONE)/shoal: $(DONE)/torch $(MANIFEST) $(SOURCES)
 	$(PIP) cmake nanobind ninja scikit-build-core
-	$(TOOLS) $(PIP) --no-build-isolation '.[examples,dev]'
+	$(TOOLS) $(PIP) --no-build-isolation '.[bench,examples,dev]'
 	@touch $@
 
 # What checks and builds needs the tools, not an up-to-date installation.

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..errors import (
     UsageError,
 )
 from ..future import Future
-from ..spec import DTYPE_CODES, DTYPES_BY_CODE, Operation, OpKind, ReduceOp
+from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp
 from .base import Backend, DataChannel, GroupSpec, Membership
 from .mesh import Memory, connect
 
@@ -310,6 +311,17 @@ class _Source:
 
     def notify(self, fn: Callable[[], None]) -> None:
         self._channel.notify(self.core, fn)
+
+
+def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[int], list[int], int], None]:
+    """The core's reduction of one dtype, bare: for measuring what an operation costs beyond it.
+
+    Returns:
+        A function of destination addresses, source addresses and an element count.  It writes the
+        reduction of all sources to every destination; a destination may be a source.
+    """
+    reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code, op.factor)
+    return partial(_core.kernels.reduce, reduction)
 
 
 def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:

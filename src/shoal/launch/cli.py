@@ -15,6 +15,7 @@ from ..errors import ShoalError
 COMMANDS = {
     "run": "shoal.launch.run:run",
     "store": "shoal.launch.store:store",
+    "bench": "shoal.tools.bench.command:bench",
 }
 
 

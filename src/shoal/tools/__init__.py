@@ -1,0 +1,1 @@
+"""Tools beside the library; each is a subcommand of ``shoal``."""

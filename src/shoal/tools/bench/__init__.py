@@ -1,0 +1,7 @@
+"""``shoal bench``: collectives called from Python, shoal beside its peers and beside what the machine allows.
+
+A coordinator (:mod:`.command`, :mod:`.race`) starts each contender's ranks once (:mod:`.contenders`,
+:mod:`.running`) and gives them work in turns; a rank (:mod:`.ranks`) waits for orders, checks the result
+of an operation, and measures it.  What a run leaves behind is a :class:`.result.Result`, from which tables,
+pictures and README's section are made.
+"""

@@ -1,0 +1,164 @@
+"""The ``shoal bench`` command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from . import plan, side
+from .case import ITEMSIZE, OPERATIONS, Case, Size
+from .contenders import BY_NAME, entries
+from .environments import checkout
+from .race import Race
+from .result import Result, Setting
+from .table import show
+
+Read = Callable[[click.Context, click.Parameter, Any], Any]
+
+
+def _list(read: Callable[[str], object]) -> Read:
+    """A callback for an option of words separated by commas, each read by what may raise ValueError."""
+
+    def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+        if value is None:
+            return None
+        try:
+            return tuple(read(word.strip()) for word in value.split(","))
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+def _one_of(words: Sequence[str]) -> Read:
+    def read(word: str) -> str:
+        if word not in words:
+            raise ValueError(f"{word!r} is none of {', '.join(words)}")
+        return word
+
+    return _list(read)
+
+
+def _ranks(word: str) -> int:
+    if not word.isdigit() or not 2 <= int(word) <= 256:
+        raise ValueError(f"{word!r} is no number of ranks from 2 to 256")
+    return int(word)
+
+
+@click.group(
+    invoke_without_command=True,
+    short_help="Measure collectives beside Gloo, MPI and the machine's own speed.",
+)
+@click.option("--ranks", callback=_list(_ranks), metavar="N,...", help="Numbers of ranks.  [default: 2,4]")
+@click.option(
+    "--operations",
+    callback=_one_of(OPERATIONS),
+    metavar="NAME,...",
+    help=f"Of {', '.join(OPERATIONS)}.  [default: all]",
+)
+@click.option("--dtypes", callback=_one_of(tuple(ITEMSIZE)), metavar="NAME,...", help="fp32, bf16 or both.")
+@click.option(
+    "--sizes",
+    callback=_list(Size.parse),
+    metavar="SIZE,...",
+    help="Bytes of the largest buffer of a rank, as 8, 64K, 1M+4 or 1M@1 (one element into its allocation).",
+)
+@click.option(
+    "--contenders",
+    callback=_one_of(tuple(BY_NAME)),
+    metavar="NAME,...",
+    help=f"Of {', '.join(BY_NAME)}.  [default: all]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), help="Samples of each.  [default: 11]")
+@click.option("--quick", is_flag=True, help="Two ranks, fp32, few sizes and rounds: half a minute or two.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True)
+@click.option("--readme", is_flag=True, help="In a checkout of shoal: rewrite README's tables and picture.")
+@click.pass_context
+def bench(
+    context: click.Context,
+    ranks: tuple[int, ...] | None,
+    operations: tuple[str, ...] | None,
+    dtypes: tuple[str, ...] | None,
+    sizes: tuple[Size, ...] | None,
+    contenders: tuple[str, ...] | None,
+    rounds: int | None,
+    quick: bool,
+    out: Path,
+    readme: bool,
+) -> int:
+    """Time collectives of shoal, of torch.distributed with Gloo, and of MPI, called from Python.
+
+    All contenders run at once and take turns, size by size; one that is not measured sleeps.  Results are
+    checked.  "floor" is what the machine allows: the bare loops over shared memory.  Writes bench.json and
+    pictures to --out.  docs/benchmark.md says what exactly is timed.
+
+    It needs `pip install shoal[bench]`.  MPICH, Open MPI and mpi4py are not part of that: the command
+    installs their wheels itself, with pip, into environments of their own (build/bench in a checkout,
+    else ~/.cache/shoal/bench).
+    """
+    names = context.obj = contenders or tuple(BY_NAME)
+    if context.invoked_subcommand:
+        return 0
+    root = checkout()
+    if readme and root is None:
+        raise click.UsageError("--readme needs a checkout of shoal as the current folder")
+    console = Console()
+    dtypes = dtypes or (("fp32",) if quick else tuple(ITEMSIZE))
+    cases = plan.cases(operations or OPERATIONS, dtypes, sizes or (), quick=quick)
+    result = Result(rounds or (plan.QUICK_ROUNDS if quick else plan.ROUNDS))
+    _run(cases, ranks or ((2,) if quick else plan.RANKS), names, result, console)
+    show(result, console)
+    _save(result, out, console)
+    if readme and root is not None:
+        from .readme import rewrite
+
+        rewrite(result, root)
+    return int(any(name.startswith("shoal") for name, *_ in result.absent))
+
+
+def _run(
+    cases: Sequence[Case], ranks: Sequence[int], names: Sequence[str], result: Result, console: Console
+) -> None:
+    variants = [variant for name in names for variant in BY_NAME[name].variants]
+
+    def guess(case: Case, size: int) -> float:
+        return plan.seconds(case, size, sum(v.takes(case) for v in variants), result.rounds)
+
+    total = sum(guess(case, size) for case in cases for size in ranks)
+    console.print(f"{len(cases) * len(ranks)} cases, about {max(1, round(total / 60))} min")
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def say(text: str) -> None:
+            progress.console.print(text, style="yellow", markup=False)
+
+        for size in ranks:
+            progress.update(task, description=f"{size} ranks")
+            with Race(entries(names, size), size, result, say) as race:
+                for case in cases:
+                    progress.update(task, description=f"{size} ranks: {case}")
+                    race.measure(case, result.rounds)
+                    progress.advance(task, guess(case, size))
+                if not result.futex:
+                    race.futex(result.rounds)
+
+
+def _save(result: Result, out: Path, console: Console) -> None:
+    from .picture import draw
+
+    out.mkdir(parents=True, exist_ok=True)
+    result.save(out / "bench.json")
+    drawn: list[Setting] = [setting for setting in result.cells if setting.operation != "barrier"]
+    for setting in drawn:
+        draw(result, [setting], out / f"{setting.stem}.png")
+    console.print(f"wrote bench.json and {len(drawn)} pictures to {out}")
+
+
+for command in side.COMMANDS:
+    bench.add_command(command)

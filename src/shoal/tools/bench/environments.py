@@ -1,0 +1,51 @@
+"""Where the MPI libraries live: an environment each, because their wheels overwrite each other's files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import venv
+from pathlib import Path
+
+
+class Absent(Exception):
+    """A contender cannot take part, or failed; the message says why."""
+
+
+def checkout() -> Path | None:
+    """The checkout of shoal that is the current folder, or None."""
+    here = Path.cwd()
+    return here if (here / "src" / "shoal" / "tools" / "bench").is_dir() else None
+
+
+def mpi_environment(wheel: str) -> Path:
+    """An environment with this MPI, mpi4py and numpy; made when it is not there.
+
+    It is in ``build/bench`` of a checkout (in the versions of its constraints), elsewhere in
+    ``~/.cache/shoal/bench``.
+
+    Raises:
+        Absent: pip could not install it.
+    """
+    root = checkout()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    where = (root / "build" if root else cache / "shoal") / "bench" / wheel
+    if not (where / "bin" / "mpiexec").exists():
+        shutil.rmtree(where, ignore_errors=True)
+        venv.create(where, with_pip=True)
+        pip = [str(where / "bin" / "pip"), "--disable-pip-version-check", "install", "--quiet"]
+        versions = ["-c", str(root / "constraints.txt")] if root else []
+        result = subprocess.run(
+            [*pip, *versions, "mpi4py", "numpy", wheel],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        if result.returncode:
+            raise Absent(f"pip install {wheel}: {last_line(result.stdout)}")
+    return where
+
+
+def last_line(text: str) -> str:
+    """What a program said last, which mostly is why it ended."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,62 @@
+"""A picture of a setting: latency of small sizes and bandwidth of all, one curve a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .case import Size
+from .contenders import FLOOR, OWN
+from .machine import machine
+from .result import Result, Setting
+from .table import size_name
+
+_COLOURS = {
+    "shoal registered": "#d62728", "shoal": "#ff7f0e", "shoal tcp": "#bcbd22",
+    "shoal hierarchical": "#e377c2",
+    "Gloo": "#1f77b4", "MPICH": "#2ca02c", "Open MPI": "#9467bd",
+    FLOOR: "#222222", "floor, numpy": "#888888", "memcpy": "#bbbbbb",
+}  # fmt: skip
+_LATENCY_TO = 256 * 2**10
+
+
+def draw(result: Result, settings: Sequence[Setting], path: Path) -> None:
+    """Write a PNG with a row of two panels for each setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(
+        len(settings), 2, figsize=(10, 4 * len(settings)), layout="constrained", squeeze=False
+    )
+    for (latency, bandwidth), setting in zip(grid, settings, strict=True):
+        # Sizes just off a power of two or at an odd offset are in the table.
+        sizes = [size for size in result.sizes(setting) if str(size).isalnum() and size.nbytes]
+        small = [size for size in sizes if size.nbytes <= _LATENCY_TO]
+        for name in result.names(setting):
+            style = {"color": _COLOURS[name], "marker": "o" if name in OWN else "s", "markersize": 4.0}
+            line = "-" if name in OWN else ":" if name not in (FLOOR,) else "--"
+            for axes, shown, of_time in ((latency, small, True), (bandwidth, sizes, False)):
+                points = [
+                    (size.nbytes, cell.median * 1e6 if of_time else size.nbytes / cell.median / 1e9)
+                    for size in shown
+                    if (cell := result.find(setting, size, name))
+                ]
+                if points:
+                    axes.loglog(*zip(*points, strict=True), line, label=name, **style)
+        for axes, shown, unit in ((latency, small, "us"), (bandwidth, sizes, "GB/s")):
+            _label(axes, shown)
+            axes.set_ylabel(unit)
+            axes.grid(alpha=0.3)
+        latency.set_title(f"{setting}: time", fontsize=10)
+        bandwidth.set_title(f"bytes of a rank's tensor per second ({machine()['cores']} cores)", fontsize=10)
+        bandwidth.legend(fontsize=8)
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+
+
+def _label(axes: object, sizes: Sequence[Size]) -> None:
+    places = [size.nbytes for size in sizes]
+    axes.set_xticks(places, [size_name(size) for size in sizes], rotation=45, fontsize=8)  # type: ignore[attr-defined]
+    axes.minorticks_off()  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""The measuring itself: contenders take turns, size by size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from . import plan
+from .case import Case
+from .contenders import Contender, Variant
+from .environments import Absent
+from .result import Result
+from .running import Running, Unmeasured
+
+#: a sample is about so long, and with what is not timed in it at most so many times as long
+SAMPLE_SECONDS = 0.015
+_OVERHEAD = 3
+_MOST = 5000
+
+
+@dataclass
+class Entry:
+    """One variant of a contender that runs.
+
+    Attributes:
+        repeat: operations in a sample; 0: its buffers have not been made.
+    """
+
+    running: Running
+    variant: Variant
+    repeat: int = 0
+
+    def prepare(self, case: Case) -> float:
+        """Make the buffers, check the result, and choose how many operations make a sample.
+
+        Returns:
+            The largest relative error of the result.
+        """
+        answers = self.running.ask(
+            "prepare", variant=self.variant.kind, operation=case.operation, dtype=case.dtype,
+            nbytes=case.size.nbytes, offset=case.size.offset,
+        )  # fmt: skip
+        self.repeat = 1
+        for _ in range(3):
+            seconds, every = self._ask()
+            self.repeat = max(1, min(_MOST, round(SAMPLE_SECONDS / max(seconds, every / _OVERHEAD, 1e-9))))
+        return max(float(answer["error"]) for answer in answers)
+
+    def sample(self) -> float:
+        """Seconds per operation on the slowest rank."""
+        return self._ask()[0]
+
+    def _ask(self) -> tuple[float, float]:
+        answers = self.running.ask("sample", variant=self.variant.kind, repeat=self.repeat)
+        return max(answer["seconds"] for answer in answers), max(answer["every"] for answer in answers)
+
+
+class Race:
+    """The contenders of one number of ranks.  A context manager: at its end no process is left.
+
+    Args:
+        result: where the measurements go.
+        say: told at once who is absent and why.
+    """
+
+    def __init__(
+        self, contenders: Sequence[Contender], ranks: int, result: Result, say: Callable[[str], None]
+    ) -> None:
+        self._ranks, self._result, self._say = ranks, result, say
+        self._contenders = contenders
+        self._running: list[Running] = []
+        self._said: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Race:
+        try:
+            for contender in self._contenders:
+                try:
+                    running = Running(contender, self._ranks)
+                except Absent as reason:
+                    self._absent(contender.name, "", str(reason))
+                else:
+                    self._running.append(running)
+                    self._result.versions[contender.name] = running.version
+        except BaseException:
+            self._stop(kill=True)
+            raise
+        return self
+
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        self._stop(kill=kind is not None)
+
+    def _stop(self, *, kill: bool) -> None:
+        for running in self._running:
+            running.stop(kill=kill)
+        self._running.clear()
+
+    def measure(self, case: Case, rounds: int) -> None:
+        """Take ``rounds`` samples of every variant in turns, in an order that rotates."""
+        racing = [
+            Entry(running, variant)
+            for running in self._running
+            for variant in running.contender.variants
+            if variant.takes(case)
+        ]
+        frugal = case.memory(self._ranks) * (len(racing) + 1) > psutil.virtual_memory().available / 2
+        for turn in range(rounds):
+            shift = turn % max(len(racing), 1)
+            for entry in racing[shift:] + racing[:shift]:
+                if not self._turn(entry, case, frugal=frugal):
+                    racing.remove(entry)
+        self._release()
+
+    def _turn(self, entry: Entry, case: Case, *, frugal: bool) -> bool:
+        """One sample more; whether there can be a next."""
+        running = entry.running
+        if running not in self._running:
+            return False
+        cell = self._result.cell(case, self._ranks, entry.variant.name)
+        try:
+            if not entry.repeat:
+                cell.error = max(cell.error, entry.prepare(case))
+            cell.samples.append(entry.sample())
+            if frugal:
+                running.ask("release")
+                entry.repeat = 0
+        except Unmeasured as reason:
+            self._absent(running.contender.name, str(case), str(reason))
+            if reason.wrong:
+                cell.samples.clear()
+            return False
+        except Absent as reason:
+            self._lose(running, str(case), str(reason))
+            return False
+        return True
+
+    def _release(self) -> None:
+        for running in list(self._running):
+            try:
+                running.ask("release")
+            except (Absent, Unmeasured) as reason:
+                self._lose(running, "", str(reason))
+
+    def futex(self, rounds: int) -> None:
+        """How long two processes take to wake each other."""
+        for running in self._running:
+            if running.contender.engine != "floor":
+                continue
+            try:
+                for _ in range(rounds):
+                    answers = running.ask("futex", repeat=500)
+                    self._result.futex.append(max(answer["seconds"] for answer in answers[:2]))
+            except Unmeasured as reason:
+                self._absent(running.contender.name, "futex round trip", str(reason))
+
+    def seconds(self, case: Case, rounds: int) -> float:
+        """A guess at how long :meth:`measure` will take."""
+        variants = [v for r in self._running for v in r.contender.variants if v.takes(case)]
+        return plan.seconds(case, self._ranks, len(variants), rounds)
+
+    def _lose(self, running: Running, case: str, reason: str) -> None:
+        self._running.remove(running)
+        running.stop(kill=True)
+        self._absent(running.contender.name, case, f"fell out: {reason}")
+
+    def _absent(self, name: str, case: str, reason: str) -> None:
+        self._result.absent.append((name, self._ranks, case, reason))
+        if (name, reason) not in self._said:
+            self._said.add((name, reason))
+            self._say(f"{name} is absent{' from ' + case if case else ''}: {reason}")

@@ -1,0 +1,98 @@
+"""One rank of one contender: waits for orders on a socket, does them, answers.
+
+Orders and answers are lines of JSON.  While another contender is measured the rank sits in ``readline`` and
+takes no processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import socket
+import time
+from typing import Any
+
+from ..case import Case, Size
+from .data import WrongResult
+from .engine import Engine, Unsupported
+from .timing import Job
+
+ENGINES = {"floor": "Floor", "gloo": "Gloo", "mpi": "Mpi", "shoal": "Shoal"}
+
+
+class Rank:
+    """Carries out orders; each method is one, and what it returns is the answer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._jobs: dict[str, Job] = {}
+
+    def prepare(self, variant: str, operation: str, dtype: str, nbytes: int, offset: int) -> dict[str, Any]:
+        """Make the buffers of a case and check its result."""
+        job = Job(self._engine, Case(operation, dtype, Size(nbytes, offset)), variant)
+        self._jobs[variant] = job
+        return {"error": job.error}
+
+    def sample(self, variant: str, repeat: int) -> dict[str, Any]:
+        """Measure the case that was prepared."""
+        seconds, every = self._jobs[variant].sample(repeat)
+        return {"seconds": seconds, "every": every}
+
+    def release(self) -> dict[str, Any]:
+        """Give all buffers back."""
+        self._jobs.clear()
+        gc.collect()
+        self._engine.release()
+        return {}
+
+    def futex(self, repeat: int) -> dict[str, Any]:
+        """A round trip through the kernel between ranks 0 and 1."""
+        from .floor import Floor
+
+        assert isinstance(self._engine, Floor)
+        self._engine.barrier()
+        start = time.perf_counter()
+        self._engine.futex_round_trip(repeat)
+        return {"seconds": (time.perf_counter() - start) / repeat}
+
+    def side(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """One of the small benchmarks."""
+        module = importlib.import_module(".side", __package__)
+        answer: dict[str, Any] = getattr(module, name)(self._engine, **arguments)
+        return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--control", required=True, help="path of the coordinator's socket")
+    parser.add_argument("--hosts", type=int, default=1)
+    arguments = parser.parse_args()
+    module = importlib.import_module(f".{arguments.engine}", __package__)
+    engine: Engine = getattr(module, ENGINES[arguments.engine])(arguments.control, arguments.hosts)
+    rank = Rank(engine)
+    with socket.socket(socket.AF_UNIX) as control:
+        control.connect(arguments.control)
+        with control.makefile("rw") as lines:
+
+            def answer(**values: Any) -> None:
+                lines.write(json.dumps(values) + "\n")
+                lines.flush()
+
+            answer(version=engine.version, rank=engine.rank)
+            while order := json.loads(lines.readline() or "{}"):
+                try:
+                    answer(**getattr(rank, order.pop("do"))(**order))
+                except (Unsupported, WrongResult) as error:
+                    answer(absent=str(error), wrong=isinstance(error, WrongResult))
+                except Exception as error:
+                    text = str(error).strip().split("\n")[0]
+                    answer(absent=f"{type(error).__name__}: {text}", wrong=False)
+    del rank
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

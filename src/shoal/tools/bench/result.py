@@ -1,0 +1,140 @@
+"""What a run leaves behind, and the figures that are read off it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .case import Case, Size
+from .machine import machine
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one table shows: an operation, a dtype and a number of ranks."""
+
+    operation: str
+    dtype: str
+    ranks: int
+
+    @property
+    def stem(self) -> str:
+        """For names of files and sections."""
+        return f"{self.operation}-{self.dtype}-n{self.ranks}"
+
+    def __str__(self) -> str:
+        what = self.operation if self.operation == "barrier" else f"{self.operation}, {self.dtype}"
+        return f"{what}, {self.ranks} ranks"
+
+
+@dataclass
+class Cell:
+    """One variant measured in one case.
+
+    Attributes:
+        samples: seconds per operation on the slowest rank, one a round.
+        error: the largest relative error of the result that was checked.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    error: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the interquartile range as a share of the median."""
+        if len(self.samples) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples, n=4)
+        return (high - low) / 2 / self.median
+
+
+@dataclass
+class Result:
+    """One run.
+
+    Attributes:
+        rounds: how many samples a cell has.
+        cells: by setting, size and name of the variant.
+        versions: by name of the contender.
+        absent: who is missing where: (contender, ranks, case or "", reason).
+        futex: seconds of a round trip between two processes through the kernel.
+    """
+
+    rounds: int
+    cells: dict[Setting, dict[Size, dict[str, Cell]]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    absent: list[tuple[str, int, str, str]] = field(default_factory=list)
+    futex: list[float] = field(default_factory=list)
+
+    def cell(self, case: Case, ranks: int, name: str) -> Cell:
+        """The cell of a variant, made when it is not there."""
+        setting = Setting(case.operation, case.dtype, ranks)
+        by_name = self.cells.setdefault(setting, {}).setdefault(case.size, {})
+        return by_name.setdefault(name, Cell())
+
+    def names(self, setting: Setting) -> list[str]:
+        """The variants that were measured there, in the order of the contenders."""
+        return list(dict.fromkeys(name for by_name in self.cells[setting].values() for name in by_name))
+
+    def sizes(self, setting: Setting) -> list[Size]:
+        return sorted(self.cells[setting])
+
+    def find(self, setting: Setting, size: Size, name: str) -> Cell | None:
+        """The cell of a variant, or None where it was not measured."""
+        cell = self.cells[setting].get(size, {}).get(name)
+        return cell if cell and cell.samples else None
+
+    def best(self, setting: Setting, size: Size, names: Sequence[str]) -> Cell | None:
+        """The one of ``names`` with the smallest median."""
+        cells = [cell for name in names if (cell := self.find(setting, size, name))]
+        return min(cells, key=lambda cell: cell.median, default=None)
+
+    def ratio(self, setting: Setting, size: Size, name: str, others: Sequence[str]) -> float | None:
+        """How many times as fast ``name`` is as the fastest of ``others``: the median over the rounds.
+
+        The samples of one round were taken within a second or so of each other, so that what slows the
+        machine down for a while slows both.
+        """
+        own, other = self.find(setting, size, name), self.best(setting, size, others)
+        if own is None or other is None:
+            return None
+        return statistics.median(b / a for a, b in zip(own.samples, other.samples, strict=False))
+
+    def record(self) -> dict[str, Any]:
+        """As it is written to JSON: every sample, with where and with what it was taken."""
+        return {
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "versions": self.versions,
+            "rounds": self.rounds,
+            "futex_round_trip": self.futex,
+            "absent": [
+                dict(zip(("contender", "ranks", "case", "reason"), entry, strict=True))
+                for entry in self.absent
+            ],
+            "cells": [
+                {
+                    **asdict(setting),
+                    "nbytes": size.nbytes,
+                    "offset": size.offset,
+                    "name": name,
+                    **asdict(cell),
+                }
+                for setting, by_size in self.cells.items()
+                for size, by_name in by_size.items()
+                for name, cell in by_name.items()
+                if cell.samples
+            ],
+        }
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.record(), indent=1) + "\n")

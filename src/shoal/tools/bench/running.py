@@ -1,0 +1,144 @@
+"""A contender's ranks, from their start to their end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .contenders import Contender, commands, environment
+from .environments import Absent, last_line
+
+#: seconds for a contender to start, or to answer one order
+PATIENCE = 120.0
+
+
+class Unmeasured(Exception):
+    """A contender did not give this one measurement, and goes on.
+
+    Attributes:
+        wrong: it computed a wrong result.
+    """
+
+    def __init__(self, reason: str, wrong: bool) -> None:
+        super().__init__(reason)
+        self.wrong = wrong
+
+
+class Running:
+    """A contender's ranks, started and waiting for orders.
+
+    Raises:
+        Absent: they did not come up; none is left.
+    """
+
+    def __init__(self, contender: Contender, size: int) -> None:
+        self.contender = contender
+        self.version = ""
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Any] = []
+        try:
+            self._start(size)
+        except BaseException:
+            self.stop(kill=True)
+            raise
+
+    def _start(self, size: int) -> None:
+        folder = Path(self._folder.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "control"))
+            listener.listen(size)
+            listener.settimeout(0.2)
+            for rank, command in enumerate(commands(self.contender, size, folder / "control")):
+                with (folder / f"log{rank}").open("wb") as log:
+                    process = subprocess.Popen(
+                        command, env=environment(self.contender, rank, size, folder),
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    )  # fmt: skip
+                self._processes.append(process)
+            deadline = time.monotonic() + PATIENCE
+            while len(self._ranks) < size:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    if time.monotonic() > deadline or any(p.poll() is not None for p in self._processes):
+                        raise Absent(self._log()) from None
+                else:
+                    connection.settimeout(PATIENCE)
+                    with connection:
+                        self._ranks.append(connection.makefile("rw"))
+        greetings = [self._answer(rank) for rank in self._ranks]
+        self.version = greetings[0]["version"]
+        in_order = sorted(range(size), key=lambda i: int(greetings[i]["rank"]))
+        self._ranks = [self._ranks[i] for i in in_order]
+
+    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Give all ranks an order.
+
+        Returns:
+            Their answers, in the order of ranks.
+
+        Raises:
+            Unmeasured: they cannot do this one thing; the first reason.
+            Absent: a rank no longer answers; the contender is out.
+        """
+        order = json.dumps({"do": do, **arguments}) + "\n"
+        try:
+            for rank in self._ranks:
+                rank.write(order)
+                rank.flush()
+        except OSError as error:
+            raise Absent(self._log()) from error
+        answers = [self._answer(rank) for rank in self._ranks]
+        for answer in answers:
+            if "absent" in answer:
+                raise Unmeasured(answer["absent"], any(other.get("wrong") for other in answers))
+        return answers
+
+    def _answer(self, rank: Any) -> dict[str, Any]:
+        try:
+            line = rank.readline()
+        except OSError as error:
+            raise Absent(f"no answer for {PATIENCE:.0f} s: {self._log()}") from error
+        if not line:
+            raise Absent(f"a rank ended: {self._log()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _log(self) -> str:
+        logs = sorted(Path(self._folder.name).glob("log*"))
+        return last_line("\n".join(log.read_text(errors="replace") for log in logs))
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the ranks: their connections close, and what does not end by itself is killed."""
+        # Before anything ends, or the ranks of a launcher that dies first could no longer be found.
+        family = [member for process in self._processes for member in _descendants(process.pid)]
+        for rank in self._ranks:
+            with suppress(OSError):
+                rank.close()
+        deadline = time.monotonic() + (0 if kill else 20)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        for process in self._processes:
+            process.wait()
+        self._folder.cleanup()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

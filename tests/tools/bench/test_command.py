@@ -1,0 +1,82 @@
+"""The benchmark runs from end to end; what it measures on a busy machine is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import shoal
+
+COMMAND = [sys.executable, "-m", "shoal", "bench"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
+
+
+def _bench(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "--out", "out", *options],
+        cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_quick_run_measures_every_operation_and_leaves_a_record(tmp_path: Path) -> None:
+    options = ["--quick", "--dtypes", "fp32,bf16", "--sizes", "8,64K+4@1", "--rounds", "1"]
+    result = _bench(tmp_path, *options, "--contenders", "shoal,gloo,floor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert record["absent"] == []
+    assert set(record["versions"]) == {"shoal", "gloo", "floor"}
+    names = ["shoal registered", "shoal", "Gloo", "floor"]
+    # Six operations, two dtypes, two sizes, and the barrier; memcpy and numpy's sum for fp32's all_reduce.
+    assert len(record["cells"]) == len(names) * (6 * 2 * 2 + 1) + 2 * 2
+    assert all(cell["samples"] for cell in record["cells"])
+    assert record["futex_round_trip"]
+    assert (tmp_path / "out" / "all_reduce-fp32-n2.png").exists()
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ["async", "split", "late", "memory"])
+def test_each_small_benchmark_shows_shoal_beside_gloo(name: str, tmp_path: Path) -> None:
+    result = _bench(tmp_path, "--contenders", "shoal,gloo", name)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert set(json.loads((tmp_path / "out" / f"{name}.json").read_text())["answers"]) == {"shoal", "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--sizes", "1X"], "'1X' is no size"),
+        (["--ranks", "1"], "'1' is no number of ranks"),
+        (["--operations", "sum"], "'sum' is none of all_reduce"),
+        (["--readme"], "needs a checkout"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(options: list[str], problem: str, tmp_path: Path) -> None:
+    result = _bench(tmp_path, *options)
+    assert result.returncode == 2
+    assert problem in result.stderr
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--contenders", "shoal,floor", "--out", "out"],
+        cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    family: list[psutil.Process] = []
+    deadline = time.monotonic() + 60
+    # A launcher, its helpers, and the ranks of both.
+    while len(family) < 6 and time.monotonic() < deadline:
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
