@@ -35,7 +35,6 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.table import Table
-
 from scaling_rank import OPERATIONS, Rank
 
 ROOT = Path(__file__).resolve().parent.parent
