@@ -223,6 +223,22 @@ bool Group::histories_differ(const Inquiry& inquiry) const {
   return false;
 }
 
+// What is wrong with the group itself, if it is: how operations are dealt out to lanes.
+std::string Group::different_lanes(const Inquiry& inquiry) const {
+  std::string list;
+  bool differ = false;
+  const auto& mine = inquiry.replies[static_cast<std::size_t>(rank())];
+  for (std::size_t r = 0; r < inquiry.replies.size(); ++r) {
+    const auto& reply = inquiry.replies[r];
+    if (!reply || reply->code != kKnown) continue;
+    differ |= reply->call.lanes != mine->call.lanes;
+    list += "\n  rank " + std::to_string(r) + ": concurrency=" + std::to_string(reply->call.lanes);
+  }
+  if (!differ) return {};
+  return "the ranks of group '" + name() +
+         "' have different numbers of lanes; give init() the same concurrency on all:" + list;
+}
+
 std::string Group::table(const Inquiry& inquiry) const {
   std::string text = "the ranks of group '" + name() + "' called different things as " +
                      (inquiry.channel >> 62 ? std::string("one operation of a callback")
@@ -261,7 +277,8 @@ void Group::finish_inquiry() {
     if (!inquiry_) return;
     if (inquiry_->mismatch) {
       error.code = ErrorCode::kMismatch;
-      error.text = table(*inquiry_);
+      error.text = different_lanes(*inquiry_);
+      if (error.text.empty()) error.text = table(*inquiry_);
       if (!calls_differ(*inquiry_)) error.text += "\nThe sizes of their parts do not fit one another.";
     } else {
       error.code = ErrorCode::kTimeout;

@@ -106,6 +106,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void finish_inquiry();
   void compare_with_neighbour(const Operation& op);
   std::string table(const Inquiry& inquiry) const;
+  std::string different_lanes(const Inquiry& inquiry) const;
   bool calls_differ(const Inquiry& inquiry) const;
   bool histories_differ(const Inquiry& inquiry) const;
   void settle(Operation& op);

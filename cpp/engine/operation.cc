@@ -1,5 +1,6 @@
 #include "engine/operation.h"
 
+#include <algorithm>
 #include <new>
 
 #include "collectives/collectives.h"
@@ -12,8 +13,9 @@ namespace {
 
 constexpr std::int64_t kStall = 1'000'000'000;
 
-Fingerprint fingerprint(const Request& request) {
+Fingerprint fingerprint(const Request& request, int lanes) {
   Fingerprint call;
+  call.lanes = static_cast<std::uint8_t>(std::min(lanes, 255));
   call.kind = static_cast<std::uint8_t>(request.kind);
   call.dtype = static_cast<std::uint8_t>(request.reduction.dtype);
   call.op = static_cast<std::uint8_t>(request.reduction.op);
@@ -33,7 +35,7 @@ Fingerprint fingerprint(const Request& request) {
 Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
-      call_(fingerprint(request_)),
+      call_(fingerprint(request_, group_->lanes())),
       deadline_(now_ns() + request_.timeout),
       ask_at_(deadline_ - request_.timeout + kStall) {}
 
@@ -54,6 +56,9 @@ bool Operation::step() {
   if (done()) return false;
   bool moved = false;
   if (!task_.handle()) {
+    // One before it may have been given up between two phases: what this one published would be taken for the
+    // rest of that, and for a mismatch, by members that have not heard yet why the group is broken.
+    if (request_.kind < Kind::kSend && group_->broken()) return false;
     task_ = collectives::start(*this);
     resume_ = task_.handle();
     moved = true;

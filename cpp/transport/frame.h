@@ -36,7 +36,7 @@ struct Fingerprint {
   std::uint8_t kind = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t form = 0;
+  std::uint8_t lanes = 0;  // of the group, up to 255: they decide which operation waits for which
   std::int32_t root = -1;
   std::uint64_t count = 0;  // elements, where it must be equal on all ranks
   std::uint64_t sizes = 0;  // hash of the list of sizes, where it must be equal

@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+import torch
+
 import shoal
 
 from .conformance import BackendConformance
@@ -51,3 +54,18 @@ def test_ranks_with_different_secrets_both_hear_of_it(tmp_path: Path) -> None:
     assert isinstance(first, shoal.RendezvousTimeout)
     assert "ranks 1 were not connected" in str(first)
     assert "a process that does not hold the job's secret tried to connect" in str(first)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_ranks_with_different_numbers_of_lanes_hear_of_just_that(tmp_path: Path, transport: str) -> None:
+    def work(rank: int) -> str:
+        url = f"file://{tmp_path}/meet"
+        with shoal.init(url, rank=rank, size=2, concurrency=rank + 1, transport=transport) as group:
+            with pytest.raises(shoal.CollectiveMismatch) as caught:
+                shoal.wait_all([group.all_reduce(torch.ones(5)) for _ in range(4)])
+            return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for message in pool.map(work, range(2)):
+            assert "have different numbers of lanes" in message
+            assert "rank 0: concurrency=1\n  rank 1: concurrency=2" in message
