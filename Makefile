@@ -35,22 +35,26 @@ test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest -m "not stress" $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
-stress: $(DONE)/shoal  ## the long tests, and the races 20 times; STRESS=short for a fraction of it
+stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
 	for run in $$(seq $(if $(filter short,$(STRESS)),5,20)); do \
 	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -m stress $(ARGS)
+	$(CORE_TESTS) -B build/stress
+	$(TOOLS) cmake --build build/stress --target stress
+	build/stress/stress --operations $(if $(filter short,$(STRESS)),100000,1000000)
 
-# A minute of random races each, in builds of their own.  `build/tsan/stress 0 SEED` plays one round again.
-SANITIZED := $(TOOLS) cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DSHOAL_TESTS=ON \
-               -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" --log-level=WARNING
+# A minute of random rounds each, in builds of their own.  `build/tsan/stress --seed K --operations 1` plays
+# one round again.
+CORE_TESTS := $(TOOLS) cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DSHOAL_TESTS=ON \
+                -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" --log-level=WARNING
 sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behaviour sanitizers
-	$(SANITIZED) -B build/tsan -DSHOAL_SANITIZE=thread
+	$(CORE_TESTS) -B build/tsan -DSHOAL_SANITIZE=thread
 	$(TOOLS) cmake --build build/tsan --target stress
-	build/tsan/stress 60
-	$(SANITIZED) -B build/asan -DSHOAL_SANITIZE=address,undefined
+	build/tsan/stress --seconds 60
+	$(CORE_TESTS) -B build/asan -DSHOAL_SANITIZE=address,undefined
 	$(TOOLS) cmake --build build/asan --target stress
-	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress 60
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --seconds 60
 
 bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites README's tables and picture
 	$(BIN)/shoal bench --readme $(ARGS)

@@ -128,13 +128,14 @@ void Desk::ended(const OperationPtr& operation) {
 
 void Desk::clear() {
   std::lock_guard lock(mutex_);
-  what_ = "nothing yet";
+  what_ = nullptr;
   group_ = 0;
   under_way_.clear();
 }
 
 void Desk::print(int rank) {
   std::unique_lock lock(mutex_, std::try_to_lock);
+  if (what_ == nullptr) return;
   std::fprintf(stderr, "\nrank %d is at: %s", rank, what_);
   if (group_ != 0) std::fprintf(stderr, " of group %llu", static_cast<unsigned long long>(group_));
   std::fputc('\n', stderr);

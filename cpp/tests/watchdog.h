@@ -28,7 +28,7 @@ class Desk {
  private:
   std::atomic<std::uint64_t>& beats_;
   std::mutex mutex_;
-  const char* what_ = "nothing yet";
+  const char* what_ = nullptr;
   std::uint64_t group_ = 0;
   std::vector<OperationPtr> under_way_;
 };

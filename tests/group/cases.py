@@ -51,12 +51,12 @@ def run_cases(group: ProcessGroup, cases: Sequence[Case], burst: int = 16) -> li
         pending = []
         for case in cases[start : start + burst]:
             if case.legal:
-                pending.append(_start(group, case))
+                pending.append(start_case(group, case))
             else:
                 with pytest.raises(UnsupportedOperation):
-                    _start(group, case)
+                    start_case(group, case)
                 pending.append(None)
-        results += [None if futures is None else _tensors(futures) for futures in pending]
+        results += [None if futures is None else finish_case(futures) for futures in pending]
     return results
 
 
@@ -67,19 +67,22 @@ def check_cases(cases: Sequence[Case], results: Sequence[Sequence[list[torch.Ten
         if not case.legal:
             continue
         for rank in range(size):
-            wanted = _expected(case, rank, size)
             got = results[rank][i]
             assert got is not None
-            assert len(got) == len(wanted), (case, rank)
-            for x, (expected, bound) in zip(got, wanted, strict=True):
-                assert agree(x.reshape(-1), expected, bound), (case, rank, x, expected)
+            check_case(case, rank, size, got)
         if case.collective == "all_reduce":
             first = results[0][i]
             assert first is not None
             assert all(raw(got[0]) == raw(first[0]) for got in (r[i] for r in results) if got), case
 
 
-def _tensors(futures: list[Future[Any]]) -> list[torch.Tensor]:
+def start_case(group: ProcessGroup, case: Case) -> list[Future[Any]]:
+    """Submit the call; its futures, for :func:`finish_case`."""
+    return _STARTERS[case.collective](group, case)
+
+
+def finish_case(futures: list[Future[Any]]) -> list[torch.Tensor]:
+    """Wait; the tensors that the call gave this rank."""
     values = [future.wait() for future in futures]
     flat: list[torch.Tensor] = []
     for value in values:
@@ -87,13 +90,17 @@ def _tensors(futures: list[Future[Any]]) -> list[torch.Tensor]:
     return flat
 
 
+def check_case(case: Case, rank: int, size: int, got: Sequence[torch.Tensor]) -> None:
+    """Compare what ``rank`` of ``size`` got with the reference."""
+    wanted = _expected(case, rank, size)
+    assert len(got) == len(wanted), (case, rank)
+    for x, (expected, bound) in zip(got, wanted, strict=True):
+        assert agree(x.reshape(-1), expected, bound), (case, rank, x, expected)
+
+
 def part(case: Case, rank: int, index: int = 0, extra: int = 0) -> torch.Tensor:
     """What ``rank`` contributes: the ``index``-th of its parts."""
     return data(case.dtype, case.count + extra, rank, index, case.op)
-
-
-def _start(group: ProcessGroup, case: Case) -> list[Future[Any]]:
-    return _STARTERS[case.collective](group, case)
 
 
 def _all_reduce(group: ProcessGroup, case: Case) -> list[Future[Any]]:
