@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ def bench(
     root = checkout()
     if readme and root is None:
         raise click.UsageError("--readme needs a checkout of shoal as the current folder")
-    console = Console()
+    # A file or a pipe has no width; this one holds six sizes.
+    console = Console() if sys.stdout.isatty() else Console(width=132)
     dtypes = dtypes or (("fp32",) if quick else tuple(ITEMSIZE))
     cases = plan.cases(operations or OPERATIONS, dtypes, sizes or (), quick=quick)
     result = Result(rounds or (plan.QUICK_ROUNDS if quick else plan.ROUNDS))

@@ -12,8 +12,8 @@ from .contenders import FLOOR, MPI, OWN, PEERS
 from .machine import description
 from .result import Result, Setting
 
-#: columns beside each other on a terminal
-_COLUMNS = 6
+#: characters of the column of names, and of each other column
+_NAME, _COLUMN = 33, 16
 
 
 def size_name(size: Size) -> str:
@@ -70,10 +70,11 @@ def errors(result: Result, setting: Setting) -> str:
 
 def show(result: Result, console: Console) -> None:
     """Every table on the terminal, each in pieces that fit."""
+    columns = max(1, (console.width - _NAME) // _COLUMN)
     for setting in result.cells:
         sizes = result.sizes(setting)
-        for at in range(0, len(sizes), _COLUMNS):
-            piece = sizes[at : at + _COLUMNS]
+        for at in range(0, len(sizes), columns):
+            piece = sizes[at : at + columns]
             body = [row for row in rows(result, setting, piece) if any(cell != "-" for cell in row[1:])]
             table = Table(title=str(setting) if at == 0 else None, title_justify="left")
             table.add_column("", no_wrap=True)
