@@ -12,7 +12,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kRecent = 256;
-constexpr std::uint64_t kLarge = 1 << 20;
+constexpr std::uint64_t kLarge = (4 << 20) + 1;
 
 }  // namespace
 
