@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .errors import ShoalError as ShoalError
     from .errors import StoreError as StoreError
     from .errors import StoreTimeout as StoreTimeout
+    from .errors import UnevenInputs as UnevenInputs
     from .errors import UnsupportedOperation as UnsupportedOperation
     from .errors import UnusedParameterError as UnusedParameterError
     from .errors import UsageError as UsageError
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from .group import ProcessGroup as ProcessGroup
     from .initialize import init as init
     from .parallel import DistributedDataParallel as DistributedDataParallel
+    from .parallel import Join as Join
+    from .parallel import Joinable as Joinable
+    from .parallel import JoinHook as JoinHook
     from .rendezvous import Membership as Membership
     from .rendezvous import register_rendezvous as register_rendezvous
     from .spec import ANY_SOURCE as ANY_SOURCE
@@ -93,6 +97,7 @@ _PUBLIC = {
         "ShoalError",
         "StoreError",
         "StoreTimeout",
+        "UnevenInputs",
         "UnsupportedOperation",
         "UnusedParameterError",
         "UsageError",
@@ -104,7 +109,7 @@ _PUBLIC = {
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Batch", "Message", "ProcessGroup"],
     "initialize": ["init"],
-    "parallel": ["DistributedDataParallel"],
+    "parallel": ["DistributedDataParallel", "Join", "JoinHook", "Joinable"],
     "rendezvous": ["Membership", "register_rendezvous"],
     "spec": ["ANY_SOURCE", "OpKind", "Operation", "ReduceOp"],
     "store": [

@@ -167,6 +167,21 @@ class UnusedParameterError(ShoalError, RuntimeError):
     """Parameters took no part in the loss, so their bucket can never be reduced; they are named."""
 
 
+class UnevenInputs(ShoalError, RuntimeError):
+    """Some ranks ran out of batches before others, in a Join that was told to raise then.
+
+    Attributes:
+        ranks: those that ran out first, numbered in the group of the Join.
+
+    Every rank raises it, in the same step, and the group stays usable.  Give all ranks equally many batches,
+    or let the Join go on without ``throw_on_early_termination=True``.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class ModelMismatch(ShoalError, RuntimeError):
     """The ranks wrapped models that differ; the message names rank and parameter."""
 

@@ -1,5 +1,6 @@
 """Data-parallel training: one gradient reducer for every backend and device."""
 
 from .ddp import DistributedDataParallel
+from .join import Join, Joinable, JoinHook
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "Join", "JoinHook", "Joinable"]

@@ -1,0 +1,399 @@
+"""Join with joinables of one's own: who communicates, who shadows, and how it ends."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal import Join, Joinable, JoinHook
+from shoal.errors import GroupAborted, UnevenInputs, UnusedParameterError, UsageError
+from shoal.parallel.join import JoinConfig
+from shoal.testing import run_threads
+
+
+class Counter(Joinable):
+    """Sums ``value`` over the ranks that are active, in every call, and keeps a log of what happened."""
+
+    def __init__(self, group: shoal.ProcessGroup, value: int = 1, log: list[Any] | None = None) -> None:
+        super().__init__()
+        self.group, self.value = group, value
+        self.total = 0
+        self.active: list[int] = []
+        self.log: list[Any] = [] if log is None else log
+        self.kwargs: list[dict[str, Any]] = []
+
+    def __call__(self) -> None:
+        notified = Join.notify_join_context(self)
+        if notified is not None:
+            self.active.append(int(notified.wait()))
+        self.total += int(self.group.all_reduce(torch.tensor(self.value)).wait())
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.kwargs.append(kwargs)
+        return CounterHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> shoal.ProcessGroup:
+        return self.group
+
+
+class CounterHook(JoinHook):
+    """Adds nothing to the sums of the others; at last everybody gets the longest run's total."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def main_hook(self) -> None:
+        self.counter.log.append(("main", self.counter.value))
+        self.counter.group.all_reduce(torch.tensor(0)).wait()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.counter.log.append(("post", is_last_joiner))
+        total = torch.tensor(self.counter.total if is_last_joiner else 0)
+        self.counter.total = int(self.counter.group.all_reduce(total, op="max").wait())
+
+
+def _steps(counter: Counter, count: int) -> None:
+    for _ in range(count):
+        counter()
+
+
+def _count(counter: Counter, batches: int, **options: Any) -> Counter:
+    with Join([counter], **options):
+        _steps(counter, batches)
+    return counter
+
+
+@pytest.mark.parametrize("batches", [(3, 5), (5, 5), (0, 4), (0, 0), (2, 7, 1), (0, 1, 2, 3), (4, 0, 4, 1)])
+def test_a_counter_counts_all_batches_of_all_ranks(batches: tuple[int, ...]) -> None:
+    def rank(group: shoal.ProcessGroup) -> Counter:
+        return _count(Counter(group), batches[group.rank])
+
+    longest = max(batches)
+    for count, counter in zip(batches, run_threads(rank, len(batches)), strict=True):
+        assert counter.total == sum(batches)
+        assert counter.active == [sum(other > step for other in batches) for step in range(count)]
+        assert counter.log == [("main", 1)] * (longest - count) + [("post", count == longest)]
+
+
+def test_all_joinables_shadow_in_order_and_only_the_first_one_speaks() -> None:
+    def rank(group: shoal.ProcessGroup) -> tuple[list[Counter], int]:
+        log: list[Any] = []
+        counters = [Counter(group, value, log) for value in (1, 10, 100)]
+        with Join(counters):
+            for _ in range(1 + 2 * group.rank):
+                for counter in counters:
+                    counter()
+        return counters, group.rank
+
+    for counters, number in run_threads(rank, 2):
+        assert [counter.total for counter in counters] == [4, 40, 400]
+        assert [len(counter.active) for counter in counters] == [1 + 2 * number, 0, 0]
+        shadowed = [("main", value) for _ in range(2) for value in (1, 10, 100)] if number == 0 else []
+        assert counters[0].log == [*shadowed, *[("post", number == 1)] * 3]
+
+
+def test_every_hook_gets_all_keyword_arguments() -> None:
+    def rank(group: shoal.ProcessGroup) -> list[Counter]:
+        counters = [Counter(group), Counter(group)]
+        with Join(counters, divide_by_initial_world_size=False, flavour="plain"):
+            pass
+        return counters
+
+    for counters in run_threads(rank, 2):
+        for counter in counters:
+            assert counter.kwargs == [{"divide_by_initial_world_size": False, "flavour": "plain"}]
+
+
+def test_a_join_can_be_used_again_and_nested_in_that_of_another_group() -> None:
+    def rank(group: shoal.ProcessGroup) -> tuple[int, int]:
+        half = group.split(color=group.rank % 2)
+        outer, inner = Counter(group), Counter(half)
+        join = Join([inner])
+        with Join([outer]):
+            _steps(outer, 2)
+            for _ in range(3):
+                with join:
+                    _steps(inner, 1 + group.rank)
+                outer()
+        return outer.total, inner.total
+
+    # Ranks 0 and 2 are one half, 1 and 3 the other: (1 + 3) and (2 + 4) batches, three times.
+    assert run_threads(rank, 4) == [(20, 12), (20, 18)] * 2
+
+
+def test_without_uneven_inputs_a_disabled_join_does_nothing() -> None:
+    def rank(group: shoal.ProcessGroup) -> Counter:
+        counter = Counter(group)
+        with Join([counter], enable=False, anything="goes"):
+            for _ in range(3):
+                counter()
+                assert not counter._join_config.enable
+        return counter
+
+    for counter in run_threads(rank, 2):
+        assert (counter.total, counter.active, counter.log, counter.kwargs) == (6, [], [], [])
+
+
+@pytest.mark.parametrize("throw", [False, True])
+def test_a_group_of_one_notifies_nobody_and_is_the_last_joiner(throw: bool) -> None:
+    def rank(group: shoal.ProcessGroup) -> Counter:
+        return _count(Counter(group), 3, throw_on_early_termination=throw)
+
+    (counter,) = run_threads(rank, 1)
+    assert (counter.total, counter.active, counter.log) == (3, [], [("post", True)])
+
+
+def test_outside_of_a_join_there_is_nothing_to_say() -> None:
+    def rank(group: shoal.ProcessGroup) -> int:
+        counter = _count(Counter(group), 1)
+        counter()  # would find no partner for its notice
+        return len(counter.active)
+
+    assert run_threads(rank, 2) == [1, 1]
+
+
+# -- ending with the first rank ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "named"),
+    [((2, 5, 5), "rank 0 of group"), ((5, 1, 1), "ranks 1, 2 of group"), ((1, 0, 3), "rank 1 of group")],
+)
+def test_every_rank_is_told_which_ranks_ran_out_first(batches: tuple[int, ...], named: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> UnevenInputs:
+        counter = Counter(group)
+        with pytest.raises(UnevenInputs) as caught:
+            _count(counter, batches[group.rank], throw_on_early_termination=True)
+        assert counter.log == []  # neither shadowed nor ended well
+        assert len(counter.active) == min(batches)
+        assert all(active == 3 for active in counter.active)
+        group.barrier().wait()  # the group is as good as before
+        _count(counter, 1)
+        return caught.value
+
+    for number, error in enumerate(run_threads(rank, 3)):
+        assert str(error).startswith(named)
+        assert f"seen by rank {number}" in str(error)
+        assert error.ranks == tuple(r for r, count in enumerate(batches) if count == min(batches))
+
+
+def test_even_inputs_end_well_also_when_told_to_raise() -> None:
+    def rank(group: shoal.ProcessGroup) -> Counter:
+        return _count(Counter(group), 3, throw_on_early_termination=True)
+
+    for counter in run_threads(rank, 3):
+        assert (counter.total, counter.active, counter.log) == (9, [3, 3, 3], [("post", True)])
+
+
+# -- exceptions ----------------------------------------------------------------------------------
+
+
+class Mistake(Exception):
+    pass
+
+
+def _outcome(counter: Counter, body: Callable[[], None]) -> tuple[BaseException | None, str]:
+    """What ``body`` raises within a Join, and the state of the group after it."""
+    try:
+        with Join([counter]):
+            body()
+    except BaseException as raised:
+        assert not counter._join_config.enable
+        return raised, counter.group.state
+    return None, counter.group.state
+
+
+def test_an_exception_in_the_block_is_told_to_the_others_who_do_not_wait() -> None:
+    def rank(group: shoal.ProcessGroup) -> tuple[BaseException | None, str]:
+        def body() -> None:
+            for _ in range(group.rank):  # rank 0 has none left, and shadows
+                counter()
+                if group.rank == 1:
+                    raise Mistake("in the middle of an epoch")
+
+        counter = Counter(group)
+        return _outcome(counter, body)
+
+    shadow, mistaken, active = run_threads(rank, 3)
+    assert isinstance(mistaken[0], Mistake)
+    for error, _ in (shadow, active):
+        assert isinstance(error, GroupAborted)
+        assert "left the block of a Join on rank 1: Mistake('in the middle of an epoch')" in str(error)
+
+
+@pytest.mark.parametrize("place", ["main_hook", "post_hook"])
+def test_an_exception_in_a_hook_is_told_to_the_others(place: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> tuple[BaseException | None, str]:
+        def spoiled(*_: Any) -> None:
+            raise Mistake(place)
+
+        def hook(**_: Any) -> JoinHook:
+            made = CounterHook(counter)
+            if group.rank == 0:
+                setattr(made, place, spoiled)
+            return made
+
+        counter = Counter(group)
+        counter.join_hook = hook  # type: ignore[method-assign]
+        return _outcome(counter, lambda: _steps(counter, group.rank))
+
+    spoiled, active = run_threads(rank, 2)
+    assert isinstance(spoiled[0], Mistake)
+    assert isinstance(active[0], GroupAborted)
+    assert f"on rank 0: Mistake('{place}')" in str(active[0])
+
+
+@pytest.mark.parametrize(
+    "error", [UnusedParameterError("as on all ranks"), SystemExit(0)], ids=lambda error: type(error).__name__
+)
+def test_what_all_ranks_raise_together_leaves_the_group_usable(error: BaseException) -> None:
+    def rank(group: shoal.ProcessGroup) -> tuple[BaseException | None, str]:
+        def body() -> None:
+            counter()
+            raise error
+
+        counter = Counter(group)
+        outcome = _outcome(counter, body)
+        group.barrier().wait()
+        return outcome
+
+    assert run_threads(rank, 2) == [(error, "open")] * 2
+
+
+# -- mistakes in the call --------------------------------------------------------------------------
+
+
+def _alone(group: shoal.ProcessGroup) -> shoal.ProcessGroup:
+    return group.split(color=group.rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda group: [], "at least one joinable, got none"),
+        (lambda group: [nn.Linear(1, 1)], "expected a shoal.Joinable, got Linear"),
+        (lambda group: [Counter(group)] * 2, "joinable 1 of the Join, Counter, is named twice"),
+        (
+            lambda group: [Counter(group), Counter(_alone(group))],
+            "must share one group: Counter has <ProcessGroup 'world': rank 0 of 1, open>, but Counter has",
+        ),
+    ],
+)
+def test_wrong_joinables_are_refused(make: Callable[[shoal.ProcessGroup], Any], message: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        with pytest.raises(UsageError, match=message):
+            Join(make(group))
+
+    run_threads(rank, 1)
+
+
+def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named() -> None:
+    class Forgetful(nn.Module, Joinable):
+        def __init__(self, group: shoal.ProcessGroup) -> None:
+            super().__init__()
+            self.join_hook = lambda **_: JoinHook()  # type: ignore[method-assign]
+
+        def join_hook(self, **kwargs: Any) -> JoinHook:
+            return JoinHook()
+
+        join_device = property(lambda self: torch.device("cpu"))
+        join_process_group = property(lambda self: None)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        for use in (Join.notify_join_context, lambda joinable: Join([joinable])):
+            with pytest.raises(UsageError, match=r"Forgetful.*call Joinable.__init__\(self\)"):
+                use(Forgetful(group))
+
+    run_threads(rank, 1)
+
+
+def test_a_joinable_is_in_one_join_at_a_time() -> None:
+    def rank(group: shoal.ProcessGroup) -> int:
+        first, second = Counter(group), Counter(group)
+        with Join([first]):
+            with pytest.raises(UsageError, match="Counter is inside another Join already"):
+                Join([second, first]).__enter__()
+            assert not second._join_config.enable
+            with Join([first], enable=False):
+                first()
+        return first.total
+
+    assert run_threads(rank, 2) == [2, 2]
+
+
+def test_what_is_no_hook_is_refused_before_anything_is_sent() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        counter = Counter(group)
+        counter.join_hook = lambda **_: print  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(UsageError, match="join_hook of Counter must return a JoinHook, got builtin"):
+            Join([counter]).__enter__()
+        group.barrier().wait()
+
+    run_threads(rank, 2)
+
+
+# -- saving, and warnings ----------------------------------------------------------------------------
+
+
+class Model(nn.Linear, Joinable):
+    group: shoal.ProcessGroup  # of the class, because a group cannot be copied
+
+    def __init__(self) -> None:
+        nn.Linear.__init__(self, 2, 2)
+        Joinable.__init__(self)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def join_process_group(self) -> shoal.ProcessGroup:
+        return self.group
+
+
+@pytest.mark.parametrize("duplicate", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
+def test_saving_within_a_join_warns_and_forgets_the_join(duplicate: Callable[[Model], Model]) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        Model.group = group
+        model = Model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outside = duplicate(model)
+        with Join([model]):
+            with pytest.warns(UserWarning, match="saved or copied inside an active Join"):
+                inside = duplicate(model)
+            assert model._join_config.enable
+            weights = model.state_dict()  # the better way, of which nobody needs to be warned
+        for saved in (outside, inside):
+            assert saved._join_config == JoinConfig(False, False, False)
+            assert torch.equal(saved.weight, weights["weight"])
+            assert Join.notify_join_context(saved) is None
+        del Model.group
+
+    run_threads(rank, 1)
+
+
+def test_a_rank_that_shadows_more_than_a_thousand_steps_warns_once() -> None:
+    def rank(group: shoal.ProcessGroup) -> int:
+        return _count(Counter(group), 1010 * group.rank).total
+
+    with pytest.warns(UserWarning, match="rank 0 has at least 1000 fewer inputs") as caught:
+        assert run_threads(rank, 2) == [1010, 1010]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
