@@ -43,11 +43,16 @@ void bind_reducer(nb::module_& m) {
   nb::class_<Readiness>(m, "Readiness", "Which gradients have arrived, and which buckets may be sent.")
       .def(
           "__init__",
-          [](Readiness* self, const std::vector<Members>& buckets) { new (self) Readiness(buckets); },
-          nb::arg("buckets"))
+          [](Readiness* self, const std::vector<Members>& buckets, const Members& expected) {
+            new (self) Readiness(buckets, expected);
+          },
+          nb::arg("buckets"), nb::arg("expected"))
       .def(
-          "rebuild", [](Readiness& self, const std::vector<Members>& buckets) { self = Readiness(buckets); },
-          nb::arg("buckets"), "Start afresh with other buckets.")
+          "rebuild",
+          [](Readiness& self, const std::vector<Members>& buckets, const Members& expected) {
+            self = Readiness(buckets, expected);
+          },
+          nb::arg("buckets"), nb::arg("expected"), "Start afresh with other buckets.")
       .def("arm", &Readiness::arm, "The next gradient opens a pass.")
       .def("disarm", &Readiness::disarm)
       .def("open", &Readiness::open, "Open a pass now.")
@@ -55,10 +60,19 @@ void bind_reducer(nb::module_& m) {
       .def(
           "mark",
           [](Readiness& self, std::uint32_t parameter) { return static_cast<int>(self.mark(parameter)); },
-          nb::arg("parameter"), "Record a gradient: 0 nothing to do, 1 look at `ready`, 2 it came twice.")
+          nb::arg("parameter"),
+          "Record a gradient: 0 ignored, 1 recorded, 2 look at `ready`, 3 it was not expected.")
+      .def(
+          "skip",
+          [](Readiness& self, const Members& parameters) {
+            for (std::uint32_t parameter : parameters) self.skip(parameter);
+          },
+          nb::arg("parameters"), "No gradients of these are expected in this pass.")
+      .def("learn", &Readiness::learn, "In this pass nothing is ready; only count what arrives.")
       .def_prop_ro("opened", &Readiness::opened)
       .def_prop_ro("ready", &Readiness::ready, "Buckets with an index below this are complete.")
       .def_prop_ro("arrived", &Readiness::arrived, "How many gradients have arrived.")
+      .def("counts", &Readiness::counts, "How often each gradient has arrived.")
       .def("arrival", &Readiness::arrival, "Parameters in the order in which their gradients arrived.")
       .def("missing", &Readiness::missing, "Parameters whose gradients have not arrived.");
 }

@@ -1,6 +1,5 @@
 #include "bind/tensors.h"
 
-#include <cstring>
 
 namespace shoal {
 namespace {

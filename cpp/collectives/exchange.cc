@@ -34,10 +34,6 @@ Task turn(Phase& phase, std::uint64_t window) {
   co_await stage;
 }
 
-}  // namespace
-
-namespace {
-
 // Fetches `pulls` from an open phase whose first windows are staged; `own` are this member's parts.
 Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
   std::uint64_t windows = phase.windows(), written = 0;

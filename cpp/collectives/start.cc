@@ -1,4 +1,3 @@
-
 #include "collectives/messages.h"
 #include "collectives/phase.h"
 #include "engine/context.h"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .errors import ModelMismatch as ModelMismatch
     from .errors import OperationTimeout as OperationTimeout
     from .errors import OutOfSharedMemory as OutOfSharedMemory
+    from .errors import OutOfStep as OutOfStep
     from .errors import PeerLost as PeerLost
     from .errors import RemoteError as RemoteError
     from .errors import RendezvousError as RendezvousError
@@ -90,6 +91,7 @@ _PUBLIC = {
         "ModelMismatch",
         "OperationTimeout",
         "OutOfSharedMemory",
+        "OutOfStep",
         "PeerLost",
         "RemoteError",
         "RendezvousError",

@@ -182,6 +182,13 @@ class UnevenInputs(ShoalError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class OutOfStep(ShoalError, RuntimeError):
+    """The ranks ran different numbers of forward passes before a backward pass; each rank's is named.
+
+    A rank left out a backward pass, or ran a forward pass of its own in training mode and with gradients.
+    """
+
+
 class ModelMismatch(ShoalError, RuntimeError):
     """The ranks wrapped models that differ; the message names rank and parameter."""
 

@@ -255,15 +255,6 @@ def test_a_parameter_in_several_reentrant_checkpoints_is_refused_with_advice() -
     on_ranks(1, rank)
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(nn.Embedding(5, 3, sparse=True), group=group)
-        with pytest.raises(UsageError, match="'weight' on rank 0 is sparse"):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    on_ranks(1, rank)
-
-
 def test_gradients_that_a_hook_takes_away_are_missed() -> None:
     def rank(group: shoal.ProcessGroup) -> None:
         model = shoal.DistributedDataParallel(mlp(), group=group)

@@ -35,7 +35,7 @@ class Guardian:
         reader, self._writer = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__],
+                [os.path.abspath(sys.executable), "-I", "-S", __file__],
                 stdin=reader,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

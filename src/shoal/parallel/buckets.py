@@ -7,7 +7,7 @@ core (``cpp/reducer/assignment.h``), which knows sizes and kinds but no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,9 @@ Readiness = _core.Readiness
 #: The first bucket is small, so that communication starts soon after backward has.
 FIRST_BUCKET_BYTES = 2**20
 
+#: Elements at the end of the last bucket that are no gradients; see ``verdict.py``.
+TAIL = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -32,12 +35,16 @@ class Bucket:
     Attributes:
         members: indices of the parameters, in the order in which their gradients are expected.
         flat: all of the memory, one-dimensional; the gaps between gradients hold zeros.
+        body: ``flat`` without the tail.
         views: for each member the part of ``flat`` that is its gradient, shaped and strided like it.
+        sparse: the one member has sparse gradients, which lie elsewhere: all of the tensors are empty.
     """
 
     members: tuple[int, ...]
     flat: torch.Tensor
+    body: torch.Tensor
     views: tuple[torch.Tensor, ...]
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +53,12 @@ class BucketSet:
 
     Attributes:
         buckets: together they hold every parameter once.
-        vote: one element at the end of the last bucket that is no gradient.  A rank whose pass is incomplete
-            writes 1 there, so that after the last all-reduce every rank knows, without another message.
+        tail: the last ``TAIL`` elements of the last bucket that is not sparse; empty if all are.
         views: the gradient's memory of every parameter, by its index.
     """
 
     buckets: tuple[Bucket, ...]
-    vote: torch.Tensor
+    tail: torch.Tensor
     views: tuple[torch.Tensor, ...]
 
     def members(self) -> list[tuple[int, ...]]:
@@ -61,39 +67,62 @@ class BucketSet:
 
 
 def build_buckets(
-    group: ProcessGroup, parameters: Sequence[torch.Tensor], order: Sequence[int], cap: int
+    group: ProcessGroup,
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    cap: int,
+    *,
+    sparse: Collection[int] = (),
+    apart: Collection[int] = (),
 ) -> BucketSet:
     """Distribute ``parameters`` over buckets and allocate them, filled with zeros.
 
     Args:
         order: the indices of ``parameters`` in the order in which their gradients are expected.
         cap: the largest bucket in bytes; a larger parameter has a bucket of its own.
+        sparse: the parameters whose gradients are sparse.
+        apart: parameters that share no bucket with the others.
 
     Raises:
         OutOfSharedMemory: the buckets do not fit.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+    kinds: dict[object, int] = {}
+
+    def kind(index: int) -> int:
+        parameter = parameters[index]
+        which = index if index in sparse else (parameter.dtype, parameter.device, index in apart)
+        return kinds.setdefault(which, len(kinds))
+
     assigned = _core.assign_buckets(
-        [parameter.numel() * parameter.element_size() for parameter in parameters],
-        [kinds.setdefault((parameter.dtype, parameter.device), len(kinds)) for parameter in parameters],
+        [0 if index in sparse else parameter.nbytes for index, parameter in enumerate(parameters)],
+        [kind(index) for index in range(len(parameters))],
         list(order),
         min(FIRST_BUCKET_BYTES, cap),
         cap,
     )
+    dense = [number for number, (members, _, _) in enumerate(assigned) if members[0] not in sparse]
     buckets: list[Bucket] = []
     views: dict[int, torch.Tensor] = {}
+    tail = torch.empty(0)
     for number, (members, offsets, nbytes) in enumerate(assigned):
         like = parameters[members[0]]
-        room_for_vote = ALIGNMENT if number == len(assigned) - 1 else 0
-        flat = group.empty((nbytes + room_for_vote) // like.element_size(), dtype=like.dtype)
-        flat.zero_()
-        own = tuple(
-            _view(flat, parameters[index], offset) for index, offset in zip(members, offsets, strict=True)
-        )
-        buckets.append(Bucket(tuple(members), flat, own))
-        views.update(zip(members, own, strict=True))
-    vote = buckets[-1].flat[-1]
-    return BucketSet(tuple(buckets), vote, tuple(views[index] for index in range(len(parameters))))
+        if members[0] in sparse:
+            nothing = torch.empty(0, dtype=like.dtype)
+            bucket = Bucket(tuple(members), nothing, nothing, (nothing,), sparse=True)
+        else:
+            last = number == dense[-1]
+            count = nbytes // like.element_size()
+            flat = group.empty(count + (TAIL if last else 0), dtype=like.dtype)
+            flat.zero_()
+            own = tuple(
+                _view(flat, parameters[index], offset) for index, offset in zip(members, offsets, strict=True)
+            )
+            bucket = Bucket(tuple(members), flat, flat[:count], own)
+            if last:
+                tail = flat[count:]
+        buckets.append(bucket)
+        views.update(zip(members, bucket.views, strict=True))
+    return BucketSet(tuple(buckets), tail, tuple(views[index] for index in range(len(parameters))))
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> torch.Tensor:

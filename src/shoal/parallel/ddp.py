@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..errors import UsageError
 from ..group import ProcessGroup
-from .model_check import check_same_model
-from .parcel import Parcel, broadcast_all
+from .buffers import BufferSync
+from .gradients import ReducerOptions
+from .hooks.bucket import CommHook
+from .hooks.calling import check_hook
+from .join import Join, Joinable, JoinHook
+from .model_check import check_same_model, check_trainable
+from .parcel import broadcast_all
 from .reducer import Reducer
+from .uneven import Intent, Roll, Shadow, call_roll
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Trains one model on several ranks: each computes gradients of its part of a batch, all get the mean.
 
     Wrap the model on every rank, and build the optimiser from the wrapped parameters or the module's own
@@ -35,10 +40,21 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: the model.  Its parameters must not be replaced after wrapping.
         group: the ranks to train on.
+        broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.
+        init_sync: give all ranks rank 0's parameters and buffers now, and check that they hold the same
+            model. Without it both are up to the caller.
         bucket_cap_mb: largest bucket in MiB.  A smaller one starts communication earlier, a larger one makes
             it more efficient.
-        broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.
-            The initial values are rank 0's in any case.
+        find_unused_parameters: in each pass some parameters may take no part in the loss, others on each
+            rank. Those that no rank used keep the gradient that they had (None, as a rule).
+        gradient_as_bucket_view: False copies averages into gradients of their own.
+        static_graph: all passes use the same parameters, equally often; the first shows which.  For layers in
+            several reentrant checkpoints, and for parameters that are never used.
+        delay_all_reduce_named_params: names and parameters whose reduction waits until the gradient of
+            ``param_to_hook_all_reduce`` is there.
+        param_to_hook_all_reduce: a parameter that is not among those.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: do not send buckets of which no rank
+            uses a parameter; costs one small message a forward pass.
 
     Attributes:
         module: the model, as given.
@@ -46,57 +62,97 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         ModelMismatch: the ranks' models differ; the message says how.
-        UsageError: there is nothing to train.
+        UsageError: there is nothing to train, or options contradict each other.
         OutOfSharedMemory: the buckets do not fit.
 
     ``backward()`` on an output raises UnusedParameterError on every rank if a parameter of any rank got no
-    gradient, and the GroupErrors that ``ProcessGroup.all_reduce`` may raise.  See ``docs/data-parallel.md``.
+    gradient, OutOfStep if a rank left out a backward pass, and the GroupErrors that
+    ``ProcessGroup.all_reduce`` may raise.  See ``docs/data-parallel.md``.
     """
 
     module: nn.Module
+    group: ProcessGroup
 
     def __init__(
         self,
         module: nn.Module,
         *,
         group: ProcessGroup,
-        bucket_cap_mb: float = 25,
         broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        skip_all_reduce_unused_params: bool = False,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         if not bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        cap = max(1, int(bucket_cap_mb * 2**20))
-        check_same_model(
-            group, module, {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
-        )
-        _check_trainable(module)
+        if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
+            raise UsageError(
+                "skip_all_reduce_unused_params needs find_unused_parameters=True, and no static_graph"
+            )
+        check_trainable(module)
+        if init_sync:
+            check_same_model(
+                group,
+                module,
+                {
+                    "broadcast_buffers": broadcast_buffers,
+                    "bucket_cap_mb": bucket_cap_mb,
+                    "find_unused_parameters": find_unused_parameters,
+                    "gradient_as_bucket_view": gradient_as_bucket_view,
+                    "static_graph": static_graph,
+                    "delay_all_reduce_named_params": [n for n, _ in delay_all_reduce_named_params or ()],
+                    "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+                },
+            )
+            broadcast_all(group, [*module.parameters(), *module.buffers()])
         self.module = module
         self.group = group
-        broadcast_all(group, [*module.parameters(), *module.buffers()])
-        trained = [
-            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
-        ]
-        self._reducer = Reducer(
-            group, [name for name, _ in trained], [parameter for _, parameter in trained], cap=cap
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        delayed, after = _delayed(named, delay_all_reduce_named_params or (), param_to_hook_all_reduce)
+        options = ReducerOptions(
+            cap=max(1, int(bucket_cap_mb * 2**20)),
+            find_unused=find_unused_parameters,
+            static_graph=static_graph,
+            as_views=gradient_as_bucket_view,
+            skip_unused=skip_all_reduce_unused_params,
+            sparse=_sparse(module, named),
+            delayed=delayed,
+            after=after,
         )
-        self._buffers_in_step = _BufferSync(group, module) if broadcast_buffers else None
+        self._reducer: Reducer | None = Reducer(
+            group, [name for name, _ in named], [[parameter for _, parameter in named]], options
+        )
+        self._buffers_in_step = BufferSync(group, module) if broadcast_buffers else None
         self._synchronised = True
+        self._divide_by_initial_world_size = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What ``module`` returns.  With gradients enabled, the backward pass through it will be reduced."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        reducer = self._active_reducer()
+        if reducer.in_backward():
+            return self.module(*args, **kwargs)
+        reducer.settle()
+        lead, scale = 0, 1.0
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            roll = call_roll(self.group, self._intent())
+            lead, scale = roll.lead, self._scale(roll)
         if not self._synchronised:
-            self._reducer.ignore()
+            reducer.ignore()
             return self.module(*args, **kwargs)
-        if self._reducer.in_backward():
-            return self.module(*args, **kwargs)
-        self._reducer.settle()
-        if self.training and self._buffers_in_step is not None:
-            self._buffers_in_step.refresh(self._reducer.passes)
+        if self._intent() is Intent.REDUCE_AFTER_BUFFERS:
+            self._refresh_buffers(lead)
         output = self.module(*args, **kwargs)
-        self._reducer.expect(output)
+        reducer.expect(output, counts=self.training, scale=scale)
         return output
 
     @contextmanager
@@ -113,52 +169,131 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._synchronised = before
 
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let ``hook`` average the buckets, in the place of an all-reduce.  The same one on every rank.
 
-class _BufferSync:
-    """Keeps the buffers of a module equal to rank 0's."""
+        Args:
+            state: given to every call; for the hooks of ``shoal.parallel.hooks`` see there.
+            hook: ``hook(state, bucket: GradBucket) -> Future[Tensor]``, called in backward for every bucket,
+                in the same order on all ranks.  The future has a tensor with as many elements as
+                ``bucket.buffer()``: the average, which the hook divides itself.  Sparse gradients do not go
+                through hooks.
 
-    def __init__(self, group: ProcessGroup, module: nn.Module) -> None:
-        self._group = group
-        # The places and not the tensors: a module may replace its buffer at any time.
-        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
-        seen: set[int] = set()
-        for owner in module.modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    self._places.append((owner._buffers, name))
-        self._sent: list[torch.Tensor] = []
-        self._parcel: Parcel | None = None
-        self._step = -1
-
-    def refresh(self, step: int) -> None:
-        """Broadcast rank 0's buffers, unless that was done in this ``step``.
-
-        Only once a step: autograd may hold the buffers of the step's first forward pass, and would refuse to
-        go back through tensors that were written to since.
+        Raises:
+            UsageError: it cannot be called so, or a hook was registered before, or backward has begun.
         """
-        if step == self._step or not self._places:
-            return
-        tensors = [buffer for owner, name in self._places if (buffer := owner.get(name)) is not None]
-        if len(tensors) != len(self._sent) or any(
-            a is not b for a, b in zip(tensors, self._sent, strict=True)
-        ):
-            self._parcel = None
-        if self._parcel is None:
-            self._parcel = Parcel(self._group, tensors)
-            self._sent = tensors
-        self._parcel.broadcast(tensors)
-        self._step = step
+        check_hook(hook)
+        self._active_reducer().set_hook(state, hook)
 
+    # -- uneven inputs ---------------------------------------------------------------------------
 
-def _check_trainable(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise UsageError(
-                f"parameter {name!r} has no shape yet; run a forward pass through the module before wrapping"
-            )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UsageError(
-            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and "
-            "the module can be used as it is"
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A :class:`Join` of this model alone: ``with model.join(): ...``.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks, as if those without a
+                batch had gradients of zero.  False divides by the number of ranks that have one.
+            enable: False does nothing.
+            throw_on_early_termination: raise on every rank as soon as one has no batch any more.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For a :class:`Join`.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``: see :meth:`join`; others are ignored.
+        """
+        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.group
+
+    def _intent(self) -> Intent:
+        if not self._synchronised:
+            return Intent.LOCAL
+        if self.training and self._buffers_in_step is not None:
+            return Intent.REDUCE_AFTER_BUFFERS
+        return Intent.REDUCE
+
+    def _scale(self, roll: Roll) -> float:
+        return 1.0 if self._divide_by_initial_world_size else self.group.size / roll.active
+
+    def _shadow(self, roll: Roll) -> None:
+        """Do what the other ranks do in this step."""
+        reducer = self._active_reducer()
+        reducer.settle()
+        if roll.intent is Intent.REDUCE_AFTER_BUFFERS:
+            self._refresh_buffers(roll.lead)
+        if roll.intent is not Intent.LOCAL:
+            reducer.shadow(lead=roll.lead, scale=self._scale(roll))
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _refresh_buffers(self, root: int) -> None:
+        if self._buffers_in_step is not None:
+            self._buffers_in_step.refresh(self._active_reducer().passes, root)
+
+    def _active_reducer(self) -> Reducer:
+        if self._reducer is None:
+            raise UsageError(
+                "this DistributedDataParallel is a copy or came out of a file, and belongs to no group: "
+                "wrap its .module again (or use it under torch.no_grad())"
+            )
+        return self._reducer
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
+        del state["group"]
+        return state | {"_reducer": None, "_buffers_in_step": None}
+
+
+def _sparse(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[int, int]:
+    """The parameters that have sparse gradients, with the number of sparse dimensions."""
+    tables = {
+        id(owner.weight)
+        for owner in module.modules()
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+    }
+    return {index: 1 for index, (_, parameter) in enumerate(named) if id(parameter) in tables}
+
+
+def _delayed(
+    named: Sequence[tuple[str, nn.Parameter]],
+    chosen: Sequence[tuple[str, nn.Parameter]],
+    after: nn.Parameter | None,
+) -> tuple[tuple[int, ...], int | None]:
+    """The indices of the parameters that are reduced late, and of the one that they wait for."""
+    if not chosen and after is None:
+        return (), None
+    index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+    if not chosen or after is None or id(after) not in index_of:
+        raise UsageError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the second must be "
+            "a parameter of the module that requires a gradient"
+        )
+    unknown = [name for name, parameter in chosen if id(parameter) not in index_of]
+    if unknown:
+        raise UsageError(f"delay_all_reduce_named_params names {unknown}, which the module does not train")
+    delayed = tuple(sorted({index_of[id(parameter)] for _, parameter in chosen}))
+    if index_of[id(after)] in delayed:
+        raise UsageError("param_to_hook_all_reduce must not be among delay_all_reduce_named_params")
+    return delayed, index_of[id(after)]

@@ -29,6 +29,7 @@ from ..errors import (
     GroupError,
     ModelMismatch,
     OutOfSharedMemory,
+    OutOfStep,
     UnevenInputs,
     UnusedParameterError,
     UsageError,
@@ -40,7 +41,7 @@ from ..group import ProcessGroup
 _MANY_STEPS = 1000
 
 #: What every rank raises, alike and at the same place, so that nobody waits for the one that left.
-_RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, ModelMismatch)
+_RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, OutOfStep, ModelMismatch)
 
 
 class JoinHook:
@@ -129,7 +130,8 @@ class Join:
     An exception that leaves the block leaves it at once, without shadowing.  The other ranks would wait in
     vain for this one, so its group is aborted, as the block of a ProcessGroup would do, and they raise
     GroupAborted with the reason.  It is not aborted after errors that all ranks raise together (UnevenInputs,
-    UnusedParameterError, ModelMismatch), nor where there was nothing to wait for (``enable=False``).
+    UnusedParameterError, OutOfStep, ModelMismatch), nor where there was nothing to wait for
+    (``enable=False``).
 
     Args:
         joinables: what communicates in each step.  Their hooks are called in this order, and the first one

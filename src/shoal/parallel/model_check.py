@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import ModelMismatch
+from ..errors import ModelMismatch, UsageError
 from ..group import ProcessGroup
 
 #: Differences shown for one rank.
@@ -95,3 +95,21 @@ def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
     parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
     group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), parts).wait()
     return [bytes(part.tolist()).decode() for part in parts]
+
+
+def check_trainable(module: nn.Module) -> None:
+    """Raise unless there is something to train.
+
+    Raises:
+        UsageError: no parameter requires a gradient, or one has no shape yet.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet; run a forward pass through the module before wrapping"
+            )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError(
+            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and "
+            "the module can be used as it is"
+        )

@@ -1,4 +1,4 @@
-"""Parcels: tensors of any dtype and shape, sent together from rank 0 in one message."""
+"""Parcels: tensors of any dtype and shape, sent together from one rank in one message."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Parcel:
             for tensor, offset in zip(like, offsets, strict=True)
         ]
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite ``tensors`` with those of rank 0.  Collective; returns when it is done."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+        """Overwrite ``tensors`` with those of rank ``root``.  Collective; returns when it is done."""
         with torch.no_grad():
-            if self._group.rank == 0:
+            if self._group.rank == root:
                 torch._foreach_copy_(self._views, list(tensors))
-            self._group.broadcast(self._memory, root=0).wait()
-            if self._group.rank != 0:
+            self._group.broadcast(self._memory, root=root).wait()
+            if self._group.rank != root:
                 torch._foreach_copy_(list(tensors), self._views)
 
 
@@ -51,10 +51,10 @@ def packed_size(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite ``tensors`` with those of rank 0, in few messages.  Collective."""
+def broadcast_all(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Overwrite ``tensors`` with those of rank ``root``, in few messages.  Collective."""
     for some in _portions(tensors):
-        Parcel(group, some).broadcast(some)
+        Parcel(group, some).broadcast(some, root)
 
 
 def _portions(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

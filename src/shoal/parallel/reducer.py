@@ -10,31 +10,61 @@ A backward pass is reduced when it comes through the output of a forward pass th
 find them (objects of unknown classes) open it with the first gradient that arrives.
 
 Ranks may disagree about which parameters the loss used.  A rank that misses some at the end of its pass
-sends the incomplete buckets nevertheless and says so in the last of them (``BucketSet.vote``): so nobody
-waits in vain, every rank raises the same error, and the group stays whole.
+sends the incomplete buckets nevertheless; ``verdict.py`` says how the ranks learn of it.
 
 The order in which gradients arrived in the first pass replaces the reverse order of registration, once:
-rank 0's order, on all ranks.  (Dynamic discovery of the order is from NVIDIA's Apex; see also
+one rank's order, on all ranks.  (Dynamic discovery of the order is from NVIDIA's Apex; see also
 pytorch#17757.)
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import UnusedParameterError, UsageError
+from ..errors import UsageError
 from ..future import Future
 from ..group import ProcessGroup
-from ..spec import AVG
-from .buckets import Bucket, Readiness, build_buckets
+from ..spec import AVG, MAX
+from .buckets import Bucket, Readiness
+from .gradients import Gradients, ReducerOptions
+from .hooks.bucket import CommHook, GradBucket
+from .hooks.calling import HookedReduction
+from .report import explain
+from .sparse import SparseReduction
+from .usage import outputs_with_graph, reachable
+from .verdict import Flags, Tail
 
-_NOTHING, _ATTEND, _TWICE = range(3)  # what Readiness.mark returns
+_IGNORED, _ARRIVED, _ATTEND, _UNEXPECTED = range(4)  # what Readiness.mark returns
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is known of the pass that comes or runs.
+
+    Attributes:
+        forwards: forward passes since the last reduction.
+        reachable: parameters that their outputs depend on, if that is asked for.
+        reaches: what was reachable on any rank, one for each forward pass.
+        scale: what averages are multiplied with, because fewer ranks than all gave gradients.
+        attached: parameters whose gradient became a view of zeros when the pass began.
+        gaps: some gradients may not come, so buckets are looked through before they are sent.
+        sent: one for each bucket whose reduction was started; None for one that nobody needs.
+    """
+
+    forwards: int = 0
+    reachable: set[int] | None = None
+    reaches: list[Future[torch.Tensor]] = field(default_factory=list)
+    scale: float = 1.0
+    attached: list[int] = field(default_factory=list)
+    gaps: bool = False
+    sent: list[Future[Any] | HookedReduction | SparseReduction | None] = field(default_factory=list)
 
 
 class Reducer:
@@ -42,34 +72,77 @@ class Reducer:
 
     Args:
         names: what error messages call the parameters.
-        parameters: those that require gradients, in the same order on every rank.
-        cap: the largest bucket in bytes.
+        copies: for every copy of the model in this process the parameters that require gradients, in the same
+            order on every rank and in every copy.  Gradients of the copies are added up into those of the
+            first.
+        options: equal on all ranks.
+
+    Attributes:
+        passes: how many were reduced; equal on all ranks.
+        after_pass: called after every pass that went well.
     """
 
     def __init__(
-        self, group: ProcessGroup, names: Sequence[str], parameters: Sequence[torch.Tensor], *, cap: int
+        self,
+        group: ProcessGroup,
+        names: Sequence[str],
+        copies: Sequence[Sequence[torch.Tensor]],
+        options: ReducerOptions,
     ) -> None:
         self._group = group
         self._names = tuple(names)
-        self._parameters = tuple(parameters)
-        self._cap = cap
-        self._set = build_buckets(group, self._parameters, range(len(self._parameters) - 1, -1, -1), cap)
-        self._readiness = Readiness(self._set.members())
-        self._futures: list[Future[torch.Tensor]] = []
-        self._finish_is_queued = False
+        self._copies = tuple(tuple(copy) for copy in copies)
+        self._parameters = self._copies[0]
+        self._options = options
+        self._tolerant = options.find_unused and not options.static_graph
+        self._learning = options.static_graph
+        self._hook: tuple[CommHook, Any] | None = None
+        count = len(self._parameters)
+        self._index_of = {
+            id(parameter): index for copy in self._copies for index, parameter in enumerate(copy)
+        }
+        #: How often each gradient arrives in a pass.
+        self._expected = [len(self._copies)] * count
+        #: Which parameters have a gradient on any rank, where passes do not differ in that.
+        self._used = [True] * count
+        self._flags = Flags(group, count)
+        self._gradients = Gradients(group, self._names, self._copies, options)
+        self._gradients.arrange(range(count - 1, -1, -1), self._expected)
+        self._readiness = Readiness(self._gradients.set.members(), self._expected)
         self._order_is_known = False
-        #: Passes that were reduced; equal on all ranks.
+        self._finish_is_queued = False
+        self._pass = _Pass()
         self.passes = 0
+        self.after_pass: list[Callable[[], None]] = []
+        lock = threading.Lock() if len(self._copies) > 1 else None
         handles = [
-            parameter.register_post_accumulate_grad_hook(_gradient_hook(self, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _copy_hook(self, index, lock) if lock else _gradient_hook(self, index)
+            )
+            for copy in self._copies
+            for index, parameter in enumerate(copy)
         ]
         weakref.finalize(self, _remove, handles)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order in which they are reduced."""
-        return self._set.buckets
+        return self._gradients.set.buckets
+
+    def set_hook(self, state: Any, hook: CommHook) -> None:
+        """Let ``hook(state, bucket)`` average the buckets from now on.
+
+        Raises:
+            UsageError: one was set before, or backward has begun.
+        """
+        if self._hook is not None:
+            raise UsageError(
+                f"a communication hook is registered already on rank {self._group.rank}: {self._hook[0]!r}; "
+                "write one that does both, or wrap the module again"
+            )
+        if self._readiness.opened:
+            raise UsageError("a communication hook cannot be registered while backward runs")
+        self._hook = (hook, state)
 
     # -- called around a forward pass ------------------------------------------------------------
 
@@ -86,23 +159,75 @@ class Reducer:
         if self._readiness.opened:
             self._finish(interrupted=True)
 
-    def expect(self, output: Any) -> None:
-        """Reduce the backward pass that comes through ``output``."""
+    def expect(self, output: Any, *, counts: bool = True, scale: float = 1.0) -> None:
+        """Reduce the backward pass that comes through ``output``.
+
+        Args:
+            counts: every rank runs this forward pass.
+            scale: multiply the averages with it.
+        """
+        now = self._pass
+        now.forwards += counts
+        now.scale = scale
         self._readiness.arm()
+        outputs = list(outputs_with_graph(output))
+        if self._tolerant:
+            now.reachable = (now.reachable or set()) | reachable(outputs, self._index_of)
+            if self._options.skip_unused:
+                self._tell_reach(now.reachable)
         enter = _output_hook(self)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(enter)  # type: ignore[no-untyped-call]
+        for tensor in outputs:
+            tensor.register_hook(enter)  # type: ignore[no-untyped-call]
 
     def ignore(self) -> None:
         """Do not reduce the next backward pass."""
         self._readiness.disarm()
 
+    def shadow(self, *, lead: int, scale: float = 1.0) -> None:
+        """Take part in a pass of the other ranks with gradients of zero.  What this rank's are then is
+        undefined.
+
+        Args:
+            lead: a rank whose pass is real, the same on all ranks.
+            scale: as for :meth:`expect`.
+        """
+        self._pass.scale = scale
+        if self._options.skip_unused:
+            self._tell_reach(())
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._readiness.open()
+        self._begin()
+        self._finish(shadow=True, lead=lead)
+
+    def _tell_reach(self, reached: Collection[int]) -> None:
+        reach = [
+            index in reached or bool(self._gradients.present(index)) for index in range(len(self._parameters))
+        ]
+        self._pass.reaches.append(self._group.all_reduce(torch.tensor(reach, dtype=torch.uint8), op=MAX))
+
     # -- called by autograd ----------------------------------------------------------------------
 
     def _enter(self) -> None:
-        self._readiness.open()
-        self._queue_finish()
+        """A pass begins, before the first gradient."""
+        if not self._readiness.opened:
+            self._readiness.open()
+            self._queue_finish()
+            self._pass.attached = self._gradients.attach()  # before any bucket is sent
+            self._begin()
+
+    def _begin(self) -> None:
+        now = self._pass
+        now.gaps = 0 in self._expected
+        if self._learning:
+            self._readiness.learn()
+        if now.forwards > 1 and not self._separate():
+            Tail(self._gradients.set.tail).say(False, now.forwards - 1)
+        if now.reachable is not None and len(now.reachable) < len(self._parameters):
+            now.gaps = True
+            unused = [index for index in range(len(self._parameters)) if index not in now.reachable]
+            self._readiness.skip(unused)
+            self._launch(self._readiness.ready)
 
     def _queue_finish(self) -> None:
         # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
@@ -113,131 +238,164 @@ class Reducer:
 
     def _attend(self, index: int, mark: int) -> None:
         """Something is to do after the gradient of parameter ``index`` arrived."""
-        if mark == _TWICE:
-            raise UsageError(
-                f"the gradient of {self._names[index]!r} on rank {self._group.rank} arrived twice in one "
-                "backward pass, because the parameter is used in several reentrant checkpoints; use "
-                "torch.utils.checkpoint with use_reentrant=False"
-            )
-        self._queue_finish()
+        if mark == _UNEXPECTED:
+            raise UsageError(self._unexpected(index))
+        if not self._finish_is_queued:  # the pass came through no output that we know
+            self._queue_finish()
+            self._begin()
         self._launch(self._readiness.ready)
 
-    def _launch(self, end: int) -> None:
-        """Start the all-reduce of all buckets with an index below ``end`` that were not started yet."""
-        while len(self._futures) < end:
-            bucket = self._set.buckets[len(self._futures)]
-            self._collect(bucket)
-            self._futures.append(self._group.all_reduce(bucket.flat, op=AVG))
-
-    def _collect(self, bucket: Bucket) -> None:
-        """Bring into the bucket the gradients that autograd put elsewhere (after ``zero_grad()``, say).
-
-        Here and not in every hook, because one call that copies many costs far less than many calls.
-        """
-        sources: list[torch.Tensor] = []
-        views: list[torch.Tensor] = []
-        for index, view in zip(bucket.members, bucket.views, strict=True):
-            parameter = self._parameters[index]
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
-                self._absent(index, view)
-                continue
-            if gradient.layout is not torch.strided:
-                raise UsageError(
-                    f"the gradient of {self._names[index]!r} on rank {self._group.rank} is sparse; only "
-                    "dense ones can be reduced (torch.nn.Embedding has sparse=False)"
-                )
-            sources.append(gradient)
-            views.append(view)
-            parameter.grad = view
-        if sources:
-            with torch.no_grad():  # backward(create_graph=True) runs hooks with gradients enabled
-                torch._foreach_copy_(views, sources)
-
-    def _absent(self, index: int, view: torch.Tensor) -> None:
-        if len(self._futures) < self._readiness.ready:
-            raise UsageError(
-                f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it "
-                "could be reduced: a hook that applies gradients during backward cannot be used here"
+    def _unexpected(self, index: int) -> str:
+        where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
+        if self._options.static_graph:
+            return (
+                f"{where} arrived more often than in the first backward pass, but static_graph=True promises "
+                "that every pass is alike; leave that option out"
             )
-        view.zero_()  # the pass is incomplete, and every rank will raise
+        advice = "use torch.utils.checkpoint with use_reentrant=False, or static_graph=True"
+        if self._tolerant:
+            return (
+                f"{where} arrived twice, or although no output of the forward pass depends on it: it is used "
+                f"outside of forward, or in a reentrant checkpoint, which hides what it uses; {advice}"
+            )
+        return (
+            f"{where} arrived twice in one backward pass, because the parameter is used in several reentrant "
+            f"checkpoints; {advice}"
+        )
 
-    def _finish(self, *, interrupted: bool = False) -> None:
-        """Wait for all buckets; with an incomplete pass on any rank raise, on every rank."""
-        readiness = self._readiness
+    # -- sending ---------------------------------------------------------------------------------
+
+    def _launch(self, end: int) -> None:
+        """Start the reduction of all buckets with an index below ``end`` that were not started yet."""
+        sent = self._pass.sent
+        while len(sent) < end:
+            sent.append(self._send(self._gradients.set.buckets[len(sent)]))
+
+    def _send(self, bucket: Bucket) -> Future[Any] | HookedReduction | SparseReduction | None:
+        members = list(bucket.members)
+        if (reaches := self._pass.reaches) and not any(bool(r.wait()[members].any()) for r in reaches):
+            return None
+        if bucket.sparse:
+            (index,) = bucket.members
+            own = self._gradients.present(index)
+            return SparseReduction(self._group, own, self._parameters[index], self._options.sparse[index])
+        if len(self._copies) > 1:
+            self._gradients.add_up(bucket)
+        elif self._pass.gaps:
+            self._gradients.fill_gaps(bucket, self._readiness.counts())
+        if self._hook is None:
+            return self._group.all_reduce(bucket.flat, op=AVG)
+        dense = [one for one in self._gradients.set.buckets if not one.sparse]
+        given = GradBucket(
+            self._group,
+            dense.index(bucket),
+            bucket is dense[-1],
+            bucket.body,
+            bucket.views,
+            [self._parameters[index] for index in bucket.members],
+        )
+        return HookedReduction(*self._hook, given)
+
+    # -- the end of a pass -----------------------------------------------------------------------
+
+    def _finish(self, *, interrupted: bool = False, shadow: bool = False, lead: int = 0) -> None:
+        """Wait for all buckets; unless the pass went well on every rank, raise on every rank."""
         try:
-            if readiness.arrived == 0 and not interrupted:
-                return  # only the gradients of inputs were asked for
-            if readiness.ready < len(self._set.buckets):
-                self._set.vote.fill_(1)
-                self._launch(len(self._set.buckets))
-            for future in self._futures:
-                future.wait()
+            if self._readiness.arrived == 0 and not (interrupted or shadow):
+                self._gradients.detach(self._pass.attached)  # only the gradients of inputs were asked for
+                return
+            well, used = self._complete(interrupted, shadow)
             self.passes += 1
-            if self._set.vote.item() != 0:
-                self._set.vote.zero_()
+            if not well:
                 self._explain(interrupted)
-            elif not self._order_is_known:
-                self._adopt_order()
+                return
+            if not shadow:
+                if not self._order_is_known:
+                    self._gradients.check_kept(self._readiness.arrival())
+                self._deliver(used)
+            self._learn(used, lead)
+            if not shadow:
+                for fn in self.after_pass:
+                    fn()
         finally:
-            self._futures.clear()
+            self._pass = _Pass()
             self._finish_is_queued = False
-            readiness.close()
+            self._readiness.close()
+
+    def _separate(self) -> bool:
+        """Whether the verdict takes a message of its own."""
+        return bool(
+            self._tolerant
+            or self._learning
+            or self._hook is not None
+            or self._options.sparse
+            or not self._gradients.set.tail.numel()
+        )
+
+    def _complete(self, interrupted: bool, shadow: bool) -> tuple[bool, list[bool]]:
+        """Send what was not sent and wait for all; whether all went well, and what was used anywhere."""
+        now = self._pass
+        separate = self._separate()
+        extra = max(now.forwards - 1, 0)
+        trouble = interrupted
+        if self._learning or self._readiness.ready < len(self._gradients.set.buckets):
+            now.gaps = True
+            trouble = interrupted or not (shadow or self._learning or self._tolerant)
+            if trouble and not separate:
+                Tail(self._gradients.set.tail).say(True, extra)
+        if now.gaps:
+            counts = self._readiness.counts()
+            self._gradients.detach([index for index in now.attached if counts[index] == 0])
+        self._launch(len(self._gradients.set.buckets))
+        if separate:
+            self._flags.say(
+                trouble, extra, [bool(self._gradients.present(i)) for i in range(len(self._parameters))]
+            )
+        for sent in now.sent:
+            if isinstance(sent, SparseReduction):
+                sent.start()
+        for bucket, sent in zip(self._gradients.set.buckets, now.sent, strict=True):
+            if sent is not None and not bucket.sparse:
+                sent.wait()
+                if now.scale != 1.0:
+                    bucket.body.mul_(now.scale)
+        if separate:
+            return self._flags.hear()
+        return Tail(self._gradients.set.tail).well(), self._used
 
     def _explain(self, interrupted: bool) -> None:
-        """Tell one another which gradients are missing, and raise unless every rank was interrupted."""
-        count = len(self._parameters)
-        own = torch.zeros(count + 1, dtype=torch.uint8)
-        own[self._readiness.missing()] = 1
-        own[count] = interrupted
-        gathered = self._group.all_gather(own).wait()
-        rows = [row.tolist() for row in gathered]
-        if all(row[count] for row in rows):
+        extra = max(self._pass.forwards - 1, 0)
+        named = [
+            repr(name) + ("" if parameter.requires_grad else " (frozen after wrapping)")
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+        ]
+        explain(self._group, named, self._readiness.missing(), interrupted, extra)
+
+    def _deliver(self, used: Sequence[bool]) -> None:
+        now = self._pass
+        for bucket, sent in zip(self._gradients.set.buckets, now.sent, strict=True):
+            if isinstance(sent, SparseReduction) and used[bucket.members[0]]:
+                self._gradients.deliver_sparse(bucket.members[0], sent.wait().mul_(now.scale))
+        self._gradients.deliver(used, gaps=now.gaps)
+
+    # -- what the first pass shows ---------------------------------------------------------------
+
+    def _learn(self, used: list[bool], lead: int) -> None:
+        if self._order_is_known:
             return
-        raise UnusedParameterError(self._report(rows))
-
-    def _report(self, rows: Sequence[Sequence[int]]) -> str:
-        lines = []
-        for rank, row in enumerate(rows):
-            missing = [index for index in range(len(self._names)) if row[index]]
-            if row[-1]:
-                lines.append(f"rank {rank}: an exception ended backward before {self._listed(missing)}")
-            elif missing:
-                lines.append(f"rank {rank}: {self._listed(missing)}")
-        return (
-            f"backward ended without gradients for some parameters (seen by rank {self._group.rank}):\n  "
-            + "\n  ".join(lines)
-            + "\nTheir buckets can never be complete.  Use every parameter in the loss on every rank, or "
-            "freeze those that are not used (requires_grad_(False)) before wrapping the model.  The "
-            "gradients of this step are undefined; the group is still usable."
-        )
-
-    def _listed(self, indices: Sequence[int]) -> str:
-        shown = ", ".join(
-            repr(self._names[index])
-            + ("" if self._parameters[index].requires_grad else " (frozen after wrapping)")
-            for index in indices[:20]
-        )
-        return shown + (f" and {len(indices) - 20} more" if len(indices) > 20 else "")
-
-    def _adopt_order(self) -> None:
-        """Make the buckets anew, in the order in which rank 0's gradients arrived in this pass."""
-        order = torch.tensor(self._readiness.arrival(), dtype=torch.int64)
-        self._group.broadcast(order, root=0).wait()
-        old = self._set
-        new = build_buckets(self._group, self._parameters, order.tolist(), self._cap)
         self._order_is_known = True
-        if new.members() == old.members():
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(list(new.views), list(old.views))
-        for parameter, before, after in zip(self._parameters, old.views, new.views, strict=True):
-            if parameter.grad is before:
-                parameter.grad = after
-        self._set = new
-        self._readiness.rebuild(new.members())
+        if self._learning:
+            self._learning = False
+            self._expected = self._readiness.counts()
+            self._used = used
+        count = len(self._parameters)
+        order = self._readiness.arrival()
+        arrived = set(order)
+        order += [index for index in range(count - 1, -1, -1) if index not in arrived]
+        chosen = torch.tensor(order, dtype=torch.int64)
+        self._group.broadcast(chosen, root=lead).wait()
+        self._gradients.arrange(chosen.tolist(), self._expected)
+        self._readiness.rebuild(self._gradients.set.members(), self._expected)
 
 
 # Hooks do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
@@ -255,11 +413,30 @@ def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
 
 def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
     mark = reducer._readiness.mark
+    views = reducer._gradients.views
+    owner = weakref.ref(reducer)
+
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        result = mark(index)
+        if result and (alive := owner()) is not None:
+            if parameter.grad is not views[index]:
+                alive._gradients.take(index)
+            if result != _ARRIVED:
+                alive._attend(index, result)
+
+    return gradient_is_ready
+
+
+def _copy_hook(reducer: Reducer, index: int, lock: threading.Lock) -> Callable[[torch.Tensor], None]:
+    """For one of several copies, whose backward may run in different threads."""
+    mark = reducer._readiness.mark
     owner = weakref.ref(reducer)
 
     def gradient_is_ready(_: torch.Tensor) -> None:
-        if (result := mark(index)) != _NOTHING and (alive := owner()) is not None:
-            alive._attend(index, result)
+        with lock:
+            result = mark(index)
+            if result > _ARRIVED and (alive := owner()) is not None:
+                alive._attend(index, result)
 
     return gradient_is_ready
 

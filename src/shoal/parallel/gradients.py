@@ -1,0 +1,251 @@
+"""Where gradients are: with their parameters, or in a bucket; and how they get from one to the other.
+
+Gradients come into their bucket in one of two ways.  When a pass begins, small gradients that are None become
+views of the bucket, which is zeroed, and autograd adds to them.  A large one is copied when it arrives, while
+it is in the cache still and its memory can serve the next one.  So nothing is left to copy when a bucket is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from ..errors import UsageError
+from ..group import ProcessGroup
+from .buckets import Bucket, BucketSet, build_buckets
+
+#: Gradients below this many bytes are added up in their bucket, the others copied into it
+#: (``docs/performance.md``).
+SMALL_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """How a reducer works.
+
+    Attributes:
+        cap: the largest bucket in bytes.
+        find_unused: parameters may lack a gradient, others in each pass.
+        static_graph: every pass uses the same parameters equally often; the first shows which.
+        as_views: after a pass, gradients are views of the buckets; else they are copied back.
+        skip_unused: with ``find_unused``: do not send buckets of which no rank uses anything.
+        sparse: for the parameters with sparse gradients, the number of sparse dimensions.
+        delayed: parameters whose buckets are sent only after the gradient of ``after`` has arrived.
+    """
+
+    cap: int
+    find_unused: bool = False
+    static_graph: bool = False
+    as_views: bool = True
+    skip_unused: bool = False
+    sparse: Mapping[int, int] = field(default_factory=dict)
+    delayed: tuple[int, ...] = ()
+    after: int | None = None
+
+
+class Gradients:
+    """The gradients of all copies of a model in this process, and the buckets that they are reduced in.
+
+    Args:
+        names: what error messages call the parameters.
+        copies: the parameters of each copy.
+
+    Attributes:
+        set: the buckets.
+        views: the places in the buckets by parameter; the same list for ever.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        names: Sequence[str],
+        copies: Sequence[Sequence[torch.Tensor]],
+        options: ReducerOptions,
+    ) -> None:
+        self._group = group
+        self._names = names
+        self._copies = copies
+        self._parameters = copies[0]
+        self._options = options
+        self.set = BucketSet((), torch.empty(0), ())
+        self.views: list[torch.Tensor] = []
+        #: For each bucket the members that a pass begins with as views of zeros.
+        self._small: list[tuple[Bucket, list[int]]] = []
+
+    # -- buckets ---------------------------------------------------------------------------------
+
+    def arrange(self, order: Iterable[int], expected: Sequence[int]) -> None:
+        """Lay out the buckets, anew if need be; what is in them moves along.
+
+        Args:
+            order: the parameters in the order in which their gradients are expected.
+            expected: how often each arrives in a pass.
+
+        Raises:
+            OutOfSharedMemory: they do not fit.
+        """
+        old = self.set
+        new = self._build(order)
+        if new.members() != old.members():
+            self.set = new
+            self.views[:] = new.views
+            if old.views:
+                self._move(old.views)
+        self._small = [
+            (
+                bucket,
+                [i for i in bucket.members if expected[i] and self._parameters[i].nbytes < SMALL_BYTES],
+            )
+            for bucket in self.set.buckets
+            if not bucket.sparse
+        ]
+
+    def _build(self, order: Iterable[int]) -> BucketSet:
+        options = self._options
+        arranged: list[int] = []
+        for index in order:
+            if index not in options.delayed:
+                arranged.append(index)
+            if index == options.after:
+                arranged += options.delayed
+        return build_buckets(
+            self._group,
+            self._parameters,
+            arranged,
+            options.cap,
+            sparse=options.sparse,
+            apart=options.delayed,
+        )
+
+    def _move(self, places: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self.views, list(places))
+        for parameter, before, after in zip(self._parameters, places, self.views, strict=True):
+            if parameter.grad is before:
+                parameter.grad = after
+
+    # -- into the buckets ------------------------------------------------------------------------
+
+    def attach(self) -> list[int]:
+        """Give small gradients that are None their place in the bucket, zeroed; returns which."""
+        if len(self._copies) > 1 or not self._options.as_views:
+            return []
+        parameters = self._parameters
+        views = self.views
+        attached: list[int] = []
+        for bucket, small in self._small:
+            fresh = [index for index in small if parameters[index].grad is None]
+            if len(fresh) == len(bucket.members):
+                bucket.body.zero_()
+            elif fresh:
+                torch._foreach_zero_([views[index] for index in fresh])
+            for index in fresh:
+                parameters[index].grad = views[index]
+            attached += fresh
+        return attached
+
+    def detach(self, indices: Iterable[int]) -> None:
+        """Make gradients None again that :meth:`attach` made views, because they did not come."""
+        for index in indices:
+            self._parameters[index].grad = None
+
+    def take(self, index: int) -> None:
+        """Bring a gradient into its bucket that autograd put elsewhere."""
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            self._complain_of_theft(index)
+        if gradient.layout is not torch.strided:
+            if index in self._options.sparse:
+                return
+            gradient = gradient.to_dense()
+        view = self.views[index]
+        # backward(create_graph=True) runs hooks with gradients enabled
+        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        if self._options.as_views:
+            parameter.grad = view
+
+    def check_kept(self, arrived: Iterable[int]) -> None:
+        """Raise if a hook took a gradient away after it had arrived.
+
+        Raises:
+            UsageError: one did.
+        """
+        if self._options.as_views and len(self._copies) == 1:
+            for index in arrived:
+                if self._parameters[index].grad is None:
+                    self._complain_of_theft(index)
+
+    def _complain_of_theft(self, index: int) -> NoReturn:
+        raise UsageError(
+            f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it "
+            "could be reduced: a hook of the parameter must not apply gradients during backward; let a "
+            "communication hook do that (shoal.parallel.hooks.hook_then_optimizer)"
+        )
+
+    def fill_gaps(self, bucket: Bucket, counts: Sequence[int]) -> None:
+        """Bring into ``bucket`` what did not arrive in this pass: older gradients, or zeros."""
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            if counts[index] == 0:
+                gradient = self._parameters[index].grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient is not view:
+                    self.take(index)
+
+    def add_up(self, bucket: Bucket) -> None:
+        """Bring into ``bucket`` the sums of the copies' gradients, added in the order of the copies."""
+        with torch.no_grad():
+            for index, view in zip(bucket.members, bucket.views, strict=True):
+                present = self.present(index)
+                if not present:
+                    view.zero_()
+                elif present[0] is not view:
+                    view.copy_(present[0])
+                for gradient in present[1:]:
+                    view.add_(gradient.to(view.device))
+
+    def present(self, index: int) -> list[torch.Tensor]:
+        """The gradients of one parameter in all copies that have one."""
+        return [gradient for copy in self._copies if (gradient := copy[index].grad) is not None]
+
+    # -- out of the buckets ----------------------------------------------------------------------
+
+    def deliver(self, used: Sequence[bool], *, gaps: bool) -> None:
+        """Put the averages where the optimiser looks for them.
+
+        Args:
+            used: which parameters had a gradient on any rank; the gradients of others are left alone.
+            gaps: whether any did not arrive here.
+        """
+        if not self._options.as_views:
+            self._copy_out(used)
+        elif gaps or len(self._copies) > 1:
+            for index, view in enumerate(self.views):
+                if used[index] and index not in self._options.sparse:
+                    self._parameters[index].grad = view
+        for copy in self._copies[1:]:
+            for parameter in copy:
+                parameter.grad = None
+
+    def _copy_out(self, used: Sequence[bool]) -> None:
+        into: list[torch.Tensor] = []
+        out: list[torch.Tensor] = []
+        for index, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
+            if not used[index] or index in self._options.sparse:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            into.append(parameter.grad)
+            out.append(view)
+        if into:
+            with torch.no_grad():  # backward(create_graph=True)
+                torch._foreach_copy_(into, out)
+
+    def deliver_sparse(self, index: int, gradient: torch.Tensor) -> None:
+        """The same for one sparse gradient."""
+        self._parameters[index].grad = gradient

@@ -1,0 +1,79 @@
+"""Calling a communication hook, and bringing what it returns into the bucket."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from .bucket import CommHook, GradBucket
+
+
+def check_hook(hook: object) -> None:
+    """Raise unless ``hook`` can be called as ``hook(state, bucket)``.
+
+    Raises:
+        UsageError: it is not callable, or not so.
+    """
+    expected = "a communication hook is a function hook(state, bucket) that returns a shoal.Future"
+    if not callable(hook):
+        raise UsageError(f"{expected}, got {_kind(hook)}")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # a function of C that does not say
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise UsageError(f"{expected}, but {hook!r} takes {signature}") from error
+
+
+class HookedReduction:
+    """A bucket that a hook averages.
+
+    Raises:
+        UsageError: the hook returned no future.
+    """
+
+    def __init__(self, hook: CommHook, state: Any, bucket: GradBucket) -> None:
+        self._name = getattr(hook, "__qualname__", repr(hook))
+        self._bucket = bucket
+        self._future = hook(state, bucket)
+        if not callable(getattr(self._future, "wait", None)):
+            raise UsageError(
+                f"{self._where()} returned {_kind(self._future)}, but must return a shoal.Future of the "
+                "averaged gradients: return what group.all_reduce(...) or its then(...) returned"
+            )
+
+    def wait(self) -> None:
+        """Wait for the hook's result; it is in the bucket then.
+
+        Raises:
+            UsageError: the result is no tensor like the bucket.
+        """
+        value: Any = self._future.wait()
+        if isinstance(value, (list, tuple)) and len(value) == 1:  # torch.futures.Future of a c10d Work
+            (value,) = value
+        buffer = self._bucket.buffer()
+        if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
+            raise UsageError(
+                f"the future of {self._where()} has the value {_kind(value)}, but must have a tensor of "
+                f"{buffer.numel()} elements, one for each of the bucket's"
+            )
+        if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
+            with torch.no_grad():
+                self._bucket.set_buffer(value)
+
+    def _where(self) -> str:
+        return (
+            f"the communication hook {self._name} on rank {self._bucket.group.rank}, "
+            f"for bucket {self._bucket.index()},"
+        )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.numel()} elements"
+    return f"{type(value).__name__}: {value!r}"

@@ -1,0 +1,46 @@
+"""Which parameters a forward pass used: those that autograd's graph leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``output``, a structure of any kind that we know, that have a graph behind them."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.grad_fn is not None:
+                yield leaf
+        elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
+            yield from outputs_with_graph([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+
+
+def reachable(outputs: Iterable[torch.Tensor], index_of: Mapping[int, int]) -> set[int]:
+    """The indices of the parameters that the graph behind ``outputs`` leads to.
+
+    What reentrant checkpoints use is not seen: their graph is made during backward.
+
+    Args:
+        index_of: from ``id(parameter)`` to the parameter's index.
+    """
+    found: set[int] = set()
+    seen: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            variable = getattr(following, "variable", None)
+            if variable is None:
+                pending.append(following)
+            elif (index := index_of.get(id(variable))) is not None:
+                found.add(index)
+    return found

@@ -1,0 +1,62 @@
+"""Ranks that left out a backward pass are told so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import OutOfStep
+from tests.parallel.models import mlp, on_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_a_forward_pass_without_backward_on_one_rank_is_named_on_all(
+    dtype: torch.dtype, find_unused_parameters: bool
+) -> None:
+    def rank(group: shoal.ProcessGroup) -> str:
+        model = shoal.DistributedDataParallel(
+            nn.Linear(3, 2, dtype=dtype), group=group, find_unused_parameters=find_unused_parameters
+        )
+        x = torch.ones(1, 3, dtype=dtype)
+        model(x).abs().sum().backward()
+        if group.rank == 1:
+            model(x)  # the loss was no number, say, and the step was left out
+        with pytest.raises(OutOfStep) as caught:
+            model(x).abs().sum().backward()
+        model(x).abs().sum().backward()  # the group is well
+        return str(caught.value)
+
+    for message in on_ranks(3, rank):
+        assert "rank 0: 1\n  rank 1: 2\n  rank 2: 1\n" in message
+
+
+def test_passes_that_all_ranks_leave_out_or_run_twice_are_fine() -> None:
+    x = torch.ones(1, 6, dtype=torch.float64)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        for count in (1, 2, 3, 40):
+            outputs = [model(x) for _ in range(count)]
+            outputs[-1].sum().backward()
+
+    on_ranks(2, rank)
+
+
+def test_a_rank_may_run_forward_by_itself_to_evaluate() -> None:
+    x = torch.ones(1, 6, dtype=torch.float64)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        for _ in range(2):
+            if group.rank == 0:
+                with torch.no_grad():
+                    model(x)
+                model.eval()
+                model(x)
+                model.train()
+            model(x).sum().backward()
+
+    on_ranks(2, rank)
