@@ -1,6 +1,5 @@
 #include "bind/tensors.h"
 
-
 namespace shoal {
 namespace {
 
