@@ -61,14 +61,14 @@ void bind_reducer(nb::module_& m) {
           "mark",
           [](Readiness& self, std::uint32_t parameter) { return static_cast<int>(self.mark(parameter)); },
           nb::arg("parameter"),
-          "Record a gradient: 0 ignored, 1 recorded, 2 look at `ready`, 3 it was not expected.")
+          "Record a gradient: 0 ignored, 1 recorded, 2 look at `arrived` and `ready`, 3 unexpected.")
       .def(
           "skip",
           [](Readiness& self, const Members& parameters) {
             for (std::uint32_t parameter : parameters) self.skip(parameter);
           },
           nb::arg("parameters"), "No gradients of these are expected in this pass.")
-      .def("learn", &Readiness::learn, "In this pass nothing is ready; only count what arrives.")
+      .def("learn", &Readiness::learn, "From now on nothing is ready; only count what arrives.")
       .def_prop_ro("opened", &Readiness::opened)
       .def_prop_ro("ready", &Readiness::ready, "Buckets with an index below this are complete.")
       .def_prop_ro("arrived", &Readiness::arrived, "How many gradients have arrived.")

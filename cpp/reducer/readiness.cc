@@ -37,13 +37,11 @@ void Readiness::close() {
   arrived_ = 0;
   ready_ = 0;
   open_ = false;
-  learning_ = false;
 }
 
 Mark Readiness::mark(std::uint32_t parameter) {
   if (parameter >= bucket_of_.size()) throw std::out_of_range("no such parameter");
   if (!open_ && !armed_) return Mark::kIgnored;
-  const bool first = !open_;
   open_ = true;
   if (!learning_) {
     if (complete(parameter)) return Mark::kUnexpected;
@@ -56,7 +54,7 @@ Mark Readiness::mark(std::uint32_t parameter) {
   ++counts_[parameter];
   order_[parameter] = ++arrived_;
   const bool more = !learning_ && complete(parameter) && settle(parameter);
-  return first || more ? Mark::kAttend : Mark::kArrived;
+  return more || arrived_ == 1 ? Mark::kAttend : Mark::kArrived;
 }
 
 void Readiness::skip(std::uint32_t parameter) {

@@ -18,7 +18,7 @@ namespace shoal::reducer {
 enum class Mark : int {
   kIgnored = 0,     // no pass is open: the gradient is not to be reduced
   kArrived = 1,     // recorded
-  kAttend = 2,      // the pass began with this gradient, or more buckets are ready: see opened() and ready()
+  kAttend = 2,      // it was the first one of the pass, or more buckets are ready: see arrived() and ready()
   kUnexpected = 3,  // it had arrived as often as expected, and its bucket may have been sent
 };
 
@@ -42,7 +42,7 @@ class Readiness {
   // counts as ever.
   void skip(std::uint32_t parameter);
 
-  // In this pass nothing is ready and nothing unexpected: it is only counted what arrives.
+  // From now on nothing is ready and nothing unexpected: it is only counted what arrives.
   void learn() { learning_ = true; }
 
   bool opened() const { return open_; }

@@ -67,7 +67,7 @@ IGNORED, ARRIVED, ATTEND, UNEXPECTED = range(4)
 def test_buckets_become_ready_in_the_order_of_their_index_only() -> None:
     readiness = Readiness([[2, 3], [0], [1]], [1] * 4)
     readiness.open()
-    assert readiness.mark(0) == ARRIVED  # bucket 1 is full but not bucket 0
+    assert readiness.mark(0) == ATTEND  # the first; bucket 1 is full but not bucket 0
     assert readiness.mark(3) == ARRIVED
     assert readiness.ready == 0
     assert readiness.mark(2) == ATTEND
@@ -97,7 +97,7 @@ def test_any_order_of_arrival_makes_all_buckets_ready(sizes, random) -> None:
             left[index] -= 1
             full = [not any(left[member] for member in bucket) for bucket in members]
             assert readiness.ready <= (full.index(False) if False in full else len(full))
-            assert attend == (ATTEND if readiness.ready > before else ARRIVED)
+            assert attend == (ATTEND if readiness.ready > before or readiness.arrived == 1 else ARRIVED)
         if arrivals:
             assert readiness.ready == len(members) or not any(
                 expected[member] for bucket in members[readiness.ready :] for member in bucket
@@ -110,7 +110,7 @@ def test_any_order_of_arrival_makes_all_buckets_ready(sizes, random) -> None:
 def test_a_gradient_that_comes_twice_is_noticed_and_those_that_do_not_come_are_listed() -> None:
     readiness = Readiness([[2, 1, 0]], [1] * 3)
     readiness.open()
-    assert readiness.mark(1) == ARRIVED
+    assert readiness.mark(1) == ATTEND
     assert readiness.mark(1) == UNEXPECTED
     assert readiness.missing() == [0, 2]
     assert readiness.arrived == 1
@@ -119,7 +119,8 @@ def test_a_gradient_that_comes_twice_is_noticed_and_those_that_do_not_come_are_l
 def test_a_gradient_is_complete_when_it_came_as_often_as_expected() -> None:
     readiness = Readiness([[0, 1]], [2, 0])
     readiness.open()
-    assert readiness.mark(0) == ARRIVED
+    assert readiness.mark(0) == ATTEND
+    assert readiness.ready == 0
     assert readiness.missing() == [0]
     assert readiness.mark(0) == ATTEND
     assert readiness.ready == 1
@@ -131,7 +132,8 @@ def test_a_skipped_gradient_that_comes_after_all_counts_until_its_bucket_is_read
     readiness.open()
     readiness.skip([0, 2])
     assert readiness.ready == 0
-    assert readiness.mark(0) == ARRIVED
+    assert readiness.mark(0) == ATTEND
+    assert readiness.ready == 0
     assert readiness.mark(1) == ATTEND
     assert readiness.ready == 2
     assert readiness.mark(2) == UNEXPECTED
@@ -140,15 +142,17 @@ def test_a_skipped_gradient_that_comes_after_all_counts_until_its_bucket_is_read
 def test_while_learning_gradients_are_counted_and_nothing_is_ready() -> None:
     readiness = Readiness([[0], [1]], [1, 1])
     readiness.learn()
+    for _ in range(2):
+        readiness.open()
+        assert [readiness.mark(index) for index in (0, 1, 0)] == [ATTEND, ARRIVED, ARRIVED]
+        assert readiness.ready == 0
+        assert readiness.counts() == [2, 1]
+        assert readiness.arrival() == [1, 0]
+        readiness.close()
+    readiness.rebuild([[0], [1]], [2, 1])
     readiness.open()
-    for index in (0, 1, 0):
-        assert readiness.mark(index) == ARRIVED
-    assert readiness.ready == 0
-    assert readiness.counts() == [2, 1]
-    assert readiness.arrival() == [1, 0]
-    readiness.close()
-    readiness.open()
-    assert readiness.mark(0) == ATTEND
+    assert [readiness.mark(index) for index in (0, 1, 0)] == [ATTEND, ARRIVED, ATTEND]
+    assert readiness.ready == 2
 
 
 def test_gradients_count_only_in_a_pass_and_the_first_one_opens_an_armed_pass() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from ..errors import UsageError
 from ..group import ProcessGroup
@@ -16,10 +17,17 @@ from .gradients import ReducerOptions
 from .hooks.bucket import CommHook
 from .hooks.calling import check_hook
 from .join import Join, Joinable, JoinHook
-from .model_check import check_same_model, check_trainable
+from .model_check import ModelWatch, check_same_model, check_trainable
 from .parcel import broadcast_all
 from .reducer import Reducer
 from .uneven import Intent, Roll, Shadow, call_roll
+
+
+class _Share(NamedTuple):
+    """For one forward pass: a rank that runs it too, and what averages are multiplied with."""
+
+    lead: int = 0
+    scale: float = 1.0
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -130,6 +138,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             group, [name for name, _ in named], [[parameter for _, parameter in named]], options
         )
         self._buffers_in_step = BufferSync(group, module) if broadcast_buffers else None
+        self._watch = ModelWatch(module, group.rank)
+        self._share = _Share()
         self._synchronised = True
         self._divide_by_initial_world_size = True
 
@@ -137,23 +147,37 @@ class DistributedDataParallel(nn.Module, Joinable):
         """What ``module`` returns.  With gradients enabled, the backward pass through it will be reduced."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        inside = self._before()
+        output = self.module(*args, **kwargs)
+        if not inside:
+            self._after(output)
+        return output
+
+    # What stands around the module is nothing to compile; the module itself may be.
+    @_disable_dynamo
+    def _before(self) -> bool:
+        """Whether the forward pass that comes is part of a backward pass (checkpointing repeats it there)."""
         reducer = self._active_reducer()
         if reducer.in_backward():
-            return self.module(*args, **kwargs)
+            return True
         reducer.settle()
-        lead, scale = 0, 1.0
+        self._watch.check()
+        self._share = _Share()
         if self._join_config.enable:
             Join.notify_join_context(self)
             roll = call_roll(self.group, self._intent())
-            lead, scale = roll.lead, self._scale(roll)
-        if not self._synchronised:
-            reducer.ignore()
-            return self.module(*args, **kwargs)
+            self._share = _Share(roll.lead, self._scale(roll))
         if self._intent() is Intent.REDUCE_AFTER_BUFFERS:
-            self._refresh_buffers(lead)
-        output = self.module(*args, **kwargs)
-        reducer.expect(output, counts=self.training, scale=scale)
-        return output
+            self._refresh_buffers(self._share.lead)
+        return False
+
+    @_disable_dynamo
+    def _after(self, output: Any) -> None:
+        lead, scale = self._share
+        if self._synchronised:
+            self._active_reducer().expect(output, counts=self.training, lead=lead, scale=scale)
+        else:
+            self._active_reducer().ignore(output)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -263,7 +287,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         del state["group"]
-        return state | {"_reducer": None, "_buffers_in_step": None}
+        return state | {"_reducer": None, "_buffers_in_step": None, "_watch": None}
 
 
 def _sparse(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[int, int]:

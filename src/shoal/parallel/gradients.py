@@ -56,7 +56,8 @@ class Gradients:
 
     Attributes:
         set: the buckets.
-        views: the places in the buckets by parameter; the same list for ever.
+        views: what ``parameter.grad`` is when a gradient is in its bucket; the same list for ever.
+        addresses: where the views lie, likewise.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Gradients:
         self._options = options
         self.set = BucketSet((), torch.empty(0), ())
         self.views: list[torch.Tensor] = []
+        self.addresses: list[int] = []
         #: For each bucket the members that a pass begins with as views of zeros.
         self._small: list[tuple[Bucket, list[int]]] = []
 
@@ -92,9 +94,12 @@ class Gradients:
         new = self._build(order)
         if new.members() != old.members():
             self.set = new
-            self.views[:] = new.views
-            if old.views:
-                self._move(old.views)
+            before = list(self.views)
+            # Others than the bucket's own: module.to() changes what a gradient refers to.
+            self.views[:] = [place.view_as(place) for place in new.views]
+            self.addresses[:] = [place.data_ptr() for place in new.views]
+            if before:
+                self._move(old.views, before)
         self._small = [
             (
                 bucket,
@@ -121,12 +126,20 @@ class Gradients:
             apart=options.delayed,
         )
 
-    def _move(self, places: Sequence[torch.Tensor]) -> None:
+    def _move(self, places: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self.views, list(places))
-        for parameter, before, after in zip(self._parameters, places, self.views, strict=True):
+            torch._foreach_copy_(list(self.set.views), list(places))
+        for parameter, before, after in zip(self._parameters, views, self.views, strict=True):
             if parameter.grad is before:
                 parameter.grad = after
+
+    def _own(self, index: int) -> torch.Tensor:
+        """The view of one parameter, mended if it was made to refer to other memory."""
+        view = self.views[index]
+        if view.data_ptr() != self.addresses[index]:
+            place = self.set.views[index]
+            view = self.views[index] = place.view_as(place)
+        return view
 
     # -- into the buckets ------------------------------------------------------------------------
 
@@ -135,16 +148,16 @@ class Gradients:
         if len(self._copies) > 1 or not self._options.as_views:
             return []
         parameters = self._parameters
-        views = self.views
+        places = self.set.views
         attached: list[int] = []
         for bucket, small in self._small:
             fresh = [index for index in small if parameters[index].grad is None]
             if len(fresh) == len(bucket.members):
                 bucket.body.zero_()
             elif fresh:
-                torch._foreach_zero_([views[index] for index in fresh])
+                torch._foreach_zero_([places[index] for index in fresh])
             for index in fresh:
-                parameters[index].grad = views[index]
+                parameters[index].grad = self._own(index)
             attached += fresh
         return attached
 
@@ -163,11 +176,10 @@ class Gradients:
             if index in self._options.sparse:
                 return
             gradient = gradient.to_dense()
-        view = self.views[index]
         # backward(create_graph=True) runs hooks with gradients enabled
-        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        self.set.views[index].copy_(gradient.detach() if gradient.requires_grad else gradient)
         if self._options.as_views:
-            parameter.grad = view
+            parameter.grad = self._own(index)
 
     def check_kept(self, arrived: Iterable[int]) -> None:
         """Raise if a hook took a gradient away after it had arrived.
@@ -194,7 +206,7 @@ class Gradients:
                 gradient = self._parameters[index].grad
                 if gradient is None:
                     view.zero_()
-                elif gradient is not view:
+                elif gradient.data_ptr() != self.addresses[index]:
                     self.take(index)
 
     def add_up(self, bucket: Bucket) -> None:
@@ -204,7 +216,7 @@ class Gradients:
                 present = self.present(index)
                 if not present:
                     view.zero_()
-                elif present[0] is not view:
+                elif present[0].data_ptr() != self.addresses[index]:
                     view.copy_(present[0])
                 for gradient in present[1:]:
                     view.add_(gradient.to(view.device))
@@ -225,9 +237,9 @@ class Gradients:
         if not self._options.as_views:
             self._copy_out(used)
         elif gaps or len(self._copies) > 1:
-            for index, view in enumerate(self.views):
+            for index, parameter in enumerate(self._parameters):
                 if used[index] and index not in self._options.sparse:
-                    self._parameters[index].grad = view
+                    parameter.grad = self._own(index)
         for copy in self._copies[1:]:
             for parameter in copy:
                 parameter.grad = None
@@ -235,7 +247,7 @@ class Gradients:
     def _copy_out(self, used: Sequence[bool]) -> None:
         into: list[torch.Tensor] = []
         out: list[torch.Tensor] = []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self._parameters, self.set.views, strict=True)):
             if not used[index] or index in self._options.sparse:
                 continue
             if parameter.grad is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModelMismatch, UsageError
 from ..group import ProcessGroup
+from .join import Joinable
 
 #: Differences shown for one rank.
 _SHOWN = 5
@@ -47,6 +49,54 @@ def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[s
         f"the ranks wrapped models that differ (seen by rank {group.rank}); build the same one everywhere:\n"
         + "\n".join(lines)
     )
+
+
+class ModelWatch:
+    """Notices that a model was changed after it was wrapped.
+
+    A parameter that was replaced, added or thawed would be trained on each rank by itself, without any error.
+    """
+
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        self._rank = rank
+        self._registered = [
+            (owner._parameters, key, parameter, parameter.dtype, f"{prefix}.{key}" if prefix else key)
+            for prefix, owner in module.named_modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        self._counts = [
+            (owner._parameters, len(owner._parameters), prefix) for prefix, owner in module.named_modules()
+        ]
+        self._frozen = [
+            (parameter, name) for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
+
+    def check(self) -> None:
+        """Raise if the model is not what it was.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        for parameters, key, parameter, dtype, name in self._registered:
+            now = parameters.get(key)
+            if now is not parameter:
+                self._complain(name, "was taken out of the module" if now is None else "was replaced")
+            if parameter.dtype is not dtype:
+                self._complain(name, f"was {dtype} when it was wrapped and is {parameter.dtype} now")
+        for parameters, count, prefix in self._counts:
+            if len(parameters) != count:
+                name = f"{prefix}.{list(parameters)[-1]}" if prefix else list(parameters)[-1]
+                self._complain(name, "was added")
+        for parameter, name in self._frozen:
+            if parameter.requires_grad:
+                self._complain(name, "was frozen when it was wrapped and requires a gradient now")
+
+    def _complain(self, name: str, what: str) -> NoReturn:
+        raise UsageError(
+            f"the model on rank {self._rank} changed after it was wrapped in DistributedDataParallel: "
+            f"parameter {name!r} {what}; wrap the module again after such a change"
+        )
 
 
 def _describe(module: nn.Module, settings: Mapping[str, object]) -> list[tuple[str, str]]:
@@ -103,6 +153,13 @@ def check_trainable(module: nn.Module) -> None:
     Raises:
         UsageError: no parameter requires a gradient, or one has no shape yet.
     """
+    for name, inner in module.named_modules():
+        if isinstance(inner, Joinable):
+            raise UsageError(
+                f"the module holds a {type(inner).__name__} already"
+                + (f", {name!r}" if name else "")
+                + ": two wrappers would reduce the same gradients; wrap each parameter once"
+            )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise UsageError(

@@ -53,6 +53,7 @@ class _Pass:
         reachable: parameters that their outputs depend on, if that is asked for.
         reaches: what was reachable on any rank, one for each forward pass.
         scale: what averages are multiplied with, because fewer ranks than all gave gradients.
+        lead: a rank that gave gradients, the same on all ranks.
         attached: parameters whose gradient became a view of zeros when the pass began.
         gaps: some gradients may not come, so buckets are looked through before they are sent.
         sent: one for each bucket whose reduction was started; None for one that nobody needs.
@@ -62,6 +63,7 @@ class _Pass:
     reachable: set[int] | None = None
     reaches: list[Future[torch.Tensor]] = field(default_factory=list)
     scale: float = 1.0
+    lead: int = 0
     attached: list[int] = field(default_factory=list)
     gaps: bool = False
     sent: list[Future[Any] | HookedReduction | SparseReduction | None] = field(default_factory=list)
@@ -109,6 +111,8 @@ class Reducer:
         self._gradients = Gradients(group, self._names, self._copies, options)
         self._gradients.arrange(range(count - 1, -1, -1), self._expected)
         self._readiness = Readiness(self._gradients.set.members(), self._expected)
+        if self._learning:
+            self._readiness.learn()
         self._order_is_known = False
         self._finish_is_queued = False
         self._pass = _Pass()
@@ -159,38 +163,46 @@ class Reducer:
         if self._readiness.opened:
             self._finish(interrupted=True)
 
-    def expect(self, output: Any, *, counts: bool = True, scale: float = 1.0) -> None:
+    def expect(self, output: Any, *, counts: bool = True, lead: int = 0, scale: float = 1.0) -> None:
         """Reduce the backward pass that comes through ``output``.
 
         Args:
             counts: every rank runs this forward pass.
+            lead: a rank that runs it, the same on all ranks.
             scale: multiply the averages with it.
         """
         now = self._pass
         now.forwards += counts
+        now.lead = lead
         now.scale = scale
         self._readiness.arm()
         outputs = list(outputs_with_graph(output))
         if self._tolerant:
-            now.reachable = (now.reachable or set()) | reachable(outputs, self._index_of)
+            self._reach(outputs)
             if self._options.skip_unused:
-                self._tell_reach(now.reachable)
+                self._tell_reach(now.reachable or ())
         enter = _output_hook(self)
         for tensor in outputs:
             tensor.register_hook(enter)  # type: ignore[no-untyped-call]
 
-    def ignore(self) -> None:
-        """Do not reduce the next backward pass."""
+    def ignore(self, output: Any) -> None:
+        """Do not reduce the backward pass that comes through ``output`` alone."""
         self._readiness.disarm()
+        if self._tolerant:
+            self._reach(list(outputs_with_graph(output)))  # it may come together with one that is reduced
+
+    def _reach(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._pass.reachable = (self._pass.reachable or set()) | reachable(outputs, self._index_of)
 
     def shadow(self, *, lead: int, scale: float = 1.0) -> None:
         """Take part in a pass of the other ranks with gradients of zero.  What this rank's are then is
         undefined.
 
         Args:
-            lead: a rank whose pass is real, the same on all ranks.
+            lead: as for :meth:`expect`.
             scale: as for :meth:`expect`.
         """
+        self._pass.lead = lead
         self._pass.scale = scale
         if self._options.skip_unused:
             self._tell_reach(())
@@ -198,7 +210,7 @@ class Reducer:
             parameter.grad = None
         self._readiness.open()
         self._begin()
-        self._finish(shadow=True, lead=lead)
+        self._finish(shadow=True)
 
     def _tell_reach(self, reached: Collection[int]) -> None:
         reach = [
@@ -213,21 +225,18 @@ class Reducer:
         if not self._readiness.opened:
             self._readiness.open()
             self._queue_finish()
-            self._pass.attached = self._gradients.attach()  # before any bucket is sent
-            self._begin()
+            self._pass.attached = self._gradients.attach()
 
     def _begin(self) -> None:
+        """A pass has its first gradient: it is none that asks for the gradients of inputs only."""
         now = self._pass
         now.gaps = 0 in self._expected
-        if self._learning:
-            self._readiness.learn()
         if now.forwards > 1 and not self._separate():
             Tail(self._gradients.set.tail).say(False, now.forwards - 1)
         if now.reachable is not None and len(now.reachable) < len(self._parameters):
             now.gaps = True
             unused = [index for index in range(len(self._parameters)) if index not in now.reachable]
             self._readiness.skip(unused)
-            self._launch(self._readiness.ready)
 
     def _queue_finish(self) -> None:
         # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
@@ -240,8 +249,8 @@ class Reducer:
         """Something is to do after the gradient of parameter ``index`` arrived."""
         if mark == _UNEXPECTED:
             raise UsageError(self._unexpected(index))
-        if not self._finish_is_queued:  # the pass came through no output that we know
-            self._queue_finish()
+        self._queue_finish()  # if the pass came through no output that we know
+        if self._readiness.arrived == 1:
             self._begin()
         self._launch(self._readiness.ready)
 
@@ -298,12 +307,16 @@ class Reducer:
 
     # -- the end of a pass -----------------------------------------------------------------------
 
-    def _finish(self, *, interrupted: bool = False, shadow: bool = False, lead: int = 0) -> None:
+    def _finish(self, *, interrupted: bool = False, shadow: bool = False) -> None:
         """Wait for all buckets; unless the pass went well on every rank, raise on every rank."""
+        self._finish_is_queued = False
+        if self._readiness.arrived == 0 and not (interrupted or shadow):
+            # Only the gradients of inputs were asked for; the pass that was expected may come yet.
+            self._gradients.detach(self._pass.attached)
+            self._pass.attached = []
+            self._readiness.close()
+            return
         try:
-            if self._readiness.arrived == 0 and not (interrupted or shadow):
-                self._gradients.detach(self._pass.attached)  # only the gradients of inputs were asked for
-                return
             well, used = self._complete(interrupted, shadow)
             self.passes += 1
             if not well:
@@ -313,13 +326,12 @@ class Reducer:
                 if not self._order_is_known:
                     self._gradients.check_kept(self._readiness.arrival())
                 self._deliver(used)
-            self._learn(used, lead)
+            self._learn(used)
             if not shadow:
                 for fn in self.after_pass:
                     fn()
         finally:
             self._pass = _Pass()
-            self._finish_is_queued = False
             self._readiness.close()
 
     def _separate(self) -> bool:
@@ -380,7 +392,7 @@ class Reducer:
 
     # -- what the first pass shows ---------------------------------------------------------------
 
-    def _learn(self, used: list[bool], lead: int) -> None:
+    def _learn(self, used: list[bool]) -> None:
         if self._order_is_known:
             return
         self._order_is_known = True
@@ -393,7 +405,7 @@ class Reducer:
         arrived = set(order)
         order += [index for index in range(count - 1, -1, -1) if index not in arrived]
         chosen = torch.tensor(order, dtype=torch.int64)
-        self._group.broadcast(chosen, root=lead).wait()
+        self._group.broadcast(chosen, root=self._pass.lead).wait()
         self._gradients.arrange(chosen.tolist(), self._expected)
         self._readiness.rebuild(self._gradients.set.members(), self._expected)
 
@@ -414,12 +426,14 @@ def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
 def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
     mark = reducer._readiness.mark
     views = reducer._gradients.views
+    addresses = reducer._gradients.addresses
     owner = weakref.ref(reducer)
 
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         result = mark(index)
         if result and (alive := owner()) is not None:
-            if parameter.grad is not views[index]:
+            gradient = parameter.grad
+            if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
                 alive._gradients.take(index)
             if result != _ARRIVED:
                 alive._attend(index, result)
