@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -214,3 +217,18 @@ def test_shutting_down_says_when_a_callback_does_not_end() -> None:
     assert not pool.shutdown(0.01)
     leave.set()
     assert pool.shutdown(10)
+
+
+def test_a_process_lets_callbacks_end_before_python_does() -> None:
+    """A daemon thread that Python ends within torch would abort the process."""
+    program = """
+        import atexit, threading
+        atexit.register(lambda: print(threading.active_count()))  # the last one to be called
+        from shoal.future import Future
+        future = Future()
+        future.set_result(1)
+        future.then(lambda f: f.value()).wait()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout, result.returncode) == ("1\n", 0), result.stderr

@@ -12,6 +12,7 @@ thousand, and no set of callbacks can deadlock for want of a thread.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -136,3 +137,13 @@ class CallbackPool:
 #: The pool of this process.
 pool = CallbackPool()
 os.register_at_fork(after_in_child=pool.forget)
+
+
+@atexit.register
+def _end() -> None:
+    """Let callbacks finish before the interpreter goes away.
+
+    Python ends a daemon thread where it next asks for the GIL.  If that is in torch's C++, which holds no
+    exceptions to be possible there, the process aborts.  A callback that blocks is not waited for.
+    """
+    pool.shutdown(timeout=0.5)
