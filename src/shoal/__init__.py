@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .parallel import Join as Join
     from .parallel import Joinable as Joinable
     from .parallel import JoinHook as JoinHook
+    from .parallel import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from .rendezvous import Membership as Membership
     from .rendezvous import register_rendezvous as register_rendezvous
     from .spec import ANY_SOURCE as ANY_SOURCE
@@ -111,7 +112,7 @@ _PUBLIC = {
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Batch", "Message", "ProcessGroup"],
     "initialize": ["init"],
-    "parallel": ["DistributedDataParallel", "Join", "JoinHook", "Joinable"],
+    "parallel": ["DistributedDataParallel", "Join", "JoinHook", "Joinable", "ZeroRedundancyOptimizer"],
     "rendezvous": ["Membership", "register_rendezvous"],
     "spec": ["ANY_SOURCE", "OpKind", "Operation", "ReduceOp"],
     "store": [

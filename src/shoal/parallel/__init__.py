@@ -2,5 +2,6 @@
 
 from .ddp import DistributedDataParallel
 from .join import Join, Joinable, JoinHook
+from .zero import ZeroRedundancyOptimizer
 
-__all__ = ["DistributedDataParallel", "Join", "JoinHook", "Joinable"]
+__all__ = ["DistributedDataParallel", "Join", "JoinHook", "Joinable", "ZeroRedundancyOptimizer"]

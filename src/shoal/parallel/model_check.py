@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -33,7 +33,20 @@ def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[s
     Raises:
         ModelMismatch: naming for each rank what differs from rank 0.
     """
-    own = json.dumps(_describe(module, settings)).encode()
+    check_same(group, "wrapped models that differ", _describe(module, settings))
+
+
+def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]]) -> None:
+    """Raise on every rank unless ``items`` are the same on all of them, in the same order.  Collective.
+
+    Args:
+        what: what the ranks have done if not, for the message.
+        items: names, each one once, and what is compared.
+
+    Raises:
+        ModelMismatch: naming for each rank what differs from rank 0.
+    """
+    own = json.dumps(list(items)).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(own).digest()), dtype=torch.uint8)
     digests = group.all_gather(digest).wait()
     if all(torch.equal(digest, other) for other in digests):
@@ -46,8 +59,7 @@ def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[s
         if len(found) > _SHOWN:
             lines.append(f"  rank {rank}: and {len(found) - _SHOWN} more differences")
     raise ModelMismatch(
-        f"the ranks wrapped models that differ (seen by rank {group.rank}); build the same one everywhere:\n"
-        + "\n".join(lines)
+        f"the ranks {what} (seen by rank {group.rank}); build the same one everywhere:\n" + "\n".join(lines)
     )
 
 
@@ -102,15 +114,17 @@ class ModelWatch:
 def _describe(module: nn.Module, settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """What is compared, each thing with a name of its own."""
     items = [
-        (
-            f"parameter {name!r}",
-            f"{_layout(parameter)}, " + ("requires grad" if parameter.requires_grad else "frozen"),
-        )
+        (f"parameter {name!r}", describe_parameter(parameter))
         for name, parameter in module.named_parameters()
     ]
     items += [(f"buffer {name!r}", _layout(buffer)) for name, buffer in module.named_buffers()]
     items += [(f"option {name}", repr(value)) for name, value in settings.items()]
     return items
+
+
+def describe_parameter(parameter: torch.Tensor) -> str:
+    """What has to be the same on all ranks."""
+    return f"{_layout(parameter)}, " + ("requires grad" if parameter.requires_grad else "frozen")
 
 
 def _layout(tensor: torch.Tensor) -> str:

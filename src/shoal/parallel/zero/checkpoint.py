@@ -1,0 +1,144 @@
+"""The distributed state as one: brought together on a rank, and divided again.
+
+In between it has the form that the optimiser inside would give without any distribution, so it can be loaded
+on any number of ranks, and by that optimiser alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...group import ProcessGroup
+from ...spec import DTYPE_CODES
+
+#: What a parameter group says of each of its parameters, rather than of all together.
+PER_PARAMETER = ("params", "param_names")
+
+#: Of the messages that carry state, so that they are not taken for the program's own.
+_TAG = 0x2E5A45B0
+
+
+def gather_state(group: ProcessGroup, own: dict[int, Any], to: int) -> dict[int, Any] | None:
+    """The state of all ranks on rank ``to``, in CPU memory; None elsewhere.  Collective.
+
+    Args:
+        own: this rank's part; others have other keys.
+    """
+    structure, tensors = _dump(own)
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    parts = group.gather_object(None if group.rank == to else (structure, shapes), root=to).wait()
+    if parts is None:
+        sent = [group.send(tensor, to, tag=_TAG) for tensor in tensors]
+        for message in sent:
+            message.wait()
+        return None
+    state: dict[int, Any] = {}
+    for rank, part in enumerate(parts):
+        if rank == to:
+            state.update(_load(structure, tensors))
+            continue
+        structure_there, shapes_there = part
+        received = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_there]
+        arrivals = [group.recv(tensor, src=rank, tag=_TAG) for tensor in received]
+        for arrival in arrivals:
+            arrival.wait()
+        state.update(_load(structure_there, received))
+    return dict(sorted(state.items()))
+
+
+def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups as a state dictionary has them: parameters are numbers."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+
+
+def part_of_group(group: Mapping[str, Any], chosen: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
+    """A copy of a parameter group with only the parameters that are ``chosen``."""
+    keep = [chosen(parameter) for parameter in group["params"]]
+    part = dict(group)
+    for name in PER_PARAMETER:
+        if name in group:
+            part[name] = [value for value, kept in zip(group[name], keep, strict=True) if kept]
+    return part
+
+
+def part_of_state(
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    chosen: Callable[[torch.Tensor], bool],
+) -> dict[str, Any]:
+    """What an optimiser of only the ``chosen`` parameters has to load of the state of all.
+
+    Args:
+        saved: a state dictionary of an optimiser of all parameters.
+        groups: their parameter groups.
+
+    Raises:
+        UsageError: they are other groups than those that were saved.
+    """
+    lengths = [len(group["params"]) for group in groups]
+    lengths_saved = [len(group["params"]) for group in saved["param_groups"]]
+    if lengths != lengths_saved:
+        raise UsageError(
+            f"the state to load is of parameter groups with {lengths_saved} parameters, but this optimiser "
+            f"has groups with {lengths}; add the same groups in the same order before loading"
+        )
+    numbers = count()
+    local: dict[Any, int] = {}
+    parts = []
+    for group, group_saved in zip(groups, saved["param_groups"], strict=True):
+        own = [
+            key
+            for key, parameter in zip(group_saved["params"], group["params"], strict=True)
+            if chosen(parameter)
+        ]
+        local.update((key, next(numbers)) for key in own)
+        part = {name: value for name, value in group_saved.items() if name not in PER_PARAMETER}
+        if "param_names" in group_saved:
+            names = dict(zip(group_saved["params"], group_saved["param_names"], strict=True))
+            part["param_names"] = [names[key] for key in own]
+        parts.append({**part, "params": [local[key] for key in own]})
+    state = {local[key]: value for key, value in saved["state"].items() if key in local}
+    return {"state": state, "param_groups": parts}
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, which travel by themselves."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.dtype in DTYPE_CODES:
+            self.tensors.append(obj.detach().cpu())
+            return len(self.tensors) - 1
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _dump(state: dict[int, Any]) -> tuple[bytes, list[torch.Tensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(state)
+    return file.getvalue(), pickler.tensors
+
+
+def _load(structure: bytes, tensors: Sequence[torch.Tensor]) -> dict[int, Any]:
+    state: dict[int, Any] = _Unpickler(io.BytesIO(structure), tensors).load()
+    return state

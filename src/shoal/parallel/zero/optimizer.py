@@ -1,0 +1,344 @@
+"""ZeroRedundancyOptimizer: each rank keeps the state of its share of the parameters.
+
+With data parallelism all ranks would compute the same update from the same state.  So each does it for some
+parameters, and sends the result to the others.  This is the first stage of Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models" (2020); the interface is that of torch's class of the
+same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from ...errors import UsageError
+from ...group import ProcessGroup
+from ..join import Join, Joinable, JoinHook
+from ..model_check import check_same, describe_parameter
+from .checkpoint import PER_PARAMETER, gather_state, pack_groups, part_of_group, part_of_state
+from .exchange import Exchange
+from .partition import Partition
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """An optimiser whose state is distributed over ranks that train the same model.
+
+        model = shoal.DistributedDataParallel(net, group=group)
+        optimizer = shoal.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group=group, lr=1e-3)
+
+    Each parameter has one owner, which keeps its state and computes its update; then all owners send their
+    parameters to everybody.  The result is that of ``optimizer_class`` without distribution, bit for bit, as
+    long as gradients are the same on all ranks (DistributedDataParallel sees to that), and it is the same on
+    all ranks in any case.
+
+    All ranks make it with the same arguments, which they compare, and call :meth:`step`,
+    :meth:`add_param_group` and :meth:`consolidate_state_dict` together.  Everything else is as with any
+    optimiser: parameter groups, learning rate schedulers, closures, hooks, ``zero_grad``.
+
+    Args:
+        params: as for any optimiser: tensors, pairs of name and tensor, or dictionaries for groups.
+        optimizer_class: of the optimiser inside.  One that treats each parameter by itself, as all of
+            ``torch.optim`` do but LBFGS.
+        group: the ranks.
+        parameters_as_bucket_view: make the parameters views of one piece of memory that the whole group on
+            this host can see: one message a rank.  Their values do not change, but their ``data`` does.
+        defaults: for ``optimizer_class``.
+
+    Attributes:
+        group: the ranks.
+        optim: the optimiser inside, which has only this rank's parameters.
+        state: its state.
+
+    Raises:
+        UsageError: there is no parameter, or what is given is none.
+        ModelMismatch: the ranks gave other parameters or options; the message says which.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        *,
+        group: ProcessGroup,
+        parameters_as_bucket_view: bool = False,
+        **defaults: Any,
+    ) -> None:
+        given = _check_arguments(params, optimizer_class)
+        self.group = group
+        self._as_views = parameters_as_bucket_view
+        self._partition = Partition(group.size)
+        self._portions: list[_Portion] = []
+        self._consolidated: dict[str, Any] | None = None
+        self._made = False
+        Optimizer.__init__(self, given, dict(defaults))
+        Joinable.__init__(self)
+        settings = {
+            "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+            "parameters_as_bucket_view": repr(parameters_as_bucket_view),
+        }
+        self._check_same(0, settings)
+        self._distribute(self.param_groups)
+        self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
+        self.defaults = self.optim.defaults
+        self.state = self.optim.state
+        _copy_options(self.optim.param_groups, self.param_groups)
+        self._made = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update this rank's parameters and get the others'.  Collective.
+
+        Args:
+            closure: computes the loss again, with its gradients; on all ranks.
+            kwargs: for the step of the optimiser inside.
+
+        Returns:
+            What the step of the optimiser inside gives: the loss of ``closure``.
+        """
+        Join.notify_join_context(self)
+        self._consolidated = None
+        _copy_options(self.param_groups, self.optim.param_groups)
+        loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
+        _copy_options(self.optim.param_groups, self.param_groups)
+        for portion in self._portions:
+            portion.exchange()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters.  Collective: all ranks add the same.  Those there are keep their owners."""
+        super().add_param_group(param_group)
+        if not self._made:
+            return  # by the constructor, which distributes all groups together
+        index = len(self.param_groups) - 1
+        try:
+            self._check_same(index, {})
+        except BaseException:
+            del self.param_groups[index]
+            raise
+        self._consolidated = None
+        added = self.param_groups[index:]
+        self._distribute(added)
+        self.optim.add_param_group(self._own_part(added[0]))
+        _copy_options(self.optim.param_groups, self.param_groups)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all ranks to one, in CPU memory, for :meth:`state_dict` there.  Collective.
+
+        It lives until the next step.
+
+        Args:
+            to: the rank.
+        """
+        if not 0 <= to < self.group.size:
+            raise UsageError(f"to={to!r} is no rank of {self.group!r}")
+        self._consolidated = None
+        state = gather_state(self.group, self._own_state(), to)
+        if state is not None:
+            _copy_options(self.param_groups, self.optim.param_groups)
+            self._consolidated = {"state": state, "param_groups": pack_groups(self.param_groups)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks, as the optimiser inside would give it if there was only one rank.
+
+        Raises:
+            UsageError: it was not consolidated on this rank since the last step.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result = self._consolidated
+        if result is None and self.group.size == 1:
+            result = {"state": self._own_state(), "param_groups": pack_groups(self.param_groups)}
+        if result is None:
+            raise UsageError(
+                f"rank {self.group.rank} has only its own part of the optimiser's state; call "
+                f"consolidate_state_dict(to={self.group.rank}) on all ranks after the last step, then "
+                f"state_dict() on rank {self.group.rank} alone"
+            )
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, result)
+            if changed is not None:
+                result = changed
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of all parameters, of which this rank keeps its part.  Each rank by itself.
+
+        Args:
+            state_dict: from :meth:`state_dict` on any number of ranks, or from the optimiser inside alone.
+
+        Raises:
+            UsageError: it is of other parameter groups.
+        """
+        loaded = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, loaded)
+            if changed is not None:
+                loaded = changed
+        self._consolidated = None
+        self.optim.load_state_dict(part_of_state(loaded, self.param_groups, self._is_mine))
+        self.state = self.optim.state
+        _copy_options(self.optim.param_groups, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "a ZeroRedundancyOptimizer cannot be pickled or copied: it belongs to a group and holds a part "
+            "of the state; call consolidate_state_dict() on all ranks and save state_dict()"
+        )
+
+    # -- as a Joinable ---------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Takes part in the steps of the others, with the gradients that they have."""
+        return _ZeroHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the first parameter is."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.group
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _is_mine(self, parameter: torch.Tensor) -> bool:
+        return self._partition.owner(parameter) == self.group.rank
+
+    def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return part_of_group(group, self._is_mine)
+
+    def _own_state(self) -> dict[int, Any]:
+        """This rank's part of the state, by the numbers that parameters have among all."""
+        numbers = [
+            number
+            for number, parameter in enumerate(_parameters(self.param_groups))
+            if self._is_mine(parameter)
+        ]
+        return {numbers[key]: value for key, value in self.optim.state_dict()["state"].items()}
+
+    def _distribute(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        parameters = _parameters(groups)
+        self._partition.add(parameters)
+        owners = [self._partition.owner(parameter) for parameter in parameters]
+        self._portions.append(_Portion(self.group, parameters, owners, as_views=self._as_views))
+
+    def _check_same(self, first: int, settings: Mapping[str, str]) -> None:
+        """Raise on every rank unless all have the same groups, from the ``first`` one on.  Collective."""
+        items = [(f"option {name}", value) for name, value in settings.items()]
+        for index, group in enumerate(self.param_groups[first:], first):
+            names = group.get("param_names")
+            for place, parameter in enumerate(group["params"]):
+                name = f"{place}" if names is None else f"{names[place]!r}"
+                items.append((f"parameter {name} of group {index}", describe_parameter(parameter)))
+            for name, value in sorted(group.items()):
+                if isinstance(value, (bool, int, float, str, tuple, type(None))):
+                    items.append((f"option {name} of group {index}", repr(value)))
+        check_same(self.group, "gave their ZeroRedundancyOptimizer arguments that differ", items)
+
+
+class _Portion:
+    """Parameters that were added together, and their exchange."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        parameters: Sequence[torch.Tensor],
+        owners: Sequence[int],
+        *,
+        as_views: bool,
+    ) -> None:
+        self._group = group
+        self._parameters = parameters
+        self._owners = owners
+        self._as_views = as_views
+        self._trained: list[bool] = []
+        self._exchange: Exchange | None = None
+        self._prepare()
+
+    def exchange(self) -> None:
+        """Send the parameters that are trained.  Collective."""
+        self._prepare()
+        if self._exchange is not None:
+            self._exchange.run()
+
+    def _prepare(self) -> None:
+        """Make another exchange if other parameters are trained now: one may thaw layers."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if self._group.size == 1 or trained == self._trained:
+            return
+        self._trained = trained
+        self._exchange = Exchange(
+            self._group,
+            [parameter for parameter, needed in zip(self._parameters, trained, strict=True) if needed],
+            [owner for owner, needed in zip(self._owners, trained, strict=True) if needed],
+            as_views=self._as_views,
+        )
+
+
+class _ZeroHook(JoinHook):
+    """A rank that has run out still owns parameters, which the others train on."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self._optimizer.step()
+
+
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Learning rates and the like, which schedulers and users change in our groups, not in those inside."""
+    for given, taken in zip(source, target, strict=True):
+        for name, value in given.items():
+            if name not in PER_PARAMETER:
+                taken[name] = value
+
+
+def _check_arguments(params: Iterable[Any], optimizer_class: type[Optimizer]) -> list[Any]:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise UsageError(f"optimizer_class must be a class of torch.optim's kind, got {optimizer_class!r}")
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS takes all parameters as one vector, so they cannot be distributed; use it without "
+            "ZeroRedundancyOptimizer"
+        )
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise UsageError(
+            f"params must be an iterable of tensors or of dictionaries, got {type(params).__name__}"
+        )
+    given = list(params)
+    parameters = [
+        entry[1] if isinstance(entry, tuple) else entry
+        for item in given
+        for entry in (_entries(item) if isinstance(item, dict) else [item])
+    ]
+    if not parameters:
+        raise UsageError("there are no parameters to optimise; give at least one")
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, torch.Tensor):
+            raise UsageError(f"parameter {index} must be a tensor, got {type(parameter).__name__}")
+    if len(set(parameters)) != len(parameters):
+        raise UsageError("a parameter is given twice; each can be in one group, once")
+    return given
+
+
+def _entries(group: dict[str, Any]) -> list[Any]:
+    """The parameters of a group as the user gave it."""
+    if "params" not in group:
+        raise UsageError(f"a parameter group needs 'params', got {sorted(group)}")
+    params = group["params"]
+    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    entries: list[Any] = group["params"]
+    return entries
