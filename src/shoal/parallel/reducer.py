@@ -195,8 +195,8 @@ class Reducer:
         self._pass.reachable = (self._pass.reachable or set()) | reachable(outputs, self._index_of)
 
     def shadow(self, *, lead: int, scale: float = 1.0) -> None:
-        """Take part in a pass of the other ranks with gradients of zero.  What this rank's are then is
-        undefined.
+        """Take part in a pass of the other ranks with gradients of zero.  Its parameters get the averages
+        too, because this rank may own some of them (ZeroRedundancyOptimizer).
 
         Args:
             lead: as for :meth:`expect`.
@@ -322,14 +322,12 @@ class Reducer:
             if not well:
                 self._explain(interrupted)
                 return
-            if not shadow:
-                if not self._order_is_known:
-                    self._gradients.check_kept(self._readiness.arrival())
-                self._deliver(used)
+            if not (shadow or self._order_is_known):
+                self._gradients.check_kept(self._readiness.arrival())
+            self._deliver(used)
             self._learn(used)
-            if not shadow:
-                for fn in self.after_pass:
-                    fn()
+            for fn in self.after_pass:
+                fn()
         finally:
             self._pass = _Pass()
             self._readiness.close()
