@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import re
 import subprocess
 import sys
@@ -16,20 +15,14 @@ from torch import nn
 
 import shoal
 from shoal.testing import run_threads
+from tests.examples.load import EXAMPLES, load
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
+EXAMPLE = EXAMPLES / "digits.py"
 
 
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["digits"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("digits")
 
 
 @pytest.mark.parametrize("batch", [32, 50])
