@@ -27,6 +27,7 @@ import math
 import os
 import sysconfig
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -187,7 +188,7 @@ def write(
     text = list(prompt)
     for _ in range(length):
         logits = network(torch.tensor([text[-network.context :]]))[0, -1]
-        values, candidates = logits.topk(top_k)
+        values, candidates = logits.topk(min(top_k, 256))
         choice = torch.multinomial((values / temperature).softmax(dim=0), 1, generator=generator)
         text.append(int(candidates[choice]))
     return bytes(text)
@@ -368,21 +369,39 @@ def draw(history: History, references: dict[str, float], path: Path) -> None:
     pyplot.close(figure)
 
 
+def positive(kind: type) -> Callable[[str], Any]:
+    """What argparse calls to read an ``int`` or ``float`` above zero."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return value
+
+    return number
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small transformer on the source code of Python's standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for option in fields(Settings):
-        kind, meaning = type(option.default), option.metadata["help"]
-        parser.add_argument(f"--{option.name}", type=kind, default=option.default, help=meaning)
-    parser.add_argument("--accumulate", type=int, default=1, help="pieces in which a rank computes its part")
-    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+        kind = int if option.name == "seed" else positive(type(option.default))
+        parser.add_argument(
+            f"--{option.name}", type=kind, default=option.default, help=option.metadata["help"]
+        )
+    parser.add_argument(
+        "--accumulate", type=positive(int), default=1, help="pieces in which a rank computes its part"
+    )
+    parser.add_argument("--checkpoint-every", type=positive(int), default=200, help="steps")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where checkpoint and picture go")
     parser.add_argument("--prompt", default="def ", help="what the samples begin with")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the samples")
-    parser.add_argument("--top-k", type=int, default=40, help="likeliest bytes that samples choose from")
+    parser.add_argument("--temperature", type=positive(float), default=0.7, help="of the samples")
+    parser.add_argument(
+        "--top-k", type=positive(int), default=40, help="likeliest bytes that samples choose from"
+    )
     return parser.parse_args()
 
 
@@ -422,10 +441,11 @@ def main() -> None:
 
 def finish(training: Training, options: argparse.Namespace, console: Console) -> None:
     """Say how good the network is, draw how it came to be, and let it write."""
+    ranks = training.group.size
     step, loss = training.history.validation[-1]
     unigram, bigram = entropies(training.text.validation)
     console.print(
-        f"validation perplexity {math.exp(loss):.3f} after {step} steps on {training.group.size} ranks "
+        f"validation perplexity {math.exp(loss):.3f} after {step} steps on {ranks} rank{'s' * (ranks > 1)} "
         f"(unigram {math.exp(unigram):.1f}, bigram {math.exp(bigram):.1f})",
     )
     picture = options.out / "bytes_lm.png"
@@ -434,7 +454,7 @@ def finish(training: Training, options: argparse.Namespace, console: Console) ->
     for seed in range(2):
         sample = write(
             training.network,
-            options.prompt.encode(),
+            options.prompt.encode() or b"\n",
             length=400,
             temperature=options.temperature,
             top_k=options.top_k,
