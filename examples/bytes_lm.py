@@ -51,7 +51,7 @@ def setting(default: float, meaning: str) -> Any:
 class Settings:
     """What determines the trained network, up to rounding; a resumed run must have the same."""
 
-    steps: int = setting(1800, "of the optimiser")
+    steps: int = setting(1500, "of the optimiser")
     batch: int = setting(16, "windows in a step, on all ranks together")
     context: int = setting(128, "bytes in a window")
     width: int = setting(192, "of the network")
