@@ -154,18 +154,19 @@ class Network(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        torch.manual_seed(settings.seed)
         self.context = settings.context
         self.embedding = nn.Embedding(256, settings.width)
         self.blocks = nn.ModuleList(Block(settings.width, settings.heads) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=False)
         self.head = nn.Linear(settings.width, 256, bias=False)
         self.head.weight = self.embedding.weight
+        generator = torch.Generator().manual_seed(settings.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # What is added to the sum of all layers starts smaller, the more of them there are.
                 adds = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * settings.layers if adds else 1))
+                std = 0.02 / math.sqrt(2 * settings.layers if adds else 1)
+                nn.init.normal_(parameter, std=std, generator=generator)
         half = torch.arange(settings.width // settings.heads // 2)
         angles = torch.outer(torch.arange(settings.context), 10_000.0 ** (-half / len(half)))
         self.register_buffer("cos", angles.cos(), persistent=False)
