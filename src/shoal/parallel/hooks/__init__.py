@@ -1,9 +1,41 @@
 """Communication hooks: other ways to reduce the gradients of a bucket.
 
 A hook is a function ``hook(state, bucket) -> Future``; ``model.register_comm_hook(state, hook)`` puts it in
-the place of the all-reduce.  The interface is that of torch's DistributedDataParallel.
+the place of the all-reduce.  The interface is that of torch's DistributedDataParallel, and so are the names.
+``docs/comm-hooks.md`` compares them.
 """
 
+from .batched_power_sgd import batched_powerSGD_hook
 from .bucket import CommHook, GradBucket
+from .compress import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
+from .local_sgd import PostLocalSGDState, post_localSGD_hook
+from .optimizer_overlap import (
+    hook_then_optimizer,
+    hook_then_optimizers_in_backward,
+    take_over_optimizers_in_backward,
+)
+from .plain import allreduce_hook, noop_hook
+from .power_sgd import powerSGD_hook
+from .power_sgd_state import PowerSGDState
+from .quantization import quantization_perchannel_hook, quantization_pertensor_hook
 
-__all__ = ["CommHook", "GradBucket"]
+__all__ = [
+    "CommHook",
+    "GradBucket",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "hook_then_optimizer",
+    "hook_then_optimizers_in_backward",
+    "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "take_over_optimizers_in_backward",
+]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from ...future import Future
 from ...group import ProcessGroup
+
+T = TypeVar("T")
 
 
 class GradBucket:
@@ -21,11 +23,14 @@ class GradBucket:
         buffer: all gradients, one-dimensional.
         gradients: a view of ``buffer`` for each parameter, shaped like it.
         parameters: those that the gradients belong to.
+        indices: the places of ``parameters`` in the model, equal on all ranks.  Unlike the index of a bucket
+            they stay what they are when buckets are made anew.
 
-    The methods are those of ``torch.distributed.GradBucket``.
+    The methods are those of ``torch.distributed.GradBucket``, and a few more for hooks that keep something
+    from step to step (:meth:`indices`, :meth:`kept`, :meth:`memory`, :meth:`as_dtype`).
     """
 
-    __slots__ = ("_buffer", "_gradients", "_index", "_last", "_parameters", "group")
+    __slots__ = ("_buffer", "_gradients", "_index", "_indices", "_kept", "_last", "_parameters", "group")
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class GradBucket:
         buffer: torch.Tensor,
         gradients: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
+        indices: Sequence[int],
     ) -> None:
         self.group = group
         self._index = index
@@ -42,6 +48,8 @@ class GradBucket:
         self._buffer = buffer
         self._gradients = list(gradients)
         self._parameters = list(parameters)
+        self._indices = tuple(indices)
+        self._kept: dict[Hashable, Any] = {}
 
     def index(self) -> int:
         """The place of this bucket in the order of reduction.
@@ -63,6 +71,10 @@ class GradBucket:
         """The parameters whose gradients these are."""
         return self._parameters
 
+    def indices(self) -> tuple[int, ...]:
+        """For each of :meth:`parameters` its place in the model: what a hook remembers of it goes by this."""
+        return self._indices
+
     def is_last(self) -> bool:
         """Whether this bucket is the last of the pass."""
         return self._last
@@ -74,6 +86,45 @@ class GradBucket:
             tensor: as many elements as :meth:`buffer`; any dtype and shape.
         """
         self._buffer.copy_(tensor.reshape(self._buffer.shape))
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make()`` returned when ``key`` was first asked for; kept until buckets are made anew."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(T, self._kept[key])
+
+    def memory(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a hook to send from: the same tensor in every step, uninitialised in the first.
+
+        It is registered memory (see :meth:`ProcessGroup.empty`), in which an all-reduce is fastest; fresh
+        memory in every step would cost more than the all-reduce.
+
+        Args:
+            name: of this piece, of the hook's choice.
+            count: elements.
+
+        Raises:
+            OutOfSharedMemory: there is none left.
+        """
+        return self.kept(("memory", name, count, dtype), lambda: self.group.empty(count, dtype=dtype))
+
+    def as_dtype(self, dtype: torch.dtype) -> GradBucket:
+        """The same bucket with gradients of another dtype, the same object in every step.
+
+        Its gradients are those that were last put there (with ``set_buffer``), not those of this bucket.
+        """
+        return self.kept(("as dtype", dtype), lambda: self._with_dtype(dtype))
+
+    def _with_dtype(self, dtype: torch.dtype) -> GradBucket:
+        buffer = self.memory("buffer", len(self._buffer), dtype)
+        shift = buffer.storage_offset() - self._buffer.storage_offset()
+        gradients = [
+            buffer.as_strided(view.shape, view.stride(), view.storage_offset() + shift)
+            for view in self._gradients
+        ]
+        return GradBucket(
+            self.group, self._index, self._last, buffer, gradients, self._parameters, self._indices
+        )
 
     def __repr__(self) -> str:
         return f"<GradBucket {self._index}: {len(self._parameters)} gradients, {len(self._buffer)} elements>"

@@ -1,0 +1,64 @@
+"""The linear algebra of PowerSGD: products of matrices with few rows.
+
+A matrix M of n rows and m columns is approximated by P^T Q with P of r rows and n columns, and Q of r rows
+and m columns.  Both are kept lying down, for libraries are made for large matrices: with r between
+2 and 8 and M of 1024 x 1024, M Q^T with Q^T standing takes 5 to 8 times as long, and M^T P^T up to 30
+times.  For the same reason P^T Q is added up from r outer products while r is small.
+
+All matrices come in batches of equal shape: P is [b, r, n], Q [b, r, m] and M [b, n, m].
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: Up to this rank a sum of outer products is faster than a matrix product.
+_FEW = 8
+
+
+def orthogonalize(rows: torch.Tensor, epsilon: float = 0) -> None:
+    """Make the r rows of each matrix orthonormal, in place; what they span stays.
+
+    Rows that depend on those before them (zeros, say) give way to some direction that does not.
+
+    Args:
+        rows: [b, r, n] with r <= n; halves are computed in float32.
+        epsilon: added to the length of each row's independent part before it is divided by it: rows much
+            shorter than that fade, where they would otherwise be made as long as all others.
+    """
+    exact = rows if rows.dtype.itemsize > 2 else rows.float()
+    q, r = torch.linalg.qr(exact.mT)
+    if epsilon:
+        lengths = r.diagonal(dim1=-2, dim2=-1).abs()
+        q = q * (lengths / (lengths + epsilon)).unsqueeze(-2)
+    rows.copy_(q.mT)
+
+
+def left_factor(m: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """P = Q M^T."""
+    torch.bmm(q, m.mT, out=out)
+
+
+def right_factor(m: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
+    """Q = P M."""
+    torch.bmm(p, m, out=out)
+
+
+def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """M = P^T Q."""
+    if p.shape[1] > _FEW:
+        torch.bmm(p.mT, q, out=out)
+        return
+    torch.mul(p[:, 0, :, None], q[:, 0, None, :], out=out)
+    for row in range(1, p.shape[1]):
+        out.addcmul_(p[:, row, :, None], q[:, row, None, :])
+
+
+def residual(m: torch.Tensor, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    """M - P^T Q."""
+    if p.shape[1] > _FEW:
+        torch.baddbmm(m, p.mT, q, alpha=-1, out=out)
+        return
+    torch.addcmul(m, p[:, 0, :, None], q[:, 0, None, :], value=-1, out=out)
+    for row in range(1, p.shape[1]):
+        out.addcmul_(p[:, row, :, None], q[:, row, None, :], value=-1)
