@@ -55,9 +55,12 @@ if TYPE_CHECKING:
     from .group import ProcessGroup as ProcessGroup
     from .initialize import init as init
     from .parallel import DistributedDataParallel as DistributedDataParallel
+    from .parallel import HierarchicalModelAverager as HierarchicalModelAverager
     from .parallel import Join as Join
     from .parallel import Joinable as Joinable
     from .parallel import JoinHook as JoinHook
+    from .parallel import PeriodicModelAverager as PeriodicModelAverager
+    from .parallel import PostLocalSGDOptimizer as PostLocalSGDOptimizer
     from .parallel import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from .rendezvous import Membership as Membership
     from .rendezvous import register_rendezvous as register_rendezvous
@@ -112,7 +115,16 @@ _PUBLIC = {
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Batch", "Message", "ProcessGroup"],
     "initialize": ["init"],
-    "parallel": ["DistributedDataParallel", "Join", "JoinHook", "Joinable", "ZeroRedundancyOptimizer"],
+    "parallel": [
+        "DistributedDataParallel",
+        "HierarchicalModelAverager",
+        "Join",
+        "JoinHook",
+        "Joinable",
+        "PeriodicModelAverager",
+        "PostLocalSGDOptimizer",
+        "ZeroRedundancyOptimizer",
+    ],
     "rendezvous": ["Membership", "register_rendezvous"],
     "spec": ["ANY_SOURCE", "OpKind", "Operation", "ReduceOp"],
     "store": [

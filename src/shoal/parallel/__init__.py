@@ -1,7 +1,18 @@
 """Data-parallel training: one gradient reducer for every backend and device."""
 
+from .averaging import HierarchicalModelAverager, PeriodicModelAverager
 from .ddp import DistributedDataParallel
 from .join import Join, Joinable, JoinHook
+from .local_sgd_optimizer import PostLocalSGDOptimizer
 from .zero import ZeroRedundancyOptimizer
 
-__all__ = ["DistributedDataParallel", "Join", "JoinHook", "Joinable", "ZeroRedundancyOptimizer"]
+__all__ = [
+    "DistributedDataParallel",
+    "HierarchicalModelAverager",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "ZeroRedundancyOptimizer",
+]
