@@ -22,7 +22,7 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress sanitize bench scaling lint type format docs core clean
+.PHONY: help demo test stress sanitize bench scaling training lint type format docs core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -58,6 +58,9 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 
 bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites README's tables and picture
 	$(BIN)/shoal bench --readme $(ARGS)
+
+training: $(DONE)/shoal  ## what a training step with DDP costs beyond computing alone, beside torch's over Gloo, 14 minutes
+	$(BIN)/python benchmarks/training.py $(ARGS)
 
 scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)

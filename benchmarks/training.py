@@ -1,0 +1,123 @@
+"""What a training step with DDP costs beyond computing alone, beside torch's DDP over Gloo.
+
+    make training                                        # four models on 1, 2 and 4 ranks, 14 minutes
+    make training ARGS="--models mlp --ranks 2"
+    make training ARGS="--models mlp --ranks 2 --contenders alone shoal@1 shoal@8 shoal@25"
+    make training ARGS="--timeline out/timeline.png"     # a picture of one step, nothing else
+
+A step is ``zero_grad()``, forward and backward, on one thread a rank.  The contenders live in the same
+processes and take turns in an order that is drawn anew in each round: ``alone`` (the model without DDP, on
+all ranks at the same time), ``shoal``, ``gloo`` (torch's DDP over Gloo with ``gradient_as_bucket_view=True``)
+and ``gloo-copying`` (with torch's default, False).  ``shoal@8`` has buckets of 8 MiB.
+
+Before each step all ranks meet in a barrier.  A step lasts from the earliest rank's start to the latest
+rank's end.  Overhead is the difference from ``alone`` in the same round; its median over the rounds is shown
+with a bootstrap 95 % confidence interval.  docs/performance.md says more.  Writes training.json (every
+sample), training.md and training.png to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from training_figures import Race, race
+from training_models import TASKS
+from training_tables import draw, markdown, show
+from training_timeline import draw as draw_timeline
+from training_timeline import median_step
+
+import shoal
+from shoal.tools.bench.machine import description, machine
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 300.0  # seconds for the ranks beyond those that they measure for
+
+
+def run(ranks: int, seconds: float, *options: str) -> list[Any]:
+    """Run ``training_rank.py`` on so many ranks; what they found, in rank order.
+
+    Raises:
+        RuntimeError: a rank failed; with what the ranks printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="shoal-training-") as folder:
+        result = Path(folder) / "result.json"
+        script = str(Path(__file__).with_name("training_rank.py"))
+        command = [sys.executable, "-m", "shoal", "run", "-n", str(ranks), script, "--result", str(result)]
+        done = subprocess.run(
+            [*command, "--seconds", str(seconds), *options],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds * ranks + PATIENCE,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"the {ranks} ranks failed:\n{done.stdout}")
+        answers: list[Any] = json.loads(result.read_text())
+        return answers
+
+
+def measure(task: str, ranks: int, contenders: Sequence[str], seconds: float, *options: str) -> Race:
+    """Race the contenders on one model."""
+    answers = run(ranks, seconds, "--task", task, "--contenders", *contenders, *options)
+    return race(task, answers)
+
+
+def save(races: Sequence[Race], out: Path) -> None:
+    """Write the record, the tables in Markdown, and the picture."""
+    out.mkdir(parents=True, exist_ok=True)
+    entry = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": {"shoal": shoal.__version__, "torch": torch.__version__},
+        "races": [one.record() for one in races],
+    }
+    (out / "training.json").write_text(json.dumps(entry, indent=1) + "\n")
+    (out / "training.md").write_text(markdown(races))
+    draw(races, out / "training.png")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="What a training step with DDP costs beyond computing alone."
+    )
+    models = [name for name in TASKS if name != "tiny"]
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=models)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--contenders", nargs="+", default=["alone", "shoal", "gloo", "gloo-copying"])
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each model and number of ranks")
+    parser.add_argument("--keep", action="store_true", help="zero_grad(set_to_none=False)")
+    parser.add_argument("--timeline", type=Path, metavar="PNG", help="draw one step of the first model")
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for what is written")
+    arguments = parser.parse_args()
+    if "alone" not in arguments.contenders:
+        parser.error("--contenders must have 'alone', from which the overhead is measured")
+    # A file or a pipe has no width; this one holds a table.
+    console = Console() if sys.stdout.isatty() else Console(width=132)
+    options = ["--keep"] if arguments.keep else []
+    if arguments.timeline:
+        task, ranks = arguments.models[0], 2 if arguments.ranks == [1, 2, 4] else arguments.ranks[0]
+        step = median_step(run(ranks, 0, "--task", task, "--timeline", *options))
+        title = f"one step of {TASKS[task].title} with shoal's DDP, {ranks} ranks on {description()}"
+        draw_timeline(step, title, arguments.timeline)
+        console.print(f"wrote {arguments.timeline}")
+        return 0
+    races = []
+    for ranks in arguments.ranks:
+        for task in arguments.models:
+            with console.status(f"{TASKS[task].title}, {ranks} ranks"):
+                races.append(measure(task, ranks, arguments.contenders, arguments.seconds, *options))
+            show(races[-1], console)
+    save(races, arguments.out)
+    console.print(f"wrote training.json, training.md and training.png to {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""One rank of ``training.py``: trains every contender in turns and says when each step began and ended.
+
+    shoal run -n 2 benchmarks/training_rank.py --task mlp --contenders alone shoal gloo --result out.json
+
+All contenders live in the same processes: the same model with the same weights, and on each rank the same
+batch.  The order within a round is drawn anew for each, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from training_models import TASKS, Task
+from training_timeline import record
+
+import shoal
+
+TURN = 0.1  # seconds of timed steps that a contender takes in its turn, at least one step
+ROUNDS = 5, 500  # at least and at most
+TOLERANCE = 1e-4  # by how much averaged gradients may differ from the mean, relative to the largest one
+
+#: when a step began and ended (``perf_counter_ns``, one clock for all processes of a machine), and the
+#: processor time in ns that all threads of the rank took meanwhile
+Step = tuple[int, int, int]
+
+
+@dataclass
+class Contender:
+    """A way to train the model.
+
+    Attributes:
+        model: wrapped or not.
+        keep: zero the gradients in place instead of dropping them.
+    """
+
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[torch.Tensor, torch.Tensor]
+    keep: bool
+
+    def step(self) -> None:
+        """What is timed."""
+        self.optimizer.zero_grad(set_to_none=not self.keep)
+        self.task.loss(self.model(self.batch[0]), self.batch[1]).backward()
+
+    def turn(self, group: shoal.ProcessGroup, count: int) -> list[Step]:
+        """``count`` steps, after one that brings weights and gradients back into the caches.
+
+        All ranks meet before each.  The optimiser's step is not timed: no contender has a part in it.
+        """
+        self.step()
+        self.optimizer.step()
+        steps = []
+        for _ in range(count):
+            group.barrier().wait()
+            cpu = time.process_time_ns()
+            began = time.perf_counter_ns()
+            self.step()
+            ended = time.perf_counter_ns()
+            steps.append((began, ended, time.process_time_ns() - cpu))
+            self.optimizer.step()
+        return steps
+
+
+def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -> Contender:
+    """Make a contender: ``alone``, ``shoal``, ``gloo`` or ``gloo-copying``; after an @ the cap in MiB."""
+    torch.manual_seed(0)
+    model = task.build()
+    torch.manual_seed(1 + group.rank)
+    batch = task.batch()
+    kind, _, cap = name.partition("@")
+    options: dict[str, Any] = {"bucket_cap_mb": float(cap)} if cap else {}
+    if kind == "shoal":
+        model = shoal.DistributedDataParallel(model, group=group, **options)
+    elif kind != "alone":
+        model = TorchDDP(model, gradient_as_bucket_view=kind == "gloo", **options)
+    # The weights hardly change, so that every step computes on numbers of the same kind.
+    return Contender(task, model, torch.optim.SGD(model.parameters(), lr=1e-5), batch, keep)
+
+
+def check(contenders: dict[str, Contender], group: shoal.ProcessGroup) -> None:
+    """Compare the gradients of all contenders with the mean of those computed alone.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    means = []
+    for parameter in contenders["alone"].model.parameters():
+        assert parameter.grad is not None
+        means.append(parameter.grad.clone())
+        group.all_reduce(means[-1], op="avg").wait()
+    for name, one in contenders.items():
+        for number, (parameter, mean) in enumerate(zip(one.model.parameters(), means, strict=True)):
+            error = (parameter.grad - mean).abs().max() / mean.abs().max()
+            if name != "alone" and not error <= TOLERANCE:  # not a number counts as an error
+                raise RuntimeError(
+                    f"{name}: the gradient of parameter {number} is off by {error:.1e} on rank {group.rank}"
+                )
+
+
+def race(contenders: dict[str, Contender], group: shoal.ProcessGroup, seconds: float) -> dict[str, Any]:
+    """Let the contenders take turns for about so many ``seconds``.
+
+    Returns:
+        ``steps``: by contender, the turns of this rank; a turn is a list of :data:`Step`.
+        ``parameters``: how many parameters (tensors) the model has.
+    """
+    for one in contenders.values():
+        one.step()
+        one.step()  # DDP makes its buckets anew after the first
+    check(contenders, group)
+    gc.freeze()
+    gc.collect()
+    began = time.perf_counter()
+    slowest = max(_seconds(one.turn(group, 1)) for one in contenders.values())
+    spent = time.perf_counter() - began  # for two steps of each, and of its optimiser
+    count = max(1, round(TURN / slowest))
+    rounds = max(ROUNDS[0], min(ROUNDS[1], round(seconds / (spent / 2 * (count + 1)))))
+    count, rounds = group.broadcast_object((count, rounds), root=0).wait()
+    steps: dict[str, list[list[Step]]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        order = list(contenders)
+        random.Random(number).shuffle(order)
+        for name in order:
+            gc.collect()
+            steps[name].append(contenders[name].turn(group, count))
+    count = sum(1 for _ in contenders["alone"].model.parameters())
+    return {"steps": steps, "parameters": count}
+
+
+def _seconds(steps: Sequence[Step]) -> float:
+    return sum(ended - began for began, ended, _ in steps) / len(steps) * 1e-9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--contenders", nargs="+", default=["alone", "shoal"])
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--result", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    task = TASKS[arguments.task]
+    with shoal.init() as group:
+        if arguments.timeline:
+            found = record(lambda: contender("shoal", task, group, keep=arguments.keep), group)
+        else:
+            place = f"file://{arguments.result.resolve()}.gloo"
+            dist.init_process_group("gloo", init_method=place, rank=group.rank, world_size=group.size)
+            try:
+                contenders = {
+                    name: contender(name, task, group, keep=arguments.keep) for name in arguments.contenders
+                }
+                found = race(contenders, group, arguments.seconds)
+            finally:
+                dist.destroy_process_group()
+        everything = group.gather_object(found, root=0).wait()
+    if everything is not None:
+        arguments.result.write_text(json.dumps(everything))
+
+
+if __name__ == "__main__":
+    main()
