@@ -99,6 +99,7 @@ class Reducer:
         self._tolerant = options.find_unused and not options.static_graph
         self._learning = options.static_graph
         self._hook: tuple[CommHook, Any] | None = None
+        self._given: dict[tuple[int, ...], GradBucket] = {}
         count = len(self._parameters)
         self._index_of = {
             id(parameter): index for copy in self._copies for index, parameter in enumerate(copy)
@@ -294,16 +295,25 @@ class Reducer:
             self._gradients.fill_gaps(bucket, self._readiness.counts())
         if self._hook is None:
             return self._group.all_reduce(bucket.flat, op=AVG)
-        dense = [one for one in self._gradients.set.buckets if not one.sparse]
-        given = GradBucket(
-            self._group,
-            dense.index(bucket),
-            bucket is dense[-1],
-            bucket.body,
-            bucket.views,
-            [self._parameters[index] for index in bucket.members],
-        )
-        return HookedReduction(*self._hook, given)
+        return HookedReduction(*self._hook, self._given_to_hooks()[bucket.members])
+
+    def _given_to_hooks(self) -> dict[tuple[int, ...], GradBucket]:
+        """The buckets as hooks see them, by their members; the same objects until buckets are made anew."""
+        if not self._given:
+            dense = [bucket for bucket in self._gradients.set.buckets if not bucket.sparse]
+            self._given = {
+                bucket.members: GradBucket(
+                    self._group,
+                    number,
+                    bucket is dense[-1],
+                    bucket.body,
+                    bucket.views,
+                    [self._parameters[index] for index in bucket.members],
+                    bucket.members,
+                )
+                for number, bucket in enumerate(dense)
+            }
+        return self._given
 
     # -- the end of a pass -----------------------------------------------------------------------
 
@@ -405,6 +415,7 @@ class Reducer:
         chosen = torch.tensor(order, dtype=torch.int64)
         self._group.broadcast(chosen, root=self._pass.lead).wait()
         self._gradients.arrange(chosen.tolist(), self._expected)
+        self._given = {}
         self._readiness.rebuild(self._gradients.set.members(), self._expected)
 
 
