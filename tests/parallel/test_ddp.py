@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import shoal
 from shoal.errors import UsageError
-from tests.parallel.models import SMALL_MB, batches, fixed, loss_of, mlp, on_ranks, part
+from tests.parallel.models import (
+    SMALL_MB,
+    assert_same_parameters,
+    batches,
+    fixed,
+    loss_of,
+    mlp,
+    on_ranks,
+    part,
+    train,
+)
 
 
 def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0() -> None:
@@ -205,3 +219,109 @@ def test_modules_that_cannot_be_trained_are_refused(module: nn.Module, problem: 
             shoal.DistributedDataParallel(module, group=group)
 
     on_ranks(2, rank)
+
+
+def test_a_copy_computes_and_says_that_it_belongs_to_no_group_when_it_is_trained() -> None:
+    x = torch.ones(1, 6, dtype=torch.float64)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        module = fixed(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double())
+        model = shoal.DistributedDataParallel(module, group=group)
+        model(x).sum().backward()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            with torch.no_grad():
+                assert torch.equal(other(x), model(x))
+            with pytest.raises(UsageError, match="belongs to no group"):
+                other(x)
+            again = shoal.DistributedDataParallel(other.module, group=group)
+            again(x).sum().backward()
+
+    on_ranks(2, rank)
+
+
+def _thaw(module: nn.Module) -> None:
+    module[0].bias.requires_grad_()
+
+
+def _replace(module: nn.Module) -> None:
+    module[2].weight = nn.Parameter(torch.zeros(2, 3))
+
+
+def _remove(module: nn.Module) -> None:
+    module[2].bias = None
+
+
+def _add(module: nn.Module) -> None:
+    module[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def _widen(module: nn.Module) -> None:
+    module[2].double()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_thaw, r"'0\.bias' was frozen when it was wrapped and requires a gradient now"),
+        (_replace, r"'2\.weight' was replaced"),
+        (_remove, r"'2\.bias' was taken out of the module"),
+        (_add, r"'2\.scale' was added"),
+        (_widen, r"'2\.weight' was torch\.float32 when it was wrapped and is torch\.float64 now"),
+    ],
+)
+def test_a_model_that_changed_after_wrapping_is_named(
+    change: Callable[[nn.Module], None], message: str
+) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        module[0].bias.requires_grad_(False)
+        model = shoal.DistributedDataParallel(module, group=group)
+        model(torch.ones(1, 4)).sum().backward()
+        change(module)
+        where = f"on rank {group.rank} changed after it was wrapped .*: parameter "
+        with pytest.raises(UsageError, match=f"{where}{message}; wrap the module again"):
+            model(torch.ones(1, 4))
+
+    on_ranks(2, rank)
+
+
+def test_a_model_within_a_wrapped_model_is_refused() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        inner = shoal.DistributedDataParallel(nn.Linear(4, 3), group=group)
+        for module, where in ((inner, ""), (nn.Sequential(nn.Tanh(), inner), ", '1'")):
+            with pytest.raises(UsageError, match=f"holds a DistributedDataParallel already{where}: two"):
+                shoal.DistributedDataParallel(module, group=group)
+
+    on_ranks(1, rank)
+
+
+def test_parameters_that_are_reduced_late_have_buckets_of_their_own() -> None:
+    data = batches(3)
+
+    def rank(group: shoal.ProcessGroup) -> nn.Module:
+        module = mlp()
+        named = dict(module.named_parameters())
+        late = [(name, named[name]) for name in ("7.weight", "7.bias")]
+        with pytest.raises(UsageError, match="belong together"):
+            shoal.DistributedDataParallel(module, group=group, delay_all_reduce_named_params=late)
+        model = shoal.DistributedDataParallel(
+            module,
+            group=group,
+            delay_all_reduce_named_params=late,
+            param_to_hook_all_reduce=named["3.weight"],
+        )
+        train(model, [part(batch, group) for batch in data])
+        names = list(named)
+        buckets = [{names[index] for index in bucket.members} for bucket in model._reducer.buckets]
+        assert {"7.weight", "7.bias"} in buckets
+        position = buckets.index({"7.weight", "7.bias"})
+        assert any("3.weight" in bucket for bucket in [*buckets[:position], *buckets[position + 1 :]])
+        return module
+
+    expected = mlp()
+    train(expected, data)
+    for module in on_ranks(2, rank):
+        assert_same_parameters(module, expected)
