@@ -38,8 +38,10 @@ from .hooks.bucket import CommHook, GradBucket
 from .hooks.calling import HookedReduction
 from .report import explain
 from .sparse import SparseReduction
-from .usage import outputs_with_graph, reachable
+from .usage import Graph, outputs_with_graph, reachable
 from .verdict import Flags, Tail
+
+OutputHook = Callable[[torch.Tensor], None]
 
 _IGNORED, _ARRIVED, _ATTEND, _UNEXPECTED = range(4)  # what Readiness.mark returns
 
@@ -50,7 +52,7 @@ class _Pass:
 
     Attributes:
         forwards: forward passes since the last reduction.
-        reachable: parameters that their outputs depend on, if that is asked for.
+        entered: the graphs that backward went into.
         reaches: what was reachable on any rank, one for each forward pass.
         scale: what averages are multiplied with, because fewer ranks than all gave gradients.
         lead: a rank that gave gradients, the same on all ranks.
@@ -60,7 +62,7 @@ class _Pass:
     """
 
     forwards: int = 0
-    reachable: set[int] | None = None
+    entered: list[Graph] = field(default_factory=list)
     reaches: list[Future[torch.Tensor]] = field(default_factory=list)
     scale: float = 1.0
     lead: int = 0
@@ -117,6 +119,8 @@ class Reducer:
         self._order_is_known = False
         self._finish_is_queued = False
         self._pass = _Pass()
+        #: Of forward passes whose outputs live and did not go backward yet.
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.passes = 0
         self.after_pass: list[Callable[[], None]] = []
         lock = threading.Lock() if len(self._copies) > 1 else None
@@ -177,23 +181,26 @@ class Reducer:
         now.lead = lead
         now.scale = scale
         self._readiness.arm()
-        outputs = list(outputs_with_graph(output))
-        if self._tolerant:
-            self._reach(outputs)
-            if self._options.skip_unused:
-                self._tell_reach(now.reachable or ())
-        enter = _output_hook(self)
-        for tensor in outputs:
-            tensor.register_hook(enter)  # type: ignore[no-untyped-call]
+        graph = self._follow(output, _output_hook)
+        if self._options.skip_unused:
+            self._tell_reach(graph.reached)
 
     def ignore(self, output: Any) -> None:
         """Do not reduce the backward pass that comes through ``output`` alone."""
         self._readiness.disarm()
         if self._tolerant:
-            self._reach(list(outputs_with_graph(output)))  # it may come together with one that is reduced
+            self._follow(output, _quiet_hook)  # it may come together with one that is reduced
 
-    def _reach(self, outputs: Sequence[torch.Tensor]) -> None:
-        self._pass.reachable = (self._pass.reachable or set()) | reachable(outputs, self._index_of)
+    def _follow(self, output: Any, hook: Callable[[Reducer, Graph], OutputHook]) -> Graph:
+        """Put a hook on the tensors of ``output``, which keeps what is known of their graph while they live."""
+        outputs = list(outputs_with_graph(output))
+        everything = not self._tolerant or not outputs
+        graph = Graph(range(len(self._parameters)) if everything else reachable(outputs, self._index_of))
+        self._graphs.add(graph)
+        called = hook(self, graph)
+        for tensor in outputs:
+            tensor.register_hook(called)  # type: ignore[no-untyped-call]
+        return graph
 
     def shadow(self, *, lead: int, scale: float = 1.0) -> None:
         """Take part in a pass of the other ranks with gradients of zero.  Its parameters get the averages
@@ -221,8 +228,9 @@ class Reducer:
 
     # -- called by autograd ----------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        """A pass begins, before the first gradient."""
+    def _enter(self, graph: Graph) -> None:
+        """A pass begins, before the first gradient, or goes on to another graph."""
+        self._pass.entered.append(graph)
         if not self._readiness.opened:
             self._readiness.open()
             self._queue_finish()
@@ -234,10 +242,11 @@ class Reducer:
         now.gaps = 0 in self._expected
         if now.forwards > 1 and not self._separate():
             Tail(self._gradients.set.tail).say(False, now.forwards - 1)
-        if now.reachable is not None and len(now.reachable) < len(self._parameters):
-            now.gaps = True
-            unused = [index for index in range(len(self._parameters)) if index not in now.reachable]
-            self._readiness.skip(unused)
+        if self._tolerant and now.entered:
+            reached = set().union(*(graph.reached for graph in (*self._graphs, *now.entered)))
+            if len(reached) < len(self._parameters):
+                now.gaps = True
+                self._readiness.skip([i for i in range(len(self._parameters)) if i not in reached])
 
     def _queue_finish(self) -> None:
         # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
@@ -324,6 +333,7 @@ class Reducer:
             # Only the gradients of inputs were asked for; the pass that was expected may come yet.
             self._gradients.detach(self._pass.attached)
             self._pass.attached = []
+            self._pass.entered = []
             self._readiness.close()
             return
         try:
@@ -339,6 +349,7 @@ class Reducer:
             for fn in self.after_pass:
                 fn()
         finally:
+            self._graphs.difference_update(self._pass.entered)
             self._pass = _Pass()
             self._readiness.close()
 
@@ -422,14 +433,21 @@ class Reducer:
 # Hooks do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
 
 
-def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
+def _output_hook(reducer: Reducer, graph: Graph) -> OutputHook:
     owner = weakref.ref(reducer)
 
     def pass_begins(_: torch.Tensor) -> None:
         if (alive := owner()) is not None:
-            alive._enter()
+            alive._enter(graph)
 
     return pass_begins
+
+
+def _quiet_hook(_: Reducer, graph: Graph) -> OutputHook:
+    def nothing_begins(_: torch.Tensor, graph: Graph = graph) -> None:
+        pass
+
+    return nothing_begins
 
 
 def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,19 @@ def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
                 yield leaf
         elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
             yield from outputs_with_graph([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+
+
+class Graph:
+    """What is known of the graph behind the outputs of one forward pass.
+
+    Attributes:
+        reached: the parameters that it may lead to.
+    """
+
+    __slots__ = ("__weakref__", "reached")
+
+    def __init__(self, reached: Collection[int]) -> None:
+        self.reached = reached
 
 
 def reachable(outputs: Iterable[torch.Tensor], index_of: Mapping[int, int]) -> set[int]:
