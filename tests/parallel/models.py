@@ -116,3 +116,26 @@ def assert_same_parameters(actual: nn.Module, expected: nn.Module, *, rtol: floa
 def on_ranks(size: int, fn: Callable[[shoal.ProcessGroup], object]) -> list[object]:
     """Run ``fn(group)`` on ranks that are threads."""
     return run_threads(fn, size, timeout=60)
+
+
+def wrapped(group: shoal.ProcessGroup, module: nn.Module | None = None, **options: Any) -> nn.Module:
+    """``module``, or else :func:`mlp`, wrapped with small buckets."""
+    return shoal.DistributedDataParallel(
+        mlp() if module is None else module, group=group, bucket_cap_mb=SMALL_MB, **options
+    )
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def alone(*data: Batch, factor: float = 1.0) -> list[torch.Tensor]:
+    """The gradients of :func:`mlp` that one process computes of whole batches, summed."""
+    model = mlp()
+    for batch in data:
+        (factor * loss_of(model, batch)).backward()
+    return gradients(model)
+
+
+def assert_gradients(model: nn.Module, expected: Sequence[torch.Tensor]) -> None:
+    torch.testing.assert_close(gradients(model), list(expected), rtol=1e-9, atol=1e-12)
