@@ -1,0 +1,151 @@
+"""Trains every case with both wrappers, in the same processes."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchWrapper
+
+import shoal
+import shoal.parallel.hooks
+
+# Imported because they list their cases.
+from . import dense, graphs, joining, precision, procedures, sequences, sparse, unused  # noqa: F401
+from .case import CASES, Case
+
+STEPS = 50
+
+#: seconds for one operation; the others of a rank that failed alone must not wait for long
+OPERATION = 30.0
+
+
+@dataclass
+class Training:
+    """What one wrapper made of a case on one rank.
+
+    Attributes:
+        losses: of every step.
+        state: the module's parameters and buffers in the end, by name.
+        parameters: digest of the bytes of all parameters in the end.
+        buffers: digests of all buffers as each forward pass found them.
+        ending: digest of the buffers in the end.
+        absent: for each step the parameters without a gradient when the optimiser took its step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: str = ""
+    buffers: list[str] = field(default_factory=list)
+    ending: str = ""
+    absent: list[tuple[str, ...]] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What became of a case on one rank.
+
+    Attributes:
+        failure: the traceback, or "".
+        shoal: the training with shoal's wrapper.
+        torch: the one with torch's.
+    """
+
+    failure: str = ""
+    shoal: Training = field(default_factory=Training)
+    torch: Training = field(default_factory=Training)
+
+
+def outcomes(group: shoal.ProcessGroup, meeting: str, names: Sequence[str]) -> dict[str, Outcome]:
+    """Run cases on this rank.
+
+    Args:
+        meeting: path of a file that does not exist yet, where Gloo's ranks meet.
+        names: of the cases.
+    """
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=group.rank,
+        world_size=group.size,
+        timeout=timedelta(seconds=OPERATION),
+    )
+    try:
+        return {name: _outcome(CASES[name], group) for name in names}
+    finally:
+        dist.destroy_process_group()
+
+
+def _outcome(kind: type[Case], group: shoal.ProcessGroup) -> Outcome:
+    outcome = Outcome()
+    for name, train in (("shoal", _train_by_shoal), ("torch", _train_by_torch)):
+        try:
+            setattr(outcome, name, train(kind, group))
+        except Exception:
+            outcome.failure = traceback.format_exc()
+        failures = group.all_reduce(torch.tensor(int(outcome.failure != ""))).wait()
+        if failures.item():
+            break
+    return outcome
+
+
+def _train_by_shoal(kind: type[Case], group: shoal.ProcessGroup) -> Training:
+    # In a group of its own, which an exception aborts, so that a case that fails spoils no other.
+    with group.split(0) as own:
+        return _train(kind, group, partial(shoal.DistributedDataParallel, group=own), shoal.parallel.hooks)
+
+
+def _train_by_torch(kind: type[Case], group: shoal.ProcessGroup) -> Training:
+    with warnings.catch_warnings():  # broadcast_buffers has another name from torch 2.13 on
+        warnings.simplefilter("ignore", FutureWarning)
+        return _train(kind, group, TorchWrapper, default_hooks)
+
+
+def _train(
+    kind: type[Case], group: shoal.ProcessGroup, wrapper: Callable[..., nn.Module], hooks: ModuleType
+) -> Training:
+    training = Training()
+    case = kind(group.rank, group.size)
+    torch.manual_seed(group.rank)  # other parameters on each rank: wrapping gives all of them rank 0's
+    module = case.build()
+    if any(True for _ in module.buffers()):
+        module.register_forward_pre_hook(lambda own, _: training.buffers.append(_digest(own.buffers())))
+    model = case.wrap(module, wrapper)
+    if case.hook:
+        model.register_comm_hook(None, getattr(hooks, case.hook))
+    optimizer = case.optimizer(model)
+
+    def note_absent(*_: Any) -> None:
+        training.absent.append(
+            tuple(name for name, parameter in module.named_parameters() if parameter.grad is None)
+        )
+
+    optimizer.register_step_pre_hook(note_absent)
+    random = torch.Generator().manual_seed(1000 + group.rank)
+    batches = [case.batch(random) for _ in range(case.distinct)]
+    training.losses = case.train(model, optimizer, batches, STEPS)
+    training.state = {
+        name: tensor.detach().clone()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    training.parameters = _digest(module.parameters())
+    training.ending = _digest(module.buffers())
+    return training
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""Fifty steps by shoal's wrapper and by torch's over Gloo, the same seeds and data: the same training.
+
+Every case (a class in one of the modules beside this one) is a test, most of them on 2 and on 4 ranks.  The
+ranks are processes, started once for all cases.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import pytest
+import torch
+
+from shoal.errors import RemoteError
+from shoal.testing import run_processes
+
+from .case import CASES
+from .joining import Uneven
+from .runner import OPERATION, Outcome, Training, outcomes
+
+Outcomes: TypeAlias = "list[dict[str, Outcome]]"
+
+
+@pytest.fixture(scope="module")
+def on_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], Outcomes]:
+    """The outcomes of all cases that this run selects, for a number of ranks, by rank."""
+    items = [item for item in request.session.items if item.path == request.path]
+    wanted = {(item.callspec.params["name"], item.callspec.params["size"]) for item in items}
+
+    @functools.cache
+    def run(size: int) -> Outcomes | RemoteError:
+        meeting = tmp_path_factory.mktemp("gloo") / "ranks"
+        names = [name for name in CASES if (name, size) in wanted]
+        try:
+            return run_processes(outcomes, size, str(meeting), names, timeout=150, op_timeout=OPERATION)
+        except RemoteError as error:
+            return error
+
+    def outcomes_or_raise(size: int) -> Outcomes:
+        result = run(size)
+        if isinstance(result, RemoteError):
+            raise result
+        return result
+
+    return outcomes_or_raise
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, id=f"{name} on {size}")
+        for size in (2, 4)
+        for name, case in CASES.items()
+        if size in case.sizes
+    ],
+)
+def test_training_equals_torchs(name: str, size: int, on_ranks: Callable[[int], Outcomes]) -> None:
+    case = CASES[name]
+    ranks = [by_name[name] for by_name in on_ranks(size)]
+    for rank, outcome in enumerate(ranks):
+        assert not outcome.failure, f"rank {rank}:\n{outcome.failure}"
+    for rank, outcome in enumerate(ranks):
+        assert len(outcome.shoal.losses) == len(outcome.torch.losses)
+        if "absent" not in case.apart:
+            assert outcome.shoal.absent == outcome.torch.absent, f"rank {rank} lacks other gradients"
+        where, difference = largest_difference(outcome.shoal, outcome.torch, case.apart)
+        assert difference <= case.tolerance, f"rank {rank}: {where} differs by {difference:.3g}"
+    assert len({outcome.shoal.parameters for outcome in ranks}) == 1, "the ranks' parameters differ"
+    if case.options.get("broadcast_buffers", True):
+        for step, found in enumerate(zip(*(outcome.shoal.buffers for outcome in ranks), strict=False)):
+            assert len(set(found)) == 1, f"the ranks' buffers differ in forward pass {step}"
+    if issubclass(case, Uneven):  # the last of the ranks gives its model to the others
+        assert len({outcome.shoal.ending for outcome in ranks}) == 1, "the ranks' buffers differ in the end"
+
+
+def largest_difference(actual: Training, expected: Training, apart: Sequence[str] = ()) -> tuple[str, float]:
+    """The tensor that differs most, and by how much, relative to its largest element; the losses are one."""
+    differences = {"the loss": _difference(torch.tensor(actual.losses), torch.tensor(expected.losses))}
+    assert actual.state.keys() == expected.state.keys()
+    for name, tensor in expected.state.items():
+        assert actual.state[name].dtype == tensor.dtype
+        if name not in apart:
+            differences[name] = _difference(actual.state[name], tensor)
+    worst = max(differences, key=differences.__getitem__)
+    return worst, differences[worst]
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    actual, expected = actual.to(wide), expected.to(wide)
+    if not (actual.isfinite().all() and expected.isfinite().all()):
+        return float("inf")
+    scale = expected.abs().max().item()
+    gap = (actual - expected).abs().max().item()
+    return gap / scale if gap else 0.0
