@@ -192,7 +192,7 @@ class Reducer:
             self._follow(output, _quiet_hook)  # it may come together with one that is reduced
 
     def _follow(self, output: Any, hook: Callable[[Reducer, Graph], OutputHook]) -> Graph:
-        """Put a hook on the tensors of ``output``, which keeps what is known of their graph while they live."""
+        """Put a hook on the tensors of ``output``; it keeps what is known of their graph while they live."""
         outputs = list(outputs_with_graph(output))
         everything = not self._tolerant or not outputs
         graph = Graph(range(len(self._parameters)) if everything else reachable(outputs, self._index_of))
