@@ -99,6 +99,45 @@ class Exchange:
             parameter.data = view
 
 
+class Portion:
+    """Parameters that were added together, and their exchange."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        parameters: Sequence[torch.Tensor],
+        owners: Sequence[int],
+        *,
+        as_views: bool,
+    ) -> None:
+        self._group = group
+        self._parameters = parameters
+        self._owners = owners
+        self._as_views = as_views
+        self._trained: list[bool] = []
+        self._exchange: Exchange | None = None
+        self._prepare()
+
+    def exchange(self) -> None:
+        """Send the parameters that are trained.  Collective."""
+        self._prepare()
+        if self._exchange is not None:
+            self._exchange.run()
+
+    def _prepare(self) -> None:
+        """Make another exchange if other parameters are trained now: one may thaw layers."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if self._group.size == 1 or trained == self._trained:
+            return
+        self._trained = trained
+        self._exchange = Exchange(
+            self._group,
+            [parameter for parameter, needed in zip(self._parameters, trained, strict=True) if needed],
+            [owner for owner, needed in zip(self._owners, trained, strict=True) if needed],
+            as_views=self._as_views,
+        )
+
+
 def _pack(
     group: ProcessGroup, together: Sequence[tuple[int, torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor]]]:

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from ...errors import UsageError
 from ...group import ProcessGroup
 from ..join import Join, Joinable, JoinHook
-from ..model_check import check_same, describe_parameter
+from ..model_check import check_same
+from .arguments import checked_parameters, describe
 from .checkpoint import PER_PARAMETER, gather_state, pack_groups, part_of_group, part_of_state
-from .exchange import Exchange
+from .exchange import Portion
 from .partition import Partition
 
 
@@ -66,11 +67,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: bool = False,
         **defaults: Any,
     ) -> None:
-        given = _check_arguments(params, optimizer_class)
+        given = checked_parameters(params, optimizer_class)
         self.group = group
         self._as_views = parameters_as_bucket_view
         self._partition = Partition(group.size)
-        self._portions: list[_Portion] = []
+        self._portions: list[Portion] = []
         self._consolidated: dict[str, Any] | None = None
         self._made = False
         Optimizer.__init__(self, given, dict(defaults))
@@ -229,59 +230,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters = _parameters(groups)
         self._partition.add(parameters)
         owners = [self._partition.owner(parameter) for parameter in parameters]
-        self._portions.append(_Portion(self.group, parameters, owners, as_views=self._as_views))
+        self._portions.append(Portion(self.group, parameters, owners, as_views=self._as_views))
 
     def _check_same(self, first: int, settings: Mapping[str, str]) -> None:
         """Raise on every rank unless all have the same groups, from the ``first`` one on.  Collective."""
         items = [(f"option {name}", value) for name, value in settings.items()]
         for index, group in enumerate(self.param_groups[first:], first):
-            names = group.get("param_names")
-            for place, parameter in enumerate(group["params"]):
-                name = f"{place}" if names is None else f"{names[place]!r}"
-                items.append((f"parameter {name} of group {index}", describe_parameter(parameter)))
-            for name, value in sorted(group.items()):
-                if isinstance(value, (bool, int, float, str, tuple, type(None))):
-                    items.append((f"option {name} of group {index}", repr(value)))
+            items += describe(group, index)
         check_same(self.group, "gave their ZeroRedundancyOptimizer arguments that differ", items)
-
-
-class _Portion:
-    """Parameters that were added together, and their exchange."""
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        parameters: Sequence[torch.Tensor],
-        owners: Sequence[int],
-        *,
-        as_views: bool,
-    ) -> None:
-        self._group = group
-        self._parameters = parameters
-        self._owners = owners
-        self._as_views = as_views
-        self._trained: list[bool] = []
-        self._exchange: Exchange | None = None
-        self._prepare()
-
-    def exchange(self) -> None:
-        """Send the parameters that are trained.  Collective."""
-        self._prepare()
-        if self._exchange is not None:
-            self._exchange.run()
-
-    def _prepare(self) -> None:
-        """Make another exchange if other parameters are trained now: one may thaw layers."""
-        trained = [parameter.requires_grad for parameter in self._parameters]
-        if self._group.size == 1 or trained == self._trained:
-            return
-        self._trained = trained
-        self._exchange = Exchange(
-            self._group,
-            [parameter for parameter, needed in zip(self._parameters, trained, strict=True) if needed],
-            [owner for owner, needed in zip(self._owners, trained, strict=True) if needed],
-            as_views=self._as_views,
-        )
 
 
 class _ZeroHook(JoinHook):
@@ -304,41 +260,3 @@ def _copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str
         for name, value in given.items():
             if name not in PER_PARAMETER:
                 taken[name] = value
-
-
-def _check_arguments(params: Iterable[Any], optimizer_class: type[Optimizer]) -> list[Any]:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise UsageError(f"optimizer_class must be a class of torch.optim's kind, got {optimizer_class!r}")
-    if issubclass(optimizer_class, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS takes all parameters as one vector, so they cannot be distributed; use it without "
-            "ZeroRedundancyOptimizer"
-        )
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
-        raise UsageError(
-            f"params must be an iterable of tensors or of dictionaries, got {type(params).__name__}"
-        )
-    given = list(params)
-    parameters = [
-        entry[1] if isinstance(entry, tuple) else entry
-        for item in given
-        for entry in (_entries(item) if isinstance(item, dict) else [item])
-    ]
-    if not parameters:
-        raise UsageError("there are no parameters to optimise; give at least one")
-    for index, parameter in enumerate(parameters):
-        if not isinstance(parameter, torch.Tensor):
-            raise UsageError(f"parameter {index} must be a tensor, got {type(parameter).__name__}")
-    if len(set(parameters)) != len(parameters):
-        raise UsageError("a parameter is given twice; each can be in one group, once")
-    return given
-
-
-def _entries(group: dict[str, Any]) -> list[Any]:
-    """The parameters of a group as the user gave it."""
-    if "params" not in group:
-        raise UsageError(f"a parameter group needs 'params', got {sorted(group)}")
-    params = group["params"]
-    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    entries: list[Any] = group["params"]
-    return entries

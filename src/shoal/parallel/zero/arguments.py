@@ -1,0 +1,68 @@
+"""What the user gives: is it right, and is it the same on all ranks?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...errors import UsageError
+from ..model_check import describe_parameter
+
+
+def describe(group: Mapping[str, Any], index: int) -> list[tuple[str, str]]:
+    """What of parameter group ``index`` has to be the same on all ranks, each thing with its own name."""
+    names = group.get("param_names")
+    items = []
+    for place, parameter in enumerate(group["params"]):
+        name = f"{place}" if names is None else f"{names[place]!r}"
+        items.append((f"parameter {name} of group {index}", describe_parameter(parameter)))
+    for name, value in sorted(group.items()):
+        if isinstance(value, (bool, int, float, str, tuple, type(None))):
+            items.append((f"option {name} of group {index}", repr(value)))
+    return items
+
+
+def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) -> list[Any]:
+    """``params`` as a list that can be gone through again.
+
+    Raises:
+        UsageError: there are none, some are none, or the optimiser cannot be distributed.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise UsageError(f"optimizer_class must be a class of torch.optim's kind, got {optimizer_class!r}")
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS takes all parameters as one vector, so they cannot be distributed; use it without "
+            "ZeroRedundancyOptimizer"
+        )
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
+        raise UsageError(
+            f"params must be an iterable of tensors or of dictionaries, got {type(params).__name__}"
+        )
+    given = list(params)
+    parameters = [
+        entry[1] if isinstance(entry, tuple) else entry
+        for item in given
+        for entry in (_entries(item) if isinstance(item, dict) else [item])
+    ]
+    if not parameters:
+        raise UsageError("there are no parameters to optimise; give at least one")
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, torch.Tensor):
+            raise UsageError(f"parameter {index} must be a tensor, got {type(parameter).__name__}")
+    if len(set(parameters)) != len(parameters):
+        raise UsageError("a parameter is given twice; each can be in one group, once")
+    return given
+
+
+def _entries(group: dict[str, Any]) -> list[Any]:
+    """The parameters of a group as the user gave it."""
+    if "params" not in group:
+        raise UsageError(f"a parameter group needs 'params', got {sorted(group)}")
+    params = group["params"]
+    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    entries: list[Any] = group["params"]
+    return entries
