@@ -79,6 +79,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def measure(group: shoal.ProcessGroup, name: str, kind: str) -> Measured:
     """One kind's memory on this rank, then the times of both."""
+    make(
+        group, name, "alone", with_gradients(nn.Linear(1, 1))
+    ).step()  # torch imports much for its first step
     parameters = with_gradients(transformer())
     process = psutil.Process()
     before = process.memory_info().rss

@@ -18,6 +18,7 @@ from .plain import allreduce_hook, noop_hook
 from .power_sgd import powerSGD_hook
 from .power_sgd_state import PowerSGDState
 from .quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
     "CommHook",
@@ -32,6 +33,8 @@ __all__ = [
     "fp16_compress_wrapper",
     "hook_then_optimizer",
     "hook_then_optimizers_in_backward",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",

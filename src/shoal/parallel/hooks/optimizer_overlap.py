@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> Com
 
     def update(bucket: GradBucket) -> None:
         with stepping:
-            _step_some(optimizer, bucket.parameters())
+            step_some(optimizer, bucket.parameters())
 
     return _then_update(inner, update, "hook_then_optimizer")
 
@@ -91,20 +92,9 @@ def take_over_optimizers_in_backward(parameters: Iterable[torch.Tensor]) -> list
 def _then_update(hook: CommHook, update: Callable[[GradBucket], None], name: str) -> CommHook:
     def reduced_and_updated(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         def finish(value: torch.Tensor) -> torch.Tensor:
-            buffer = bucket.buffer()
-            if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
-                with torch.no_grad():
-                    bucket.set_buffer(value)
-            parameters = bucket.parameters()
-            before = [parameter.grad for parameter in parameters]
-            for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
-                parameter.grad = gradient
-            try:
+            with averages_as_gradients(bucket, value):
                 update(bucket)
-            finally:
-                for parameter, old in zip(parameters, before, strict=True):
-                    parameter.grad = old
-            return buffer
+            return bucket.buffer()
 
         return after(hook, state, bucket, finish)
 
@@ -112,7 +102,25 @@ def _then_update(hook: CommHook, update: Callable[[GradBucket], None], name: str
     return reduced_and_updated
 
 
-def _step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+@contextmanager
+def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[None]:
+    """Within this context the averages in ``value`` are the gradients of the parameters of ``bucket``."""
+    buffer = bucket.buffer()
+    if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
+        with torch.no_grad():
+            bucket.set_buffer(value)
+    parameters = bucket.parameters()
+    before = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
+        parameter.grad = gradient
+    try:
+        yield
+    finally:
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.grad = old
+
+
+def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Let ``optimizer`` step ``parameters`` and no others.
 
     It is a twin that does so, with the same state and settings but only these parameters; made anew each

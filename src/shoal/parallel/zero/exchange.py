@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import UsageError
+from ...future import Future
 from ...group import ProcessGroup
 from ..parcel import packed_size
 
@@ -55,22 +56,28 @@ class Exchange:
             parameter for owner, parameter in zip(owners, parameters, strict=True) if owner != group.rank
         ]
         self._views, self._messages = _pack(group, together)
+        self._sent: list[Future[torch.Tensor]] = []
         if as_views:
             self._adopt()
 
-    def run(self) -> None:
-        """Overwrite what others own with their values.  Collective; returns when it is done."""
+    def start(self) -> None:
+        """Begin to overwrite what others own with their values.  Collective."""
         with torch.no_grad():
             if self._as_views:
                 self._adopt()
             else:
                 self._copy(mine=True)
-            futures = [self._group.broadcast(message, root=owner) for owner, message in self._messages]
-            futures += [
-                self._group.broadcast(parameter.detach(), root=owner) for owner, parameter in self._single
-            ]
-            for future in futures:
-                future.wait()
+        self._sent = [self._group.broadcast(message, root=owner) for owner, message in self._messages]
+        self._sent += [
+            self._group.broadcast(parameter.detach(), root=owner) for owner, parameter in self._single
+        ]
+
+    def finish(self) -> None:
+        """Wait until it is done."""
+        sent, self._sent = self._sent, []
+        for future in sent:
+            future.wait()
+        with torch.no_grad():
             if not self._as_views:
                 self._copy(mine=False)
             # The bytes came past autograd, which must not go back through what was saved before.
@@ -118,11 +125,16 @@ class Portion:
         self._exchange: Exchange | None = None
         self._prepare()
 
-    def exchange(self) -> None:
-        """Send the parameters that are trained.  Collective."""
+    def start(self) -> None:
+        """Begin to send the parameters that are trained.  Collective."""
         self._prepare()
         if self._exchange is not None:
-            self._exchange.run()
+            self._exchange.start()
+
+    def finish(self) -> None:
+        """Wait until it is done."""
+        if self._exchange is not None:
+            self._exchange.finish()
 
     def _prepare(self) -> None:
         """Make another exchange if other parameters are trained now: one may thaw layers."""

@@ -46,12 +46,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         group: the ranks.
         parameters_as_bucket_view: make the parameters views of one piece of memory that the whole group on
             this host can see: one message a rank.  Their values do not change, but their ``data`` does.
+        overlap_with_ddp: update parameters while backward still runs, in a communication hook that
+            ``shoal.parallel.hooks.hook_with_zero_step`` makes.  :meth:`step` has nothing left to do then.
         defaults: for ``optimizer_class``.
 
     Attributes:
         group: the ranks.
         optim: the optimiser inside, which has only this rank's parameters.
         state: its state.
+        overlap_with_ddp: as given.
 
     Raises:
         UsageError: there is no parameter, or what is given is none.
@@ -65,10 +68,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         group: ProcessGroup,
         parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
         given = checked_parameters(params, optimizer_class)
         self.group = group
+        if overlap_with_ddp and parameters_as_bucket_view:
+            raise UsageError(
+                "with overlap_with_ddp=True parameters travel with the buckets of gradients; leave "
+                "parameters_as_bucket_view out"
+            )
+        self.overlap_with_ddp = overlap_with_ddp
+        #: Whether a hook updates parameters in backward.
+        self.hooked = False
         self._as_views = parameters_as_bucket_view
         self._partition = Partition(group.size)
         self._portions: list[Portion] = []
@@ -79,6 +91,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         settings = {
             "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
             "parameters_as_bucket_view": repr(parameters_as_bucket_view),
+            "overlap_with_ddp": repr(overlap_with_ddp),
         }
         self._check_same(0, settings)
         self._distribute(self.param_groups)
@@ -99,12 +112,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             What the step of the optimiser inside gives: the loss of ``closure``.
         """
         Join.notify_join_context(self)
-        self._consolidated = None
-        _copy_options(self.param_groups, self.optim.param_groups)
+        if self.overlap_with_ddp:
+            return self._step_in_backward(closure)
+        self.prepare_step()
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
         _copy_options(self.optim.param_groups, self.param_groups)
         for portion in self._portions:
-            portion.exchange()
+            portion.start()
+        for portion in self._portions:
+            portion.finish()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -192,6 +208,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "of the state; call consolidate_state_dict() on all ranks and save state_dict()"
         )
 
+    # -- for hooks that update parameters in backward -----------------------------------------------
+
+    def prepare_step(self) -> None:
+        """Let the optimiser inside know what schedulers and users changed."""
+        self._consolidated = None
+        _copy_options(self.param_groups, self.optim.param_groups)
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """The rank that updates ``parameter``, or None if it is none of this optimiser's."""
+        return self._partition.owner(parameter)
+
+    def _step_in_backward(self, closure: Callable[[], Any] | None) -> Any:
+        if not self.hooked:
+            raise UsageError(
+                "with overlap_with_ddp=True parameters are updated in backward, by a hook that is missing: "
+                "model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))"
+            )
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
     # -- as a Joinable ---------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -229,8 +267,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _distribute(self, groups: Sequence[Mapping[str, Any]]) -> None:
         parameters = _parameters(groups)
         self._partition.add(parameters)
-        owners = [self._partition.owner(parameter) for parameter in parameters]
-        self._portions.append(Portion(self.group, parameters, owners, as_views=self._as_views))
+        if not self.overlap_with_ddp:
+            owners = [self._partition.owner(parameter) or 0 for parameter in parameters]
+            self._portions.append(Portion(self.group, parameters, owners, as_views=self._as_views))
 
     def _check_same(self, first: int, settings: Mapping[str, str]) -> None:
         """Raise on every rank unless all have the same groups, from the ``first`` one on.  Collective."""

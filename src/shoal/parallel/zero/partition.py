@@ -33,6 +33,6 @@ class Partition:
             loads[owner] += sizes[index]
             self._owners[parameter] = owner
 
-    def owner(self, parameter: torch.Tensor) -> int:
-        """The rank that updates ``parameter``."""
-        return self._owners[parameter]
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """The rank that updates ``parameter``, or None if it was never added."""
+        return self._owners.get(parameter)

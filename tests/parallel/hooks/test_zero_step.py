@@ -1,0 +1,161 @@
+"""A distributed optimiser that updates parameters in backward does what it does after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+import shoal
+from shoal import Join, ZeroRedundancyOptimizer
+from shoal.errors import UsageError
+from shoal.parallel.hooks import (
+    CommHook,
+    allreduce_hook,
+    fp16_compress_hook,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+from shoal.testing import run_threads
+from tests.parallel.models import SMALL_MB, batches, loss_of, mlp, part
+
+HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
+DATA = batches(6)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": weights}, {"params": others, "lr": 0.02}]
+
+
+class Training:
+    """A wrapped model and its optimiser, which updates in backward if it is given ``make_hook``."""
+
+    def __init__(
+        self,
+        group: shoal.ProcessGroup,
+        make_hook: Callable[..., CommHook] | None = None,
+        inner: CommHook = allreduce_hook,
+        optimizer_class: type[Optimizer] = Adam,
+        **options: Any,
+    ) -> None:
+        self.group = group
+        self.module = mlp()
+        self.model = shoal.DistributedDataParallel(self.module, group=group, bucket_cap_mb=SMALL_MB)
+        self.optimizer = ZeroRedundancyOptimizer(
+            groups_of(self.module),
+            optimizer_class,
+            group=group,
+            overlap_with_ddp=make_hook is not None,
+            lr=0.01,
+            **options,
+        )
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        hook = inner if make_hook is None else make_hook(inner, self.model, self.optimizer)
+        self.model.register_comm_hook(None, hook)
+
+    def step(self, index: int) -> None:
+        self.optimizer.zero_grad()
+        with self.model.no_sync():
+            loss_of(self.model, part(DATA[index - 1], self.group)).backward()
+        loss_of(self.model, part(DATA[index], self.group)).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+
+@pytest.mark.parametrize("make_hook", HOOKS)
+@pytest.mark.parametrize(
+    ("optimizer_class", "inner", "options"),
+    [(SGD, allreduce_hook, {"momentum": 0.9}), (Adam, allreduce_hook, {}), (Adam, fp16_compress_hook, {})],
+    ids=["SGD", "Adam", "Adam of halves"],
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_it_equals_steps_after_backward_from_the_first_one_on(
+    make_hook: Any, optimizer_class: Any, inner: CommHook, options: dict[str, Any], size: int
+) -> None:
+    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
+        plain = Training(group, None, inner, optimizer_class, **options)
+        overlapped = Training(group, make_hook, inner, optimizer_class, **options)
+        for index in range(len(DATA)):
+            plain.step(index)
+            overlapped.step(index)
+            for a, b in zip(overlapped.module.parameters(), plain.module.parameters(), strict=True):
+                assert torch.equal(a, b), f"step {index}"
+        states = []
+        for training in (plain, overlapped):
+            training.optimizer.consolidate_state_dict()
+            if group.rank == 0:
+                states.append(training.optimizer.state_dict())
+        if group.rank == 0:
+            assert str(states[0]) == str(states[1])
+        return [parameter.detach() for parameter in overlapped.module.parameters()]
+
+    first, *others = run_threads(rank, size)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
+
+
+@pytest.mark.parametrize("make_hook", HOOKS)
+def test_ranks_without_a_batch_update_what_they_own(make_hook: Any) -> None:
+    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
+        results = []
+        for chosen in (None, make_hook):
+            training = Training(group, chosen)
+            with Join([training.model, training.optimizer]):
+                for batch in DATA[: 1 + 2 * group.rank]:
+                    training.optimizer.zero_grad()
+                    loss_of(training.model, batch).backward()
+                    training.optimizer.step()
+            results.append([parameter.detach() for parameter in training.module.parameters()])
+        plain, overlapped = results
+        assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
+        return overlapped
+
+    first, *others = run_threads(rank, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
+
+
+def test_parameters_of_others_are_only_reduced() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        module = mlp()
+        model = shoal.DistributedDataParallel(module, group=group, bucket_cap_mb=SMALL_MB)
+        first, *rest = module.parameters()
+        optimizer = ZeroRedundancyOptimizer(rest, SGD, group=group, overlap_with_ddp=True, lr=0.1)
+        model.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, model, optimizer))
+        before = [parameter.detach().clone() for parameter in (first, *rest)]
+        loss_of(model, DATA[0]).backward()
+        changed = [not torch.equal(a, b) for a, b in zip((first, *rest), before, strict=True)]
+        assert changed == [False] + [True] * len(rest)
+        assert first.grad is not None
+
+    run_threads(rank, 2)
+
+
+def test_what_is_put_together_wrongly_is_refused() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        module = mlp()
+        model = shoal.DistributedDataParallel(module, group=group)
+        plain = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group)
+        overlapping = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group, overlap_with_ddp=True)
+        for make_hook in HOOKS:
+            for other in (plain, SGD(module.parameters())):
+                with pytest.raises(UsageError, match="made with overlap_with_ddp=True, got"):
+                    make_hook(allreduce_hook, model, other)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="of one group: Sequential has None"):
+                make_hook(allreduce_hook, module, overlapping)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="takes a communication hook"):
+                make_hook(None, model, overlapping)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="by a hook that is missing"):
+            overlapping.step()
+        with pytest.raises(UsageError, match="leave parameters_as_bucket_view out"):
+            ZeroRedundancyOptimizer(
+                module.parameters(), SGD, group=group, overlap_with_ddp=True, parameters_as_bucket_view=True
+            )
+
+    run_threads(rank, 2)
