@@ -1,9 +1,22 @@
 """Train a small transformer on the source code of Python's standard library, on any number of ranks.
 
     $ shoal run -n 2 examples/bytes_lm.py
-HEADER
+    ...
+    [0] validation perplexity 3.621 after 1500 steps on 2 ranks (unigram 23.1, bigram 10.9)
+    [0] perplexity over time: out/bytes_lm.png
+    [0] ──────────────────── sample 2 ────────────────────
+    [0] def __init__(self):
+    [0]         self.index = name
+    [0]         self._instance(exc, coding)
+    [0]
+    [0]     def __init__(self, name, text):
+    [0]         if len(cls):
+    [0]             self._color_format_arg_convert(context)
+    [0]
+    ...
 
-Alone it does the same, and its perplexity is the same up to the growth of rounding errors:
+It takes 8 minutes of processor time, about half of that on two free cores.  Alone it does the same, and its
+perplexity is the same up to the growth of rounding errors:
 
     $ python examples/bytes_lm.py
 
