@@ -5,6 +5,9 @@ them, and exact), and sends the bytes with scale and zero point to all others in
 then computes the mean of what they stand for.  The result is off by at most half a step, which is the
 mean of the ranks' ranges / 510.  The mapping is that of torch's min-max observers for ``quint8``.
 
+The arithmetic goes through the gradients in pieces that the processor's cache holds: with temporary tensors
+as large as the bucket it takes several times as long.
+
 An all-gather sends ``size - 1`` bytes a gradient where an all-reduce of float32 sends 8 (size - 1) / size:
 that is less on up to seven ranks.
 """
@@ -22,6 +25,8 @@ from .bucket import GradBucket
 from .contract import group_of
 
 _STEPS = 255
+#: Elements that are computed with at a time.
+_PIECE = 2**15
 
 
 def quantization_pertensor_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -78,37 +83,38 @@ def _quantized_average(group: ProcessGroup, bucket: GradBucket, channel: int) ->
     all_of_them = bucket.memory(f"{name}, of {group.size} ranks", size * group.size, torch.uint8)
     with torch.no_grad():
         for values, scales, zeros, steps in _channels(buffer, mine, channel):
-            _quantize(values.float(), scales, zeros, steps)
+            _choose_steps(values, scales, zeros)
+            for x, scale, zero, out in _pieces(values, scales, zeros, steps):
+                out.copy_((x.float() / scale).round_().add_(zero).clamp_(0, _STEPS))
 
     def average(future: Future[torch.Tensor]) -> torch.Tensor:
         messages = future.value().view(group.size, size)
         with torch.no_grad():
             for parts in zip(*(_channels(buffer, message, channel) for message in messages), strict=True):
-                total = torch.zeros(parts[0][0].shape)
-                for _, scales, zeros, steps in parts:
-                    total.add_(steps.float().sub_(zeros).mul_(scales))
-                parts[0][0].copy_(total.div_(group.size))
+                for pieces in zip(*(_pieces(*part) for part in parts), strict=True):
+                    total = torch.zeros(pieces[0][0].shape)
+                    for _, scale, zero, steps in pieces:
+                        total.add_(steps.float().sub_(zero).mul_(scale))
+                    pieces[0][0].copy_(total.div_(group.size))
         return buffer
 
     return group.all_gather_single(all_of_them, mine).then(average)
 
 
-def _quantize(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, steps: torch.Tensor) -> None:
-    """Map each row of ``values`` to ``steps``, so that (steps - zeros) * scales is near them.
+def _choose_steps(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
+    """Write for each row of ``values`` how far two steps are apart, and which step is zero.
 
     Args:
-        values: [rows, columns], float32.
-        scales: [rows, 1], float32; written.
-        zeros: [rows, 1], uint8; written.
-        steps: [rows, columns], uint8; written.
+        values: [rows, columns].
+        scales: [rows, 1], float32.
+        zeros: [rows, 1], uint8.
     """
     low, high = torch.aminmax(values, dim=1, keepdim=True)
-    scale = (high.clamp_(min=0) - low.clamp_(max=0)).div_(_STEPS)
+    low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
+    scale = (high - low).div_(_STEPS)
     scale.masked_fill_(scale == 0, 1)  # all zeros (but not NaN, which must stay visible)
-    zero = (-low / scale).round_().clamp_(0, _STEPS)
     scales.copy_(scale)
-    zeros.copy_(zero)
-    steps.copy_((values / scale).round_().add_(zero).clamp_(0, _STEPS))
+    zeros.copy_((-low / scale).round_().clamp_(0, _STEPS))
 
 
 def _message_size(count: int, channel: int) -> int:
@@ -140,3 +146,16 @@ def _channels(
         )
     if end < count:
         yield buffer[end:].view(1, -1), scales[whole:], zeros[whole:], steps[end:].view(1, -1)
+
+
+def _pieces(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, steps: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The same four in pieces of some rows, or of some columns of one row."""
+    rows, columns = values.shape
+    together = max(1, _PIECE // columns)
+    for top in range(0, rows, together):
+        some = slice(top, top + together)
+        for left in range(0, columns, _PIECE):
+            part = slice(left, left + _PIECE)
+            yield values[some, part], scales[some], zeros[some], steps[some, part]
