@@ -49,7 +49,9 @@ std::uint64_t Operation::bytes() const {
 
 bool Operation::announce(std::uint64_t ticket) {
   ticket_ = ticket;
-  return state_.fetch_or(kAnnounceBit, std::memory_order_acq_rel) & kDoneBit;
+  if (state_.fetch_or(kAnnounceBit, std::memory_order_acq_rel) & kDoneBit) return true;
+  group_->context().submitted(true);  // nobody drives it by waiting, and somebody is waiting for it
+  return false;
 }
 
 bool Operation::step() {
