@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from .buffers import BufferSync
 from .gradients import ReducerOptions
 from .hooks.bucket import CommHook
 from .hooks.calling import check_hook
+from .hooks.optimizer_overlap import hook_then_optimizers_in_backward, take_over_optimizers_in_backward
+from .hooks.plain import allreduce_hook
 from .join import Join, Joinable, JoinHook
 from .model_check import ModelWatch, check_same_model, check_trainable
 from .parcel import broadcast_all
@@ -137,6 +140,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer: Reducer | None = Reducer(
             group, [name for name, _ in named], [[parameter for _, parameter in named]], options
         )
+        if carrying := take_over_optimizers_in_backward(parameter for _, parameter in named):
+            self._reducer.set_hook(None, hook_then_optimizers_in_backward(allreduce_hook))
+            self._reducer.after_pass.append(partial(_forget_gradients, carrying))
         self._buffers_in_step = BufferSync(group, module) if broadcast_buffers else None
         self._watch = ModelWatch(module, group.rank)
         self._share = _Share()
@@ -288,6 +294,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         del state["group"]
         return state | {"_reducer": None, "_buffers_in_step": None, "_watch": None}
+
+
+def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _sparse(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from shoal.parallel import hooks
 from shoal.testing import run_threads
 from tests.parallel.models import SMALL_MB, Batch, batches, loss_of, mlp, part, sgd
 
-DATA = batches(1) * 20
+DATA = batches(1) * 12
 
 Run = tuple[list[float], list[torch.Tensor]]
 
@@ -168,6 +168,23 @@ def test_steps_in_backward_train_as_steps_after_it(inner: str) -> None:
         )
         assert overlapped[0] == losses
         assert equal(overlapped[1], parameters)
+
+    run_threads(rank, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, when imported
+def test_optimisers_that_torch_attached_to_parameters_run_in_backward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        _, expected = train(group)
+        own = mlp()
+        _apply_optimizer_in_backward(torch.optim.SGD, own.parameters(), {"lr": 0.1, "momentum": 0.9})
+        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
+        for batch in DATA:
+            loss_of(model, part(batch, group)).backward()
+            assert all(parameter.grad is None for parameter in own.parameters())
+        assert equal([parameter.detach() for parameter in own.parameters()], expected)
 
     run_threads(rank, 2)
 
