@@ -55,7 +55,7 @@ def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     "program",
     [
         program
-        for page in ("README.md", "docs/tutorial.md", "docs/data-parallel.md")
+        for page in ("README.md", "docs/tutorial.md", "docs/data-parallel.md", "docs/comm-hooks.md")
         for program in _programs(page)
     ],
     ids=itertools.count(1),
