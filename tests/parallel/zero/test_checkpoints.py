@@ -76,7 +76,7 @@ def test_the_state_is_that_of_the_optimiser_inside(groups: Any, size: int) -> No
 
     actual, expected = run_threads(rank, size)[0], optimizer.state_dict()
     assert actual["param_groups"] == expected["param_groups"]
-    assert actual["state"].keys() == expected["state"].keys()
+    assert list(actual["state"]) == list(expected["state"])
     for number, state in expected["state"].items():
         assert list(actual["state"][number]) == list(state)
         assert_bitwise(actual["state"][number].values(), state.values())
@@ -164,6 +164,7 @@ def test_state_that_is_no_tensor_travels_too() -> None:
 
         def step(self, closure: Any = None) -> Any:
             loss = super().step(closure)
+            self.state["steps"] = self.state.get("steps", 0) + 1
             for group in self.param_groups:
                 for parameter in group["params"]:
                     self.state[parameter] = {"seen": [parameter.numel(), {"copy": parameter.detach() + 1}]}
@@ -175,8 +176,12 @@ def test_state_that_is_no_tensor_travels_too() -> None:
         train(own, optimizer)
         optimizer.consolidate_state_dict()
         if group.rank == 0:
+            saved = optimizer.state_dict()
+            assert saved["state"]["steps"] == STEPS
+            optimizer.load_state_dict(saved)
+            assert optimizer.state["steps"] == STEPS
             for number, parameter in enumerate(own.parameters()):
-                (count, inner) = optimizer.state_dict()["state"][number]["seen"]
+                (count, inner) = saved["state"][number]["seen"]
                 assert count == parameter.numel()
                 assert torch.equal(inner["copy"], parameter.detach() + 1)
 

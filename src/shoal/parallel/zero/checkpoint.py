@@ -25,11 +25,12 @@ PER_PARAMETER = ("params", "param_names")
 _TAG = 0x2E5A45B0
 
 
-def gather_state(group: ProcessGroup, own: dict[int, Any], to: int) -> dict[int, Any] | None:
+def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any, Any] | None:
     """The state of all ranks on rank ``to``, in CPU memory; None elsewhere.  Collective.
 
     Args:
-        own: this rank's part; others have other keys.
+        own: this rank's part, by the numbers of its parameters.  Another key belongs to no parameter,
+            and is that of the last rank.
     """
     structure, tensors = _dump(own)
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
@@ -39,7 +40,7 @@ def gather_state(group: ProcessGroup, own: dict[int, Any], to: int) -> dict[int,
         for message in sent:
             message.wait()
         return None
-    state: dict[int, Any] = {}
+    state: dict[Any, Any] = {}
     for rank, part in enumerate(parts):
         if rank == to:
             state.update(_load(structure, tensors))
@@ -50,10 +51,20 @@ def gather_state(group: ProcessGroup, own: dict[int, Any], to: int) -> dict[int,
         for arrival in arrivals:
             arrival.wait()
         state.update(_load(structure_there, received))
-    return dict(sorted(state.items()))
+    return state
 
 
-def pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def packed(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A state dictionary, as the optimiser inside would give it: by ascending numbers of parameters."""
+    numbers = sorted(key for key in state if isinstance(key, int))
+    others = [key for key in state if not isinstance(key, int)]
+    return {
+        "state": {key: state[key] for key in (*numbers, *others)},
+        "param_groups": _pack_groups(groups),
+    }
+
+
+def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups as a state dictionary has them: parameters are numbers."""
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
@@ -105,7 +116,8 @@ def part_of_state(
             names = dict(zip(group_saved["params"], group_saved["param_names"], strict=True))
             part["param_names"] = [names[key] for key in own]
         parts.append({**part, "params": [local[key] for key in own]})
-    state = {local[key]: value for key, value in saved["state"].items() if key in local}
+    others = {key for group in saved["param_groups"] for key in group["params"]} - local.keys()
+    state = {local.get(key, key): value for key, value in saved["state"].items() if key not in others}
     return {"state": state, "param_groups": parts}
 
 
@@ -132,13 +144,13 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _dump(state: dict[int, Any]) -> tuple[bytes, list[torch.Tensor]]:
+def _dump(state: dict[Any, Any]) -> tuple[bytes, list[torch.Tensor]]:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(state)
     return file.getvalue(), pickler.tensors
 
 
-def _load(structure: bytes, tensors: Sequence[torch.Tensor]) -> dict[int, Any]:
-    state: dict[int, Any] = _Unpickler(io.BytesIO(structure), tensors).load()
+def _load(structure: bytes, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
+    state: dict[Any, Any] = _Unpickler(io.BytesIO(structure), tensors).load()
     return state

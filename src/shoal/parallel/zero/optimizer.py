@@ -19,7 +19,7 @@ from ...group import ProcessGroup
 from ..join import Join, Joinable, JoinHook
 from ..model_check import check_same
 from .arguments import checked_parameters, describe
-from .checkpoint import PER_PARAMETER, gather_state, pack_groups, part_of_group, part_of_state
+from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .exchange import Portion
 from .partition import Partition
 
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         state = gather_state(self.group, self._own_state(), to)
         if state is not None:
             _copy_options(self.param_groups, self.optim.param_groups)
-            self._consolidated = {"state": state, "param_groups": pack_groups(self.param_groups)}
+            self._consolidated = packed(state, self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, as the optimiser inside would give it if there was only one rank.
@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             before(self)
         result = self._consolidated
         if result is None and self.group.size == 1:
-            result = {"state": self._own_state(), "param_groups": pack_groups(self.param_groups)}
+            result = packed(self._own_state(), self.param_groups)
         if result is None:
             raise UsageError(
                 f"rank {self.group.rank} has only its own part of the optimiser's state; call "
@@ -255,14 +255,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return part_of_group(group, self._is_mine)
 
-    def _own_state(self) -> dict[int, Any]:
+    def _own_state(self) -> dict[Any, Any]:
         """This rank's part of the state, by the numbers that parameters have among all."""
         numbers = [
             number
             for number, parameter in enumerate(_parameters(self.param_groups))
             if self._is_mine(parameter)
         ]
-        return {numbers[key]: value for key, value in self.optim.state_dict()["state"].items()}
+        state = self.optim.state_dict()["state"]
+        return {numbers[key] if isinstance(key, int) else key: value for key, value in state.items()}
 
     def _distribute(self, groups: Sequence[Mapping[str, Any]]) -> None:
         parameters = _parameters(groups)
