@@ -55,7 +55,10 @@ def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     "program",
     [
         program
-        for page in ("README.md", "docs/tutorial.md", "docs/data-parallel.md", "docs/comm-hooks.md")
+        for page in (
+            "README.md",
+            *(f"docs/{n}.md" for n in ("tutorial", "data-parallel", "comm-hooks", "join", "zero")),
+        )
         for program in _programs(page)
     ],
     ids=itertools.count(1),
