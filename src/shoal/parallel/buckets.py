@@ -74,6 +74,7 @@ def build_buckets(
     *,
     sparse: Collection[int] = (),
     apart: Collection[int] = (),
+    reduce_dtype: torch.dtype | None = None,
 ) -> BucketSet:
     """Distribute ``parameters`` over buckets and allocate them, filled with zeros.
 
@@ -82,19 +83,24 @@ def build_buckets(
         cap: the largest bucket in bytes; a larger parameter has a bucket of its own.
         sparse: the parameters whose gradients are sparse.
         apart: parameters that share no bucket with the others.
+        reduce_dtype: what real gradients are reduced in, if not in the dtype of their parameters.
 
     Raises:
         OutOfSharedMemory: the buckets do not fit.
     """
     kinds: dict[object, int] = {}
+    dtypes = [reduced_dtype(parameter, reduce_dtype) for parameter in parameters]
 
     def kind(index: int) -> int:
         parameter = parameters[index]
-        which = index if index in sparse else (parameter.dtype, parameter.device, index in apart)
+        which = index if index in sparse else (dtypes[index], parameter.device, index in apart)
         return kinds.setdefault(which, len(kinds))
 
     assigned = _core.assign_buckets(
-        [0 if index in sparse else parameter.nbytes for index, parameter in enumerate(parameters)],
+        [
+            0 if index in sparse else parameter.numel() * dtypes[index].itemsize
+            for index, parameter in enumerate(parameters)
+        ],
         [kind(index) for index in range(len(parameters))],
         list(order),
         min(FIRST_BUCKET_BYTES, cap),
@@ -105,14 +111,14 @@ def build_buckets(
     views: dict[int, torch.Tensor] = {}
     tail = torch.empty(0)
     for number, (members, offsets, nbytes) in enumerate(assigned):
-        like = parameters[members[0]]
+        dtype = dtypes[members[0]]
         if members[0] in sparse:
-            nothing = torch.empty(0, dtype=like.dtype)
+            nothing = torch.empty(0, dtype=dtype)
             bucket = Bucket(tuple(members), nothing, nothing, (nothing,), sparse=True)
         else:
             last = number == dense[-1]
-            count = nbytes // like.element_size()
-            flat = group.empty(count + (TAIL if last else 0), dtype=like.dtype)
+            count = nbytes // dtype.itemsize
+            flat = group.empty(count + (TAIL if last else 0), dtype=dtype)
             flat.zero_()
             own = tuple(
                 _view(flat, parameters[index], offset) for index, offset in zip(members, offsets, strict=True)
@@ -123,6 +129,11 @@ def build_buckets(
         buckets.append(bucket)
         views.update(zip(members, bucket.views, strict=True))
     return BucketSet(tuple(buckets), tail, tuple(views[index] for index in range(len(parameters))))
+
+
+def reduced_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """What the gradient of ``parameter`` is reduced in; only real numbers have a choice."""
+    return reduce_dtype if reduce_dtype and parameter.is_floating_point() else parameter.dtype
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> torch.Tensor:

@@ -35,6 +35,9 @@ class ReducerOptions:
         skip_unused: with ``find_unused``: do not send buckets of which no rank uses anything.
         sparse: for the parameters with sparse gradients, the number of sparse dimensions.
         delayed: parameters whose buckets are sent only after the gradient of ``after`` has arrived.
+        masters: autograd gives gradients to the other copies only, which were made from the first.
+        reduce_dtype: what to reduce in, if not in the dtype of the parameters; needs ``as_views=False``
+            wherever the two differ.
     """
 
     cap: int
@@ -45,6 +48,8 @@ class ReducerOptions:
     sparse: Mapping[int, int] = field(default_factory=dict)
     delayed: tuple[int, ...] = ()
     after: int | None = None
+    masters: bool = False
+    reduce_dtype: torch.dtype | None = None
 
 
 class Gradients:
@@ -124,6 +129,7 @@ class Gradients:
             options.cap,
             sparse=options.sparse,
             apart=options.delayed,
+            reduce_dtype=options.reduce_dtype,
         )
 
     def _move(self, places: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
@@ -210,16 +216,27 @@ class Gradients:
                     self.take(index)
 
     def add_up(self, bucket: Bucket) -> None:
-        """Bring into ``bucket`` the sums of the copies' gradients, added in the order of the copies."""
+        """Bring into ``bucket`` the sums of the copies' gradients, added in the order of the copies.
+
+        Those of the further copies are None then; their memory can serve the next ones.
+        """
+        terms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self._copies]
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            present = self.present(index)
+            if not present:
+                view.zero_()
+            for (into, out), gradient in zip(terms, present, strict=False):
+                if gradient.layout is not torch.strided:
+                    gradient = gradient.to_dense()
+                if gradient.data_ptr() != self.addresses[index]:
+                    into.append(view)
+                    out.append(gradient.detach().to(view.device))
+            for copy in self._copies[1:]:
+                copy[index].grad = None
         with torch.no_grad():
-            for index, view in zip(bucket.members, bucket.views, strict=True):
-                present = self.present(index)
-                if not present:
-                    view.zero_()
-                elif present[0].data_ptr() != self.addresses[index]:
-                    view.copy_(present[0])
-                for gradient in present[1:]:
-                    view.add_(gradient.to(view.device))
+            for number, (into, out) in enumerate(terms):
+                if into:
+                    (torch._foreach_add_ if number else torch._foreach_copy_)(into, out)
 
     def present(self, index: int) -> list[torch.Tensor]:
         """The gradients of one parameter in all copies that have one."""
@@ -240,9 +257,6 @@ class Gradients:
             for index, parameter in enumerate(self._parameters):
                 if used[index] and index not in self._options.sparse:
                     parameter.grad = self._own(index)
-        for copy in self._copies[1:]:
-            for parameter in copy:
-                parameter.grad = None
 
     def _copy_out(self, used: Sequence[bool]) -> None:
         into: list[torch.Tensor] = []
@@ -260,4 +274,29 @@ class Gradients:
 
     def deliver_sparse(self, index: int, gradient: torch.Tensor) -> None:
         """The same for one sparse gradient."""
-        self._parameters[index].grad = gradient
+        parameter = self._parameters[index]
+        parameter.grad = gradient.to(parameter.dtype)
+
+    # -- of the copies ---------------------------------------------------------------------------
+
+    def fold(self) -> None:
+        """Add the gradients of the other copies to those of the first."""
+        with torch.no_grad():
+            for copy in self._copies[1:]:
+                for parameter, other in zip(self._parameters, copy, strict=True):
+                    if other.grad is None:
+                        continue
+                    own = other.grad.to(parameter.device, parameter.dtype)
+                    if parameter.grad is None:
+                        parameter.grad = own
+                    elif parameter.grad.is_sparse:
+                        parameter.grad = own + parameter.grad
+                    else:
+                        parameter.grad.add_(own)
+                    other.grad = None
+
+    def drop_copies(self) -> None:
+        """Forget the gradients of the other copies."""
+        for copy in self._copies[1:]:
+            for parameter in copy:
+                parameter.grad = None

@@ -19,19 +19,18 @@ pytorch#17757.)
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import UsageError
 from ..future import Future
 from ..group import ProcessGroup
 from ..spec import AVG, MAX
+from .arrivals import UNEXPECTED, OutputHook, output_hook, quiet_hook, watch_gradients
 from .buckets import Bucket, Readiness
 from .gradients import Gradients, ReducerOptions
 from .hooks.bucket import CommHook, GradBucket
@@ -41,10 +40,6 @@ from .sparse import SparseReduction
 from .usage import Graph, outputs_with_graph, reachable
 from .verdict import Flags, Tail
 
-OutputHook = Callable[[torch.Tensor], None]
-
-_IGNORED, _ARRIVED, _ATTEND, _UNEXPECTED = range(4)  # what Readiness.mark returns
-
 
 @dataclass(slots=True)
 class _Pass:
@@ -53,6 +48,7 @@ class _Pass:
     Attributes:
         forwards: forward passes since the last reduction.
         entered: the graphs that backward went into.
+        copies: how many copies of the model took part in them.
         reaches: what was reachable on any rank, one for each forward pass.
         scale: what averages are multiplied with, because fewer ranks than all gave gradients.
         lead: a rank that gave gradients, the same on all ranks.
@@ -63,6 +59,7 @@ class _Pass:
 
     forwards: int = 0
     entered: list[Graph] = field(default_factory=list)
+    copies: int = 0
     reaches: list[Future[torch.Tensor]] = field(default_factory=list)
     scale: float = 1.0
     lead: int = 0
@@ -78,7 +75,7 @@ class Reducer:
         names: what error messages call the parameters.
         copies: for every copy of the model in this process the parameters that require gradients, in the same
             order on every rank and in every copy.  Gradients of the copies are added up into those of the
-            first.
+            first.  In a pass some copies may have none.
         options: equal on all ranks.
 
     Attributes:
@@ -106,8 +103,14 @@ class Reducer:
         self._index_of = {
             id(parameter): index for copy in self._copies for index, parameter in enumerate(copy)
         }
+        self._several = len(self._copies) > 1
+        trained = self._copies[1:] if options.masters else self._copies
+        #: How many copies have gradients if all take part.
+        self._width = len(trained)
         #: How often each gradient arrives in a pass.
-        self._expected = [len(self._copies)] * count
+        self._expected = [self._width] * count
+        #: The backward pass without reduction, by autograd's number, after which copies are to be added up.
+        self._local_pass: int | None = None
         #: Which parameters have a gradient on any rank, where passes do not differ in that.
         self._used = [True] * count
         self._flags = Flags(group, count)
@@ -123,15 +126,7 @@ class Reducer:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.passes = 0
         self.after_pass: list[Callable[[], None]] = []
-        lock = threading.Lock() if len(self._copies) > 1 else None
-        handles = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _copy_hook(self, index, lock) if lock else _gradient_hook(self, index)
-            )
-            for copy in self._copies
-            for index, parameter in enumerate(copy)
-        ]
-        weakref.finalize(self, _remove, handles)
+        watch_gradients(self, trained)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -165,23 +160,36 @@ class Reducer:
         Raises:
             UnusedParameterError: the pass was complete on some ranks, which wait for this one's gradients.
         """
+        if self._local_pass is not None:
+            self._local_pass = None
+            self._gradients.drop_copies()
         if self._readiness.opened:
             self._finish(interrupted=True)
 
-    def expect(self, output: Any, *, counts: bool = True, lead: int = 0, scale: float = 1.0) -> None:
+    def expect(
+        self,
+        output: Any,
+        *,
+        counts: bool = True,
+        lead: int = 0,
+        scale: float = 1.0,
+        copies: int | None = None,
+    ) -> None:
         """Reduce the backward pass that comes through ``output``.
 
         Args:
             counts: every rank runs this forward pass.
             lead: a rank that runs it, the same on all ranks.
             scale: multiply the averages with it.
+            copies: how many copies of the model took part, if not all.
         """
         now = self._pass
         now.forwards += counts
         now.lead = lead
+        now.copies = max(now.copies, copies or self._width)
         now.scale = scale
         self._readiness.arm()
-        graph = self._follow(output, _output_hook)
+        graph = self._follow(output, output_hook)
         if self._options.skip_unused:
             self._tell_reach(graph.reached)
 
@@ -189,7 +197,7 @@ class Reducer:
         """Do not reduce the backward pass that comes through ``output`` alone."""
         self._readiness.disarm()
         if self._tolerant:
-            self._follow(output, _quiet_hook)  # it may come together with one that is reduced
+            self._follow(output, quiet_hook)  # it may come together with one that is reduced
 
     def _follow(self, output: Any, hook: Callable[[Reducer, Graph], OutputHook]) -> Graph:
         """Put a hook on the tensors of ``output``; it keeps what is known of their graph while they live."""
@@ -214,6 +222,7 @@ class Reducer:
         self._pass.scale = scale
         if self._options.skip_unused:
             self._tell_reach(())
+        self._gradients.drop_copies()
         for parameter in self._parameters:
             parameter.grad = None
         self._readiness.open()
@@ -257,12 +266,23 @@ class Reducer:
 
     def _attend(self, index: int, mark: int) -> None:
         """Something is to do after the gradient of parameter ``index`` arrived."""
-        if mark == _UNEXPECTED:
+        if mark == UNEXPECTED:
             raise UsageError(self._unexpected(index))
         self._queue_finish()  # if the pass came through no output that we know
         if self._readiness.arrived == 1:
             self._begin()
         self._launch(self._readiness.ready)
+
+    def _fold_later(self) -> None:
+        """A pass that is not reduced must leave its gradients where the optimiser looks for them."""
+        current = torch._C._current_graph_task_id()
+        if self._local_pass != current:
+            self._local_pass = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._fold)
+
+    def _fold(self) -> None:
+        self._local_pass = None
+        self._gradients.fold()
 
     def _unexpected(self, index: int) -> str:
         where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
@@ -297,8 +317,9 @@ class Reducer:
         if bucket.sparse:
             (index,) = bucket.members
             own = self._gradients.present(index)
-            return SparseReduction(self._group, own, self._parameters[index], self._options.sparse[index])
-        if len(self._copies) > 1:
+            like = self._parameters[index]
+            return SparseReduction(self._group, own, like, self._options.sparse[index], bucket.flat.dtype)
+        if self._several:
             self._gradients.add_up(bucket)
         elif self._pass.gaps:
             self._gradients.fill_gaps(bucket, self._readiness.counts())
@@ -350,6 +371,7 @@ class Reducer:
                 fn()
         finally:
             self._graphs.difference_update(self._pass.entered)
+            self._gradients.drop_copies()
             self._pass = _Pass()
             self._readiness.close()
 
@@ -371,7 +393,8 @@ class Reducer:
         trouble = interrupted
         if self._learning or self._readiness.ready < len(self._gradients.set.buckets):
             now.gaps = True
-            trouble = interrupted or not (shadow or self._learning or self._tolerant)
+            lacking = not (shadow or self._learning or self._tolerant) and bool(self._missing())
+            trouble = interrupted or lacking
             if trouble and not separate:
                 Tail(self._gradients.set.tail).say(True, extra)
         if now.gaps:
@@ -379,9 +402,9 @@ class Reducer:
             self._gradients.detach([index for index in now.attached if counts[index] == 0])
         self._launch(len(self._gradients.set.buckets))
         if separate:
-            self._flags.say(
-                trouble, extra, [bool(self._gradients.present(i)) for i in range(len(self._parameters))]
-            )
+            counts = self._readiness.counts()
+            used = [counts[i] > 0 or bool(self._gradients.present(i)) for i in range(len(counts))]
+            self._flags.say(trouble, extra, used)
         for sent in now.sent:
             if isinstance(sent, SparseReduction):
                 sent.start()
@@ -394,13 +417,21 @@ class Reducer:
             return self._flags.hear()
         return Tail(self._gradients.set.tail).well(), self._used
 
+    def _missing(self) -> list[int]:
+        """Parameters whose gradients did not come."""
+        missing = self._readiness.missing()
+        if self._width > 1:  # a small batch occupies some of the copies, the others have nothing to add
+            counts = self._readiness.counts()
+            missing = [index for index in missing if counts[index] == 0]
+        return missing
+
     def _explain(self, interrupted: bool) -> None:
         extra = max(self._pass.forwards - 1, 0)
         named = [
             repr(name) + ("" if parameter.requires_grad else " (frozen after wrapping)")
             for name, parameter in zip(self._names, self._parameters, strict=True)
         ]
-        explain(self._group, named, self._readiness.missing(), interrupted, extra)
+        explain(self._group, named, self._missing(), interrupted, extra)
 
     def _deliver(self, used: Sequence[bool]) -> None:
         now = self._pass
@@ -417,7 +448,8 @@ class Reducer:
         self._order_is_known = True
         if self._learning:
             self._learning = False
-            self._expected = self._readiness.counts()
+            part = self._pass.copies or self._width
+            self._expected = [-(-count * self._width // part) for count in self._readiness.counts()]
             self._used = used
         count = len(self._parameters)
         order = self._readiness.arrival()
@@ -428,60 +460,3 @@ class Reducer:
         self._gradients.arrange(chosen.tolist(), self._expected)
         self._given = {}
         self._readiness.rebuild(self._gradients.set.members(), self._expected)
-
-
-# Hooks do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
-
-
-def _output_hook(reducer: Reducer, graph: Graph) -> OutputHook:
-    owner = weakref.ref(reducer)
-
-    def pass_begins(_: torch.Tensor) -> None:
-        if (alive := owner()) is not None:
-            alive._enter(graph)
-
-    return pass_begins
-
-
-def _quiet_hook(_: Reducer, graph: Graph) -> OutputHook:
-    def nothing_begins(_: torch.Tensor, graph: Graph = graph) -> None:
-        pass
-
-    return nothing_begins
-
-
-def _gradient_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
-    mark = reducer._readiness.mark
-    views = reducer._gradients.views
-    addresses = reducer._gradients.addresses
-    owner = weakref.ref(reducer)
-
-    def gradient_is_ready(parameter: torch.Tensor) -> None:
-        result = mark(index)
-        if result and (alive := owner()) is not None:
-            gradient = parameter.grad
-            if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
-                alive._gradients.take(index)
-            if result != _ARRIVED:
-                alive._attend(index, result)
-
-    return gradient_is_ready
-
-
-def _copy_hook(reducer: Reducer, index: int, lock: threading.Lock) -> Callable[[torch.Tensor], None]:
-    """For one of several copies, whose backward may run in different threads."""
-    mark = reducer._readiness.mark
-    owner = weakref.ref(reducer)
-
-    def gradient_is_ready(_: torch.Tensor) -> None:
-        with lock:
-            result = mark(index)
-            if result > _ARRIVED and (alive := owner()) is not None:
-                alive._attend(index, result)
-
-    return gradient_is_ready
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -22,17 +22,23 @@ class SparseReduction:
     Args:
         gradients: this rank's, to be added up: none if the parameter was not used here.
         like: the parameter.
+        dtype: what to reduce in.
     """
 
     def __init__(
-        self, group: ProcessGroup, gradients: Sequence[torch.Tensor], like: torch.Tensor, sparse_dim: int
+        self,
+        group: ProcessGroup,
+        gradients: Sequence[torch.Tensor],
+        like: torch.Tensor,
+        sparse_dim: int,
+        dtype: torch.dtype,
     ) -> None:
         self._group = group
         self._like = like
         if gradients:
             total = torch.sparse_coo_tensor(
-                torch.cat([gradient._indices() for gradient in gradients], 1),
-                torch.cat([gradient._values() for gradient in gradients]).detach(),
+                torch.cat([gradient._indices().to(like.device) for gradient in gradients], 1),
+                torch.cat([gradient._values().to(like.device, dtype) for gradient in gradients]).detach(),
                 like.shape,
                 check_invariants=False,
             ).coalesce()
@@ -40,7 +46,7 @@ class SparseReduction:
             self._values = total.values()
         else:
             self._indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=like.device)
-            self._values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
+            self._values = torch.empty(0, *like.shape[sparse_dim:], dtype=dtype, device=like.device)
         own = torch.tensor([len(self._values)], device=like.device)
         counts = torch.empty(group.size, dtype=own.dtype, device=like.device)
         self._counts: Future[torch.Tensor] = group.all_gather_single(counts, own)

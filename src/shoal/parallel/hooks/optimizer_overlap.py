@@ -112,7 +112,7 @@ def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[N
     parameters = bucket.parameters()
     before = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.dtype)  # another one with mixed precision
     try:
         yield
     finally:

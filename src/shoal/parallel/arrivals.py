@@ -1,0 +1,101 @@
+"""The hooks through which autograd tells the reducer that a pass begins and that gradients have come.
+
+They do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from .usage import Graph
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+OutputHook = Callable[[torch.Tensor], None]
+
+IGNORED, ARRIVED, ATTEND, UNEXPECTED = range(4)  # what Readiness.mark returns
+
+
+def output_hook(reducer: Reducer, graph: Graph) -> OutputHook:
+    """For an output of a forward pass whose backward pass is to be reduced."""
+    owner = weakref.ref(reducer)
+
+    def pass_begins(_: torch.Tensor) -> None:
+        if (alive := owner()) is not None:
+            alive._enter(graph)
+
+    return pass_begins
+
+
+def quiet_hook(_: Reducer, graph: Graph) -> OutputHook:
+    """For the others: keeps ``graph`` alive as long as the output lives."""
+
+    def nothing_begins(_: torch.Tensor, graph: Graph = graph) -> None:
+        pass
+
+    return nothing_begins
+
+
+def watch_gradients(reducer: Reducer, copies: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Tell ``reducer`` of every gradient of ``copies``, those that autograd gives gradients to."""
+    lock = threading.Lock()
+    handles = [
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            _copy_hook(reducer, index, lock, parameter is not reducer._parameters[index])
+            if reducer._several
+            else _only_hook(reducer, index)
+        )
+        for copy in copies
+        for index, parameter in enumerate(copy)
+    ]
+    weakref.finalize(reducer, _remove, handles)
+
+
+def _only_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
+    mark = reducer._readiness.mark
+    views = reducer._gradients.views
+    addresses = reducer._gradients.addresses
+    owner = weakref.ref(reducer)
+
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        result = mark(index)
+        if result and (alive := owner()) is not None:
+            gradient = parameter.grad
+            if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
+                alive._gradients.take(index)
+            if result != ARRIVED:
+                alive._attend(index, result)
+
+    return gradient_is_ready
+
+
+def _copy_hook(
+    reducer: Reducer, index: int, lock: threading.Lock, further: bool
+) -> Callable[[torch.Tensor], None]:
+    """For one of several copies, whose backward may run in different threads; ``further``: not the first."""
+    mark = reducer._readiness.mark
+    owner = weakref.ref(reducer)
+
+    def gradient_is_ready(_: torch.Tensor) -> None:
+        with lock:
+            result = mark(index)
+            if result == ARRIVED or (alive := owner()) is None:
+                return
+            if result != IGNORED:
+                alive._attend(index, result)
+            elif further:
+                alive._fold_later()
+
+    return gradient_is_ready
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
