@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .parallel import Join as Join
     from .parallel import Joinable as Joinable
     from .parallel import JoinHook as JoinHook
+    from .parallel import MixedPrecision as MixedPrecision
     from .parallel import PeriodicModelAverager as PeriodicModelAverager
     from .parallel import PostLocalSGDOptimizer as PostLocalSGDOptimizer
     from .parallel import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
@@ -121,6 +122,7 @@ _PUBLIC = {
         "Join",
         "JoinHook",
         "Joinable",
+        "MixedPrecision",
         "PeriodicModelAverager",
         "PostLocalSGDOptimizer",
         "ZeroRedundancyOptimizer",

@@ -139,3 +139,18 @@ def alone(*data: Batch, factor: float = 1.0) -> list[torch.Tensor]:
 
 def assert_gradients(model: nn.Module, expected: Sequence[torch.Tensor]) -> None:
     torch.testing.assert_close(gradients(model), list(expected), rtol=1e-9, atol=1e-12)
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """The gradients of both are close, and missing for the same parameters."""
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def assert_all_equal(models: Sequence[nn.Module]) -> None:
+    """The parameters have the same bits."""
+    for model in models[1:]:
+        for a, b in zip(model.parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(a, b)

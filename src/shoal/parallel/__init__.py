@@ -4,6 +4,7 @@ from .averaging import HierarchicalModelAverager, PeriodicModelAverager
 from .ddp import DistributedDataParallel
 from .join import Join, Joinable, JoinHook
 from .local_sgd_optimizer import PostLocalSGDOptimizer
+from .mixed import MixedPrecision
 from .zero import ZeroRedundancyOptimizer
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Join",
     "JoinHook",
     "Joinable",
+    "MixedPrecision",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "ZeroRedundancyOptimizer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,16 +13,20 @@ from torch._compile import _disable_dynamo
 
 from ..errors import UsageError
 from ..group import ProcessGroup
+from .buckets import reduced_dtype
 from .buffers import BufferSync
+from .copies import Copies, Device, pick_devices
 from .gradients import ReducerOptions
 from .hooks.bucket import CommHook
 from .hooks.calling import check_hook
 from .hooks.optimizer_overlap import hook_then_optimizers_in_backward, take_over_optimizers_in_backward
 from .hooks.plain import allreduce_hook
 from .join import Join, Joinable, JoinHook
+from .mixed import LowPrecision, MixedPrecision
 from .model_check import ModelWatch, check_same_model, check_trainable
 from .parcel import broadcast_all
 from .reducer import Reducer
+from .split import move
 from .uneven import Intent, Roll, Shadow, call_roll
 
 
@@ -50,6 +54,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: the model.  Its parameters must not be replaced after wrapping.
+        device_ids: devices (numbers are the accelerator's).  One: inputs are moved there, where the module
+            must be.  Several: the module, which must be on the first, is copied to the others (the same one
+            may be named again), and every forward pass splits its inputs among the copies.
+        output_device: where several copies' outputs are joined; the first of ``device_ids`` unless given.
+        dim: the dimension along which several copies' inputs are split and their outputs joined.
         group: the ranks to train on.
         broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.
         init_sync: give all ranks rank 0's parameters and buffers now, and check that they hold the same
@@ -64,6 +73,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         delay_all_reduce_named_params: names and parameters whose reduction waits until the gradient of
             ``param_to_hook_all_reduce`` is there.
         param_to_hook_all_reduce: a parameter that is not among those.
+        mixed_precision: run forward, backward or the reduction in a lower precision; parameters and their
+            gradients keep their own.
         skip_all_reduce_unused_params: with ``find_unused_parameters``: do not send buckets of which no rank
             uses a parameter; costs one small message a forward pass.
 
@@ -87,6 +98,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __init__(
         self,
         module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
         *,
         group: ProcessGroup,
         broadcast_buffers: bool = True,
@@ -97,6 +111,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
         skip_all_reduce_unused_params: bool = False,
     ) -> None:
         nn.Module.__init__(self)
@@ -108,17 +123,20 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "skip_all_reduce_unused_params needs find_unused_parameters=True, and no static_graph"
             )
         check_trainable(module)
+        devices, output_on = pick_devices(module, device_ids, output_device)
         if init_sync:
             check_same_model(
                 group,
                 module,
                 {
+                    "dim": dim,
                     "broadcast_buffers": broadcast_buffers,
                     "bucket_cap_mb": bucket_cap_mb,
                     "find_unused_parameters": find_unused_parameters,
                     "gradient_as_bucket_view": gradient_as_bucket_view,
                     "static_graph": static_graph,
                     "delay_all_reduce_named_params": [n for n, _ in delay_all_reduce_named_params or ()],
+                    "mixed_precision": mixed_precision,
                     "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                 },
             )
@@ -127,19 +145,35 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.group = group
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         delayed, after = _delayed(named, delay_all_reduce_named_params or (), param_to_hook_all_reduce)
+        precision = mixed_precision or MixedPrecision()
+        self._precision = LowPrecision(module, precision) if precision.casts else None
+        self._inputs_to = devices[0] if len(devices) == 1 else None
+        self._copies: Copies | None = None
+        if output_on is not None and len(devices) > 1:
+            self._copies = Copies(
+                module,
+                devices,
+                output_on,
+                dim,
+                param_dtype=precision.param_dtype,
+                buffer_dtype=precision.buffer_dtype,
+            )
+        reduce_dtype = precision.reduce_dtype or precision.param_dtype
         options = ReducerOptions(
             cap=max(1, int(bucket_cap_mb * 2**20)),
             find_unused=find_unused_parameters,
             static_graph=static_graph,
-            as_views=gradient_as_bucket_view,
+            as_views=gradient_as_bucket_view
+            and all(reduced_dtype(parameter, reduce_dtype) == parameter.dtype for _, parameter in named),
             skip_unused=skip_all_reduce_unused_params,
             sparse=_sparse(module, named),
             delayed=delayed,
             after=after,
+            masters=self._precision is not None,
+            reduce_dtype=reduce_dtype,
         )
-        self._reducer: Reducer | None = Reducer(
-            group, [name for name, _ in named], [[parameter for _, parameter in named]], options
-        )
+        names = [name for name, _ in named]
+        self._reducer: Reducer | None = Reducer(group, names, self._all_copies(names), options)
         if carrying := take_over_optimizers_in_backward(parameter for _, parameter in named):
             self._reducer.set_hook(None, hook_then_optimizers_in_backward(allreduce_hook))
             self._reducer.after_pass.append(partial(_forget_gradients, carrying))
@@ -152,9 +186,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What ``module`` returns.  With gradients enabled, the backward pass through it will be reduced."""
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            return self._run(args, kwargs)
         inside = self._before()
-        output = self.module(*args, **kwargs)
+        output = self._run(args, kwargs)
         if not inside:
             self._after(output)
         return output
@@ -164,7 +198,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _before(self) -> bool:
         """Whether the forward pass that comes is part of a backward pass (checkpointing repeats it there)."""
         reducer = self._active_reducer()
-        if reducer.in_backward():
+        if reducer.in_backward() or (self._precision is not None and self._precision.in_backward):
             return True
         reducer.settle()
         self._watch.check()
@@ -181,9 +215,33 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _after(self, output: Any) -> None:
         lead, scale = self._share
         if self._synchronised:
-            self._active_reducer().expect(output, counts=self.training, lead=lead, scale=scale)
+            ran = self._copies.ran if self._copies is not None else None
+            self._active_reducer().expect(output, counts=self.training, lead=lead, scale=scale, copies=ran)
         else:
             self._active_reducer().ignore(output)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Forward on the right devices, in the right precision."""
+        if self._inputs_to is not None:
+            args, kwargs = move((args, kwargs), self._inputs_to)
+        if self._precision is None and self._copies is None:
+            return self.module(*args, **kwargs)
+        return self._run_otherwise(args, kwargs)
+
+    @_disable_dynamo
+    def _run_otherwise(self, args: Any, kwargs: Any) -> Any:
+        """Forward in several copies, in lower precision, or both."""
+        precision, copies = self._precision, self._copies
+        step = self._reducer.passes if self._reducer is not None else 0
+        first: Callable[..., Any] = self.module
+        if precision is not None:
+            precision.refresh(step)
+            args, kwargs = precision.cast_inputs((args, kwargs))
+            first = precision.run
+        output = first(*args, **kwargs) if copies is None else copies(first, args, kwargs, step)
+        if precision is not None and torch.is_grad_enabled():
+            precision.watch(output)
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -278,6 +336,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _all_copies(self, names: Sequence[str]) -> list[list[torch.Tensor]]:
+        """The trained parameters, and their counterparts in all copies."""
+        modules = self._copies.modules if self._copies is not None else (self.module,)
+        copies: list[list[torch.Tensor]] = []
+        for module in modules:
+            by_name = dict(module.named_parameters())
+            copies.append([by_name[name] for name in names])
+        if self._precision is not None:
+            copies.insert(1, self._precision.counterparts(copies[0]))
+        return copies
+
     def _refresh_buffers(self, root: int) -> None:
         if self._buffers_in_step is not None:
             self._buffers_in_step.refresh(self._active_reducer().passes, root)
@@ -293,7 +362,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         del state["group"]
-        return state | {"_reducer": None, "_buffers_in_step": None, "_watch": None}
+        inactive = ("_reducer", "_buffers_in_step", "_watch", "_copies", "_precision", "_inputs_to")
+        return state | dict.fromkeys(inactive)
 
 
 def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
