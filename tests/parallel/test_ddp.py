@@ -258,6 +258,10 @@ def _add(module: nn.Module) -> None:
     module[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
+def _add_layer(module: nn.Module) -> None:
+    module.append(nn.Linear(2, 2))
+
+
 def _widen(module: nn.Module) -> None:
     module[2].double()
 
@@ -269,6 +273,7 @@ def _widen(module: nn.Module) -> None:
         (_replace, r"'2\.weight' was replaced"),
         (_remove, r"'2\.bias' was taken out of the module"),
         (_add, r"'2\.scale' was added"),
+        (_add_layer, r"'3\.weight' was added"),
         (_widen, r"'2\.weight' was torch\.float32 when it was wrapped and is torch\.float64 now"),
     ],
 )
@@ -284,6 +289,17 @@ def test_a_model_that_changed_after_wrapping_is_named(
         where = f"on rank {group.rank} changed after it was wrapped .*: parameter "
         with pytest.raises(UsageError, match=f"{where}{message}; wrap the module again"):
             model(torch.ones(1, 4))
+
+    on_ranks(2, rank)
+
+
+def test_other_changes_of_the_model_are_no_matter() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        model = shoal.DistributedDataParallel(module, group=group)
+        for layer in (nn.ReLU(), nn.Sigmoid()):
+            module[1] = layer
+            model(torch.ones(1, 4)).sum().backward()
 
     on_ranks(2, rank)
 
