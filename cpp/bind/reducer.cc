@@ -1,18 +1,21 @@
-// The gradient reducer's decisions for Python: lists of integers in and out, no tensors.
+// The gradient reducer for Python: its decisions (lists of integers in and out), and the hook of a gradient.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/tensors.h"
 #include "reducer/assignment.h"
 #include "reducer/readiness.h"
 
 namespace nb = nanobind;
+using shoal::reducer::Mark;
 using shoal::reducer::Readiness;
 
 namespace {
@@ -33,6 +36,64 @@ std::vector<Assigned> assign_buckets(const std::vector<std::uint64_t>& bytes,
   return result;
 }
 
+nb::handle grad() {
+  static PyObject* const name = PyUnicode_InternFromString("grad");
+  return name;
+}
+
+// Where the gradients of a model belong.  The tensors are Python's, and its lists may change.
+struct Places {
+  nb::list views;      // by parameter: what its `grad` is when the gradient is in its bucket
+  nb::list addresses;  // where these lie, because what a view refers to can be changed
+
+  nb::handle view(std::size_t index) const { return views[index]; }
+  bool whole(std::size_t index, nb::handle gradient) const {
+    return shoal::address_of(gradient.ptr()) == nb::cast<std::uint64_t>(addresses[index]);
+  }
+  bool hold(std::size_t index, nb::handle gradient) const {
+    return gradient.is(view(index)) && whole(index, gradient);
+  }
+};
+
+constexpr std::uint64_t kLong = 1 << 17;  // bytes that take so long to copy that others should run meanwhile
+
+// Copies a gradient that autograd put elsewhere to its place, and makes it the view of that; false where it
+// takes more than copying bytes.
+bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t index, nb::handle parameter,
+           nb::handle gradient) {
+  const auto from = shoal::plain_tensor(gradient.ptr());
+  if (!from || from->dtype != like.dtype || from->count != like.count) return false;
+  nb::handle view = places.view(index);
+  const std::uint64_t address = shoal::address_of(view.ptr());
+  if (address != nb::cast<std::uint64_t>(places.addresses[index])) return false;
+  auto* to = reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
+  if (from->span.bytes < kLong) {
+    std::memcpy(to, from->span.data, from->span.bytes);
+  } else {
+    nb::gil_scoped_release release;
+    std::memcpy(to, from->span.data, from->span.bytes);
+  }
+  parameter.attr(grad()) = view;
+  return true;
+}
+
+// What autograd calls with a parameter whose gradient has arrived.  Python is asked only if the gradient is
+// not in its bucket, or if there is something to do.
+nb::object gradient_hook(nb::object readiness, std::uint32_t index, Places places, bool as_view,
+                         nb::callable attend) {
+  auto* marks = nb::cast<Readiness*>(readiness);
+  std::optional<shoal::PlainTensor> like;
+  if (as_view) like = shoal::plain_tensor(places.view(index).ptr());
+  return nb::cpp_function([readiness, marks, index, places, like, attend](nb::handle parameter) {
+    const Mark mark = marks->mark(index);
+    if (mark == Mark::kIgnored) return;
+    const nb::object gradient = parameter.attr(grad());
+    const bool taken =
+        places.hold(index, gradient) || (like && bring(places, *like, index, parameter, gradient));
+    if (!taken || mark != Mark::kArrived) attend(index, static_cast<int>(mark), taken);
+  });
+}
+
 }  // namespace
 
 void bind_reducer(nb::module_& m) {
@@ -40,6 +101,18 @@ void bind_reducer(nb::module_& m) {
   m.def("assign_buckets", &assign_buckets, nb::arg("bytes"), nb::arg("kinds"), nb::arg("order"),
         nb::arg("first_cap"), nb::arg("cap"),
         "Buckets as (members, offsets in bytes, bytes), in the order in which they are expected to fill.");
+  m.def(
+      "gradient_hook",
+      [](nb::object readiness, std::uint32_t parameter, nb::list views, nb::list addresses, bool as_view,
+         nb::callable attend) {
+        return gradient_hook(std::move(readiness), parameter, {std::move(views), std::move(addresses)},
+                             as_view, std::move(attend));
+      },
+      nb::arg("readiness"), nb::arg("parameter"), nb::arg("views"), nb::arg("addresses"), nb::arg("as_view"),
+      nb::arg("attend"),
+      "A hook that marks a gradient.  It calls `attend(parameter, mark, taken)` unless there is nothing to "
+      "do;\n"
+      "`taken`: the gradient is the view of its place.");
   nb::class_<Readiness>(m, "Readiness", "Which gradients have arrived, and which buckets may be sent.")
       .def(
           "__init__",

@@ -1,5 +1,7 @@
 #include "bind/tensors.h"
 
+#include <nanobind/nanobind.h>
+
 namespace shoal {
 namespace {
 
@@ -92,6 +94,19 @@ std::optional<PlainTensor> plain_tensor(PyObject* object) {
                      count,
                      *dtype,
                      {x.shape, static_cast<std::size_t>(x.dims)}};
+}
+
+std::uint64_t address_of(PyObject* object) {
+  DLTensor x;
+  if (api != nullptr && Py_TYPE(object) == tensor_type) {
+    if (api->tensor_from_object(object, &x) == 0)
+      return reinterpret_cast<std::uintptr_t>(x.data) + x.byte_offset;
+    PyErr_Clear();
+  }
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  const auto address = nanobind::steal(PyObject_CallMethodNoArgs(object, data_ptr));
+  if (!address.is_valid()) throw nanobind::python_error();
+  return PyLong_AsUnsignedLongLong(address.ptr());
 }
 
 void learn_tensors(PyObject* tensor_class) {

@@ -22,6 +22,9 @@ struct PlainTensor {
 // `learn_tensors` was told; nullopt for everything else, and where torch has no such table (before 2.10).
 std::optional<PlainTensor> plain_tensor(PyObject* object);
 
+// Where the memory of a tensor begins, as `data_ptr()` says.  Raises nb::python_error where there is none.
+std::uint64_t address_of(PyObject* object);
+
 // The class torch.Tensor: takes the function table that torch publishes on it (DLPack 1.2,
 // `__dlpack_c_exchange_api__`).  The table is torch's and lives as long as the process, and so is what is
 // kept here.

@@ -1,6 +1,6 @@
 """The native module, as far as Python uses it; the classes are described in ``cpp/``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,14 @@ BUCKET_ALIGNMENT: int
 def assign_buckets(
     bytes: Sequence[int], kinds: Sequence[int], order: Sequence[int], first_cap: int, cap: int
 ) -> list[tuple[list[int], list[int], int]]: ...
+def gradient_hook(
+    readiness: Readiness,
+    parameter: int,
+    views: list[Tensor],
+    addresses: list[int],
+    as_view: bool,
+    attend: Callable[[int, int, bool], None],
+) -> Callable[[Tensor], None]: ...
 
 class Readiness:
     def __init__(self, buckets: Sequence[Sequence[int]], expected: Sequence[int]) -> None: ...

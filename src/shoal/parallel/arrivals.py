@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .buckets import gradient_hook
 from .usage import Graph
 
 if TYPE_CHECKING:
@@ -46,34 +47,35 @@ def quiet_hook(_: Reducer, graph: Graph) -> OutputHook:
 def watch_gradients(reducer: Reducer, copies: Sequence[Sequence[torch.Tensor]]) -> None:
     """Tell ``reducer`` of every gradient of ``copies``, those that autograd gives gradients to."""
     lock = threading.Lock()
+    attend = _attention(reducer)
+    gradients = reducer._gradients
+
+    def hook(index: int, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        if reducer._several:
+            return _copy_hook(reducer, index, lock, parameter is not reducer._parameters[index])
+        as_view = reducer._options.as_views
+        return gradient_hook(reducer._readiness, index, gradients.views, gradients.addresses, as_view, attend)
+
     handles = [
-        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            _copy_hook(reducer, index, lock, parameter is not reducer._parameters[index])
-            if reducer._several
-            else _only_hook(reducer, index)
-        )
+        parameter.register_post_accumulate_grad_hook(hook(index, parameter))  # type: ignore[no-untyped-call]
         for copy in copies
         for index, parameter in enumerate(copy)
     ]
     weakref.finalize(reducer, _remove, handles)
 
 
-def _only_hook(reducer: Reducer, index: int) -> Callable[[torch.Tensor], None]:
-    mark = reducer._readiness.mark
-    views = reducer._gradients.views
-    addresses = reducer._gradients.addresses
+def _attention(reducer: Reducer) -> Callable[[int, int, bool], None]:
+    """What the hooks of the only copy call when there is something to do."""
     owner = weakref.ref(reducer)
 
-    def gradient_is_ready(parameter: torch.Tensor) -> None:
-        result = mark(index)
-        if result and (alive := owner()) is not None:
-            gradient = parameter.grad
-            if gradient is not views[index] or gradient.data_ptr() != addresses[index]:
+    def attend(index: int, mark: int, taken: bool) -> None:
+        if (alive := owner()) is not None:
+            if not taken:
                 alive._gradients.take(index)
-            if result != ARRIVED:
-                alive._attend(index, result)
+            if mark != ARRIVED:
+                alive._attend(index, mark)
 
-    return gradient_is_ready
+    return attend
 
 
 def _copy_hook(

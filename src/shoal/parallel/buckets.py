@@ -21,6 +21,9 @@ ALIGNMENT: int = _core.BUCKET_ALIGNMENT
 #: Which gradients of a pass have arrived, and which buckets may be sent (``cpp/reducer/readiness.h``).
 Readiness = _core.Readiness
 
+#: The hook of a gradient, which brings it into its bucket (``cpp/bind/reducer.cc``).
+gradient_hook = _core.gradient_hook
+
 #: The first bucket is small, so that communication starts soon after backward has.
 FIRST_BUCKET_BYTES = 2**20
 

@@ -1,9 +1,8 @@
 """Where gradients are: with their parameters, or in a bucket; and how they get from one to the other.
 
-Gradients come into their bucket in one of two ways.  When a pass begins, small gradients that are None become
-views of the bucket, which is zeroed, and autograd adds to them.  A large one is copied when it arrives, while
-it is in the cache still and its memory can serve the next one.  So nothing is left to copy when a bucket is
-sent.
+A gradient is copied into its bucket when it arrives, while it is in the cache still and its memory can serve
+the next one.  So nothing is left to copy when a bucket is sent.  The hook itself (``cpp/bind/reducer.cc``)
+does so where it takes no more than copying bytes; :meth:`Gradients.take` does in all other cases.
 """
 
 from __future__ import annotations
@@ -17,10 +16,6 @@ import torch
 from ..errors import UsageError
 from ..group import ProcessGroup
 from .buckets import Bucket, BucketSet, build_buckets
-
-#: Gradients below this many bytes are added up in their bucket, the others copied into it
-#: (``docs/performance.md``).
-SMALL_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +75,14 @@ class Gradients:
         self.set = BucketSet((), torch.empty(0), ())
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []
-        #: For each bucket the members that a pass begins with as views of zeros.
-        self._small: list[tuple[Bucket, list[int]]] = []
 
     # -- buckets ---------------------------------------------------------------------------------
 
-    def arrange(self, order: Iterable[int], expected: Sequence[int]) -> None:
+    def arrange(self, order: Iterable[int]) -> None:
         """Lay out the buckets, anew if need be; what is in them moves along.
 
         Args:
             order: the parameters in the order in which their gradients are expected.
-            expected: how often each arrives in a pass.
 
         Raises:
             OutOfSharedMemory: they do not fit.
@@ -105,14 +97,6 @@ class Gradients:
             self.addresses[:] = [place.data_ptr() for place in new.views]
             if before:
                 self._move(old.views, before)
-        self._small = [
-            (
-                bucket,
-                [i for i in bucket.members if expected[i] and self._parameters[i].nbytes < SMALL_BYTES],
-            )
-            for bucket in self.set.buckets
-            if not bucket.sparse
-        ]
 
     def _build(self, order: Iterable[int]) -> BucketSet:
         options = self._options
@@ -148,29 +132,6 @@ class Gradients:
         return view
 
     # -- into the buckets ------------------------------------------------------------------------
-
-    def attach(self) -> list[int]:
-        """Give small gradients that are None their place in the bucket, zeroed; returns which."""
-        if len(self._copies) > 1 or not self._options.as_views:
-            return []
-        parameters = self._parameters
-        places = self.set.views
-        attached: list[int] = []
-        for bucket, small in self._small:
-            fresh = [index for index in small if parameters[index].grad is None]
-            if len(fresh) == len(bucket.members):
-                bucket.body.zero_()
-            elif fresh:
-                torch._foreach_zero_([places[index] for index in fresh])
-            for index in fresh:
-                parameters[index].grad = self._own(index)
-            attached += fresh
-        return attached
-
-    def detach(self, indices: Iterable[int]) -> None:
-        """Make gradients None again that :meth:`attach` made views, because they did not come."""
-        for index in indices:
-            self._parameters[index].grad = None
 
     def take(self, index: int) -> None:
         """Bring a gradient into its bucket that autograd put elsewhere."""

@@ -52,7 +52,6 @@ class _Pass:
         reaches: what was reachable on any rank, one for each forward pass.
         scale: what averages are multiplied with, because fewer ranks than all gave gradients.
         lead: a rank that gave gradients, the same on all ranks.
-        attached: parameters whose gradient became a view of zeros when the pass began.
         gaps: some gradients may not come, so buckets are looked through before they are sent.
         sent: one for each bucket whose reduction was started; None for one that nobody needs.
     """
@@ -63,7 +62,6 @@ class _Pass:
     reaches: list[Future[torch.Tensor]] = field(default_factory=list)
     scale: float = 1.0
     lead: int = 0
-    attached: list[int] = field(default_factory=list)
     gaps: bool = False
     sent: list[Future[Any] | HookedReduction | SparseReduction | None] = field(default_factory=list)
 
@@ -115,7 +113,7 @@ class Reducer:
         self._used = [True] * count
         self._flags = Flags(group, count)
         self._gradients = Gradients(group, self._names, self._copies, options)
-        self._gradients.arrange(range(count - 1, -1, -1), self._expected)
+        self._gradients.arrange(range(count - 1, -1, -1))
         self._readiness = Readiness(self._gradients.set.members(), self._expected)
         if self._learning:
             self._readiness.learn()
@@ -243,7 +241,6 @@ class Reducer:
         if not self._readiness.opened:
             self._readiness.open()
             self._queue_finish()
-            self._pass.attached = self._gradients.attach()
 
     def _begin(self) -> None:
         """A pass has its first gradient: it is none that asks for the gradients of inputs only."""
@@ -352,8 +349,6 @@ class Reducer:
         self._finish_is_queued = False
         if self._readiness.arrived == 0 and not (interrupted or shadow):
             # Only the gradients of inputs were asked for; the pass that was expected may come yet.
-            self._gradients.detach(self._pass.attached)
-            self._pass.attached = []
             self._pass.entered = []
             self._readiness.close()
             return
@@ -397,9 +392,6 @@ class Reducer:
             trouble = interrupted or lacking
             if trouble and not separate:
                 Tail(self._gradients.set.tail).say(True, extra)
-        if now.gaps:
-            counts = self._readiness.counts()
-            self._gradients.detach([index for index in now.attached if counts[index] == 0])
         self._launch(len(self._gradients.set.buckets))
         if separate:
             counts = self._readiness.counts()
@@ -457,6 +449,6 @@ class Reducer:
         order += [index for index in range(count - 1, -1, -1) if index not in arrived]
         chosen = torch.tensor(order, dtype=torch.int64)
         self._group.broadcast(chosen, root=self._pass.lead).wait()
-        self._gradients.arrange(chosen.tolist(), self._expected)
+        self._gradients.arrange(chosen.tolist())
         self._given = {}
         self._readiness.rebuild(self._gradients.set.members(), self._expected)

@@ -1,0 +1,61 @@
+"""Gradients come into their buckets, whatever autograd made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from tests.parallel.models import on_ranks
+
+
+class Parts(nn.Module):
+    """Gradients of many kinds: contiguous, channels_last, expanded, of no elements, half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.matrix = nn.Parameter(torch.randn(5, 6).t())
+        self.vector = nn.Parameter(torch.randn(7))
+        self.large = nn.Parameter(torch.randn(300, 300))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.short = nn.Parameter(torch.randn(9).half())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (self.image, self.matrix, self.large, self.nothing, self.short)
+        return sum(((part.float() * x).sum() for part in parts), self.vector.sum() * x)
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_every_kind_of_gradient_is_averaged_in_its_place(as_views: bool) -> None:
+    def run(group: shoal.ProcessGroup) -> None:
+        inner = Parts()
+        model = shoal.DistributedDataParallel(inner, group=group, gradient_as_bucket_view=as_views)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.tensor(float(group.rank + 1))).backward()
+            for parameter in inner.parameters():
+                assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
+                assert parameter.grad.stride() == parameter.stride()
+
+    on_ranks(2, run)
+
+
+def test_gradients_stay_where_they_are_when_they_are_set_to_zero_in_place() -> None:
+    def run(group: shoal.ProcessGroup) -> None:
+        inner = Parts()
+        model = shoal.DistributedDataParallel(inner, group=group)
+        model(torch.tensor(1.0)).backward()  # after it, buckets are made anew
+        before = [parameter.grad for parameter in inner.parameters()]
+        places = [gradient.data_ptr() for gradient in before]
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            model(torch.tensor(float(group.rank + 1))).backward()
+            after = [parameter.grad for parameter in inner.parameters()]
+            assert all(a is b for a, b in zip(after, before, strict=True))
+            assert [gradient.data_ptr() for gradient in after] == places
+            assert all(bool((gradient == 1.5).all()) for gradient in after)
+
+    on_ranks(2, run)
