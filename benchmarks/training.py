@@ -3,7 +3,7 @@
     make training                                        # four models on 1, 2 and 4 ranks, 14 minutes
     make training ARGS="--models mlp --ranks 2"
     make training ARGS="--models mlp --ranks 2 --contenders alone shoal@1 shoal@8 shoal@25"
-    make training ARGS="--timeline out/timeline.png"     # a picture of one step, nothing else
+    make training ARGS="--timeline out/timeline.png --contenders shoal@5"    # a picture of one step
 
 A step is ``zero_grad()``, forward and backward, on one thread a rank.  The contenders live in the same
 processes and take turns in an order that is drawn anew in each round: ``alone`` (the model without DDP, on
@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from training_figures import Race, race
 from training_models import TASKS
-from training_tables import draw, markdown, show
+from training_tables import draw, label, markdown, show
 from training_timeline import draw as draw_timeline
 from training_timeline import median_step
 
@@ -103,8 +103,9 @@ def main() -> int:
     options = ["--keep"] if arguments.keep else []
     if arguments.timeline:
         task, ranks = arguments.models[0], 2 if arguments.ranks == [1, 2, 4] else arguments.ranks[0]
-        step = median_step(run(ranks, 0, "--task", task, "--timeline", *options))
-        title = f"one step of {TASKS[task].title} with shoal's DDP, {ranks} ranks on {description()}"
+        name = next((name for name in arguments.contenders if name.startswith("shoal")), "shoal")
+        step = median_step(run(ranks, 0, "--task", task, "--timeline", "--contenders", name, *options))
+        title = f"one step of {TASKS[task].title}: {label(name)}, {ranks} ranks on {description()}"
         draw_timeline(step, title, arguments.timeline)
         console.print(f"wrote {arguments.timeline}")
         return 0

@@ -158,7 +158,8 @@ def main() -> None:
     task = TASKS[arguments.task]
     with shoal.init() as group:
         if arguments.timeline:
-            found = record(lambda: contender("shoal", task, group, keep=arguments.keep), group)
+            (name,) = arguments.contenders
+            found = record(lambda: contender(name, task, group, keep=arguments.keep), group)
         else:
             place = f"file://{arguments.result.resolve()}.gloo"
             dist.init_process_group("gloo", init_method=place, rank=group.rank, world_size=group.size)
