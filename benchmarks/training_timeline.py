@@ -125,11 +125,12 @@ def draw(ranks: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         for when in one["gradients"]:
             axes.plot([(when - origin) * 1e-6] * 2, [low, low + 0.9], color="black", linewidth=0.8)
         for number, (submitted, complete, nbytes) in enumerate(one["reductions"]):
-            bar(axes, submitted, complete, low + 1.0, 0.7, "#d62728")
+            # In two rows, because a bucket may be submitted before the one before it is complete.
+            place = low + 0.95 + 0.4 * (number % 2)
+            bar(axes, submitted, complete, place, 0.35, "#d62728")
             axes.annotate(
-                f"{number}: {nbytes / 2**20:.1f} MiB, {(complete - submitted) * 1e-6:.2f} ms",
-                ((submitted - origin) * 1e-6, low + 1.75),
-                fontsize=7, ha="right" if number == len(one["reductions"]) - 1 else "center",
+                f"{number}: {nbytes / 2**20:.2g} MiB", ((complete - origin) * 1e-6, place + 0.17), (2, 0),
+                textcoords="offset points", fontsize=6, va="center",
             )  # fmt: skip
     axes.set_yticks(
         [2.6 * rank + 0.85 for rank in range(len(ranks))], [f"rank {i}" for i in range(len(ranks))]
@@ -140,7 +141,8 @@ def draw(ranks: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     colours = {
         "forward": "#1f77b4", "backward; lines: gradients": "#2ca02c",
-        "rest of backward(): waiting, and order": "#dddddd", "all-reduce of a bucket": "#d62728",
+        "rest of backward(): waiting": "#dddddd",
+        "all-reduce of a bucket, submitted to complete": "#d62728",
     }  # fmt: skip
     axes.legend(
         handles=[Patch(facecolor=colour, label=label) for label, colour in colours.items()],
