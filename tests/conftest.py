@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from shoal.backend.registry import register_backend, unregister_backend
 from tests.support.store_backend import StoreBackend
+
+# Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
+# threads, which is a setting of each thread: one test's setting would be another's rounding error.
+torch.set_num_threads(1)
 
 
 @pytest.fixture
