@@ -33,16 +33,31 @@ def test_a_forward_pass_without_backward_on_one_rank_is_named_on_all(
         assert "rank 0: 1\n  rank 1: 2\n  rank 2: 1\n" in message
 
 
-def test_passes_that_all_ranks_leave_out_or_run_twice_are_fine() -> None:
-    x = torch.ones(1, 6, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 6, 7])
+def test_passes_that_all_ranks_leave_out_or_run_twice_are_fine(size: int, dtype: torch.dtype) -> None:
+    x = torch.ones(1, 3, dtype=dtype)
 
     def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        for count in (1, 2, 3, 40):
+        model = shoal.DistributedDataParallel(nn.Linear(3, 2, dtype=dtype), group=group)
+        for count in (*range(1, 17), 40):
             outputs = [model(x) for _ in range(count)]
             outputs[-1].sum().backward()
 
-    on_ranks(2, rank)
+    on_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_one_pass_more_among_many_is_noticed(size: int) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(nn.Linear(3, 2), group=group)
+        x = torch.ones(1, 3)
+        for count in range(1, 15):
+            outputs = [model(x) for _ in range(count + (group.rank == 1))]
+            with pytest.raises(OutOfStep):
+                outputs[-1].sum().backward()
+
+    on_ranks(size, rank)
 
 
 def test_a_rank_may_run_forward_by_itself_to_evaluate() -> None:

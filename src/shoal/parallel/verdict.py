@@ -26,9 +26,9 @@ MOST_EXTRA = 15
 class Tail:
     """Elements of the last bucket: trouble, the extra forward passes, and their square.
 
-    The numbers of all ranks are equal exactly if the mean of the squares is the square of the mean.  All
-    ranks see the same bits and so decide alike; rounding of a half-precision bucket could at most hide a
-    difference.
+    The numbers of all ranks are equal exactly if the mean of the squares is the square of the mean, up to
+    rounding.  All ranks see the same bits and so decide alike; in a half-precision bucket rounding may hide a
+    small difference between large numbers.
     """
 
     def __init__(self, elements: torch.Tensor) -> None:
@@ -45,7 +45,8 @@ class Tail:
         if trouble == extra == square == 0:
             return True
         self._elements.zero_()
-        return bool(trouble == 0 and extra * extra == square)
+        rounding = 4 * torch.finfo(self._elements.dtype).eps * abs(square)
+        return bool(trouble == 0 and abs(extra * extra - square) <= rounding)
 
 
 class Flags:
