@@ -120,6 +120,8 @@ class Reducer:
         self._order_is_known = False
         self._finish_is_queued = False
         self._pass = _Pass()
+        #: What leads to every parameter, or is not known.
+        self._whole = Graph(range(count))
         #: Of forward passes whose outputs live and did not go backward yet.
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.passes = 0
@@ -200,9 +202,10 @@ class Reducer:
     def _follow(self, output: Any, hook: Callable[[Reducer, Graph], OutputHook]) -> Graph:
         """Put a hook on the tensors of ``output``; it keeps what is known of their graph while they live."""
         outputs = list(outputs_with_graph(output))
-        everything = not self._tolerant or not outputs
-        graph = Graph(range(len(self._parameters)) if everything else reachable(outputs, self._index_of))
-        self._graphs.add(graph)
+        graph = self._whole
+        if self._tolerant and outputs:
+            graph = Graph(reachable(outputs, self._index_of))
+            self._graphs.add(graph)
         called = hook(self, graph)
         for tensor in outputs:
             tensor.register_hook(called)  # type: ignore[no-untyped-call]

@@ -11,6 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``output``, a structure of any kind that we know, that have a graph behind them."""
+    if isinstance(output, torch.Tensor):  # nearly always: looking into structures takes longer
+        if output.grad_fn is not None:
+            yield output
+        return
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             if leaf.grad_fn is not None:
