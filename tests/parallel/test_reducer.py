@@ -255,9 +255,46 @@ def test_a_parameter_in_several_reentrant_checkpoints_is_refused_with_advice() -
     on_ranks(1, rank)
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_hooks_make_of_a_gradient_is_reduced_whenever_they_were_put_on(
+    in_place: bool, later: bool
+) -> None:
+    data = batches(4)
+
+    def twice(parameter: torch.Tensor) -> None:
+        if in_place:
+            parameter.grad.mul_(2)
+        else:
+            parameter.grad = parameter.grad * 2
+
+    def rank(group: shoal.ProcessGroup) -> list[list[torch.Tensor]]:
+        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
+        gradients = []
+        for step, batch in enumerate(data):
+            loss = loss_of(model, part(batch, group)) if later else None
+            if step == 1:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(twice)
+            model.zero_grad()
+            (loss_of(model, part(batch, group)) if loss is None else loss).backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        return gradients
+
+    first, second = on_ranks(2, rank)
+    model = mlp()
+    for step, batch in enumerate(data):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        for one, other, parameter in zip(first[step], second[step], model.parameters(), strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, parameter.grad * (2 if step else 1))
+
+
 def test_gradients_that_a_hook_takes_away_are_missed() -> None:
     def rank(group: shoal.ProcessGroup) -> None:
         model = shoal.DistributedDataParallel(mlp(), group=group)
+        loss_of(model, batches(1)[0]).backward()
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         with pytest.raises(UsageError, match="on rank 0 was taken away before it could be reduced"):

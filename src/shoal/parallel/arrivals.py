@@ -44,7 +44,31 @@ def quiet_hook(_: Reducer, graph: Graph) -> OutputHook:
     return nothing_begins
 
 
-def watch_gradients(reducer: Reducer, copies: Sequence[Sequence[torch.Tensor]]) -> None:
+class Hooks:
+    """The hooks on the parameters, which have to be the last there: what others make of a gradient is to be
+    reduced, and a bucket must not be written to once it is sent.
+    """
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+        self._last_id = RemovableHandle.next_id
+
+    def registered(self, count: int) -> None:
+        """So many hooks were put on other tensors."""
+        self._last_id += count
+
+    def come_last(self) -> None:
+        """Go behind the hooks that were put on parameters meanwhile."""
+        if self._last_id == RemovableHandle.next_id:  # no hook was made anywhere
+            return
+        self._last_id = RemovableHandle.next_id
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd does not heed move_to_end()
+
+
+def watch_gradients(reducer: Reducer, copies: Sequence[Sequence[torch.Tensor]]) -> Hooks:
     """Tell ``reducer`` of every gradient of ``copies``, those that autograd gives gradients to."""
     lock = threading.Lock()
     attend = _attention(reducer)
@@ -62,6 +86,7 @@ def watch_gradients(reducer: Reducer, copies: Sequence[Sequence[torch.Tensor]]) 
         for index, parameter in enumerate(copy)
     ]
     weakref.finalize(reducer, _remove, handles)
+    return Hooks(handles)
 
 
 def _attention(reducer: Reducer) -> Callable[[int, int, bool], None]:

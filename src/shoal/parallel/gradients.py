@@ -148,17 +148,6 @@ class Gradients:
         if self._options.as_views:
             parameter.grad = self._own(index)
 
-    def check_kept(self, arrived: Iterable[int]) -> None:
-        """Raise if a hook took a gradient away after it had arrived.
-
-        Raises:
-            UsageError: one did.
-        """
-        if self._options.as_views and len(self._copies) == 1:
-            for index in arrived:
-                if self._parameters[index].grad is None:
-                    self._complain_of_theft(index)
-
     def _complain_of_theft(self, index: int) -> NoReturn:
         raise UsageError(
             f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it "

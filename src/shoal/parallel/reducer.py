@@ -126,7 +126,7 @@ class Reducer:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.passes = 0
         self.after_pass: list[Callable[[], None]] = []
-        watch_gradients(self, trained)
+        self._hooks = watch_gradients(self, trained)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -207,8 +207,10 @@ class Reducer:
             graph = Graph(reachable(outputs, self._index_of))
             self._graphs.add(graph)
         called = hook(self, graph)
+        self._hooks.come_last()
         for tensor in outputs:
             tensor.register_hook(called)  # type: ignore[no-untyped-call]
+        self._hooks.registered(len(outputs))
         return graph
 
     def shadow(self, *, lead: int, scale: float = 1.0) -> None:
@@ -242,6 +244,7 @@ class Reducer:
         """A pass begins, before the first gradient, or goes on to another graph."""
         self._pass.entered.append(graph)
         if not self._readiness.opened:
+            self._hooks.come_last()
             self._readiness.open()
             self._queue_finish()
 
@@ -361,8 +364,6 @@ class Reducer:
             if not well:
                 self._explain(interrupted)
                 return
-            if not (shadow or self._order_is_known):
-                self._gradients.check_kept(self._readiness.arrival())
             self._deliver(used)
             self._learn(used)
             for fn in self.after_pass:
