@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.errors import UsageError
 from tests.parallel.models import fixed, on_ranks
 
 
@@ -97,5 +98,22 @@ def test_a_sparse_gradient_of_something_that_is_no_embedding_is_made_dense() -> 
             model = shoal.DistributedDataParallel(Lookup(rows), group=group)
             model(torch.tensor([1, 2])).sum().backward()
             assert model.module.table.grad[:4].tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [0.0] * 3]
+
+    on_ranks(2, rank)
+
+
+def test_a_dense_gradient_where_a_sparse_one_is_expected_is_named() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(x) @ self.table.weight.t()
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(Tied(), group=group)
+        with pytest.raises(UsageError, match=r"'table\.weight' on rank \d is dense, .*sparse=False"):
+            model(torch.tensor([1, 2])).sum().backward()
 
     on_ranks(2, rank)

@@ -139,9 +139,9 @@ class Gradients:
         gradient = parameter.grad
         if gradient is None:
             self._complain_of_theft(index)
+        if index in self._options.sparse:
+            return
         if gradient.layout is not torch.strided:
-            if index in self._options.sparse:
-                return
             gradient = gradient.to_dense()
         # backward(create_graph=True) runs hooks with gradients enabled
         self.set.views[index].copy_(gradient.detach() if gradient.requires_grad else gradient)
@@ -191,6 +191,21 @@ class Gradients:
     def present(self, index: int) -> list[torch.Tensor]:
         """The gradients of one parameter in all copies that have one."""
         return [gradient for copy in self._copies if (gradient := copy[index].grad) is not None]
+
+    def sparse(self, index: int) -> list[torch.Tensor]:
+        """The gradients of one parameter, which must be sparse, in all copies that have one.
+
+        Raises:
+            UsageError: one is dense.
+        """
+        present = self.present(index)
+        if any(gradient.layout is torch.strided for gradient in present):
+            raise UsageError(
+                f"the gradient of {self._names[index]!r} on rank {self._group.rank} is dense, but its module "
+                "was made with sparse=True: the parameter is used outside of that module too, or its old "
+                "gradient was dense; make the module with sparse=False"
+            )
+        return present
 
     # -- out of the buckets ----------------------------------------------------------------------
 

@@ -319,7 +319,7 @@ class Reducer:
             return None
         if bucket.sparse:
             (index,) = bucket.members
-            own = self._gradients.present(index)
+            own = self._gradients.sparse(index)
             like = self._parameters[index]
             return SparseReduction(self._group, own, like, self._options.sparse[index], bucket.flat.dtype)
         if self._several:
