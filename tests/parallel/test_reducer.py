@@ -217,17 +217,28 @@ def test_training_goes_on_after_an_exception_that_ended_backward_on_all_ranks() 
     on_ranks(2, rank)
 
 
-def test_an_exception_that_ended_backward_on_one_rank_is_reported_by_the_others() -> None:
+@pytest.mark.parametrize("to_none", [False, True])
+def test_an_exception_that_ended_backward_on_one_rank_is_reported_by_the_others_alone(to_none: bool) -> None:
+    zeroed = threading.Event()
+
     def rank(group: shoal.ProcessGroup) -> None:
         model = shoal.DistributedDataParallel(TwoRoads(), group=group, bucket_cap_mb=SMALL_MB / 10)
         x = torch.ones(1, 4)
         if group.rank == 1:
             _interrupted_backward(model, x)
-        with pytest.raises(
-            UnusedParameterError, match=r"rank 1: an exception ended backward before 'main\.weight'"
-        ):
+            model.zero_grad(set_to_none=to_none)
+            zeroed.set()
+        else:
+            assert zeroed.wait(30)
+            with pytest.raises(
+                UnusedParameterError, match=r"rank 1: an exception ended backward before 'main\.weight'"
+            ):
+                model(x, True).sum().backward()
+            model.zero_grad(set_to_none=to_none)
+        for _ in range(2):
             model(x, True).sum().backward()
-        model(x, True).sum().backward()
+            assert model.module.spare.bias.grad.tolist() == [1.0] * 4
+            model.zero_grad(set_to_none=to_none)
 
     on_ranks(2, rank)
 

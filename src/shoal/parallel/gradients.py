@@ -242,6 +242,12 @@ class Gradients:
         parameter = self._parameters[index]
         parameter.grad = gradient.to(parameter.dtype)
 
+    def drop(self) -> None:
+        """Forget the gradients that are in the buckets."""
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = None
+
     # -- of the copies ---------------------------------------------------------------------------
 
     def fold(self) -> None:

@@ -157,14 +157,15 @@ class Reducer:
     def settle(self) -> None:
         """Bring a pass to its end that an exception interrupted on this rank, together with the other ranks.
 
-        Raises:
-            UnusedParameterError: the pass was complete on some ranks, which wait for this one's gradients.
+        Those raise UnusedParameterError then, unless they were interrupted, too.  Gradients in the buckets
+        are dropped: if they were set to zero meanwhile, what was on its way has come since.
         """
         if self._local_pass is not None:
             self._local_pass = None
             self._gradients.drop_copies()
         if self._readiness.opened:
             self._finish(interrupted=True)
+            self._gradients.drop()
 
     def expect(
         self,
@@ -351,7 +352,7 @@ class Reducer:
     # -- the end of a pass -----------------------------------------------------------------------
 
     def _finish(self, *, interrupted: bool = False, shadow: bool = False) -> None:
-        """Wait for all buckets; unless the pass went well on every rank, raise on every rank."""
+        """Wait for all buckets; unless the pass went well on every rank, raise."""
         self._finish_is_queued = False
         if self._readiness.arrived == 0 and not (interrupted or shadow):
             # Only the gradients of inputs were asked for; the pass that was expected may come yet.

@@ -16,7 +16,9 @@ _SHOWN = 20
 def explain(
     group: ProcessGroup, names: Sequence[str], missing: Sequence[int], interrupted: bool, extra: int
 ) -> None:
-    """Raise what went wrong, on every rank; return if every rank was interrupted.  Collective.
+    """Raise what went wrong, on every rank but those whose pass an exception ended.  Collective.
+
+    Those have had their exception.  So the ranks that catch theirs and skip the batch stay in step.
 
     Args:
         names: what to call the parameters.
@@ -33,7 +35,7 @@ def explain(
     own[-2] = interrupted
     own[-1] = extra
     rows = [row.tolist() for row in group.all_gather(own).wait()]
-    if all(row[-2] for row in rows):
+    if interrupted:
         return
     seen = f"(seen by rank {group.rank}):\n  "
     undone = "The gradients of this step are undefined; the group is still usable."
