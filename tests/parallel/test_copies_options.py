@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from shoal.parallel.hooks import GradBucket
 from shoal.parallel.reducer import Reducer
 from shoal.testing import run_threads
 from tests.parallel.models import (
-    SMALL_MB,
     assert_all_equal,
     assert_same_gradients,
     assert_same_parameters,
@@ -31,13 +29,7 @@ from tests.parallel.models import (
     sgd,
     train,
 )
-
-CPU = torch.device("cpu")
-
-
-def wrap(module: nn.Module, group: shoal.ProcessGroup, copies: int = 2, **options: Any) -> Any:
-    options.setdefault("bucket_cap_mb", SMALL_MB)
-    return shoal.DistributedDataParallel(module, ["cpu"] * copies, group=group, **options)
+from tests.parallel.test_copies import wrap
 
 
 class Gated(nn.Module):

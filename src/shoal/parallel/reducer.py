@@ -315,8 +315,7 @@ class Reducer:
             sent.append(self._send(self._gradients.set.buckets[len(sent)]))
 
     def _send(self, bucket: Bucket) -> Future[Any] | HookedReduction | SparseReduction | None:
-        members = list(bucket.members)
-        if (reaches := self._pass.reaches) and not any(bool(r.wait()[members].any()) for r in reaches):
+        if self._pass.reaches and not self._is_needed(bucket):
             return None
         if bucket.sparse:
             (index,) = bucket.members
@@ -330,6 +329,11 @@ class Reducer:
         if self._hook is None:
             return self._group.all_reduce(bucket.flat, op=AVG)
         return HookedReduction(*self._hook, self._given_to_hooks()[bucket.members])
+
+    def _is_needed(self, bucket: Bucket) -> bool:
+        """Whether any rank may have a gradient in it."""
+        members = list(bucket.members)
+        return any(bool(reach.wait()[members].any()) for reach in self._pass.reaches)
 
     def _given_to_hooks(self) -> dict[tuple[int, ...], GradBucket]:
         """The buckets as hooks see them, by their members; the same objects until buckets are made anew."""

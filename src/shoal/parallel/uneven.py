@@ -59,9 +59,14 @@ class Roll:
 
 def call_roll(group: ProcessGroup, intent: Intent) -> Roll:
     """Tell the other ranks what this one is about to do, and hear it from them.  Collective."""
-    roll = torch.empty(group.size, dtype=torch.uint8)
-    group.all_gather_single(roll, torch.tensor([intent], dtype=torch.uint8)).wait()
-    return Roll(roll.tolist())
+    return Roll(_from_all(group, intent))
+
+
+def _from_all(group: ProcessGroup, number: int) -> list[int]:
+    """The numbers of all ranks, 0 to 255.  Collective."""
+    numbers = torch.empty(group.size, dtype=torch.uint8)
+    group.all_gather_single(numbers, torch.tensor([number], dtype=torch.uint8)).wait()
+    return [int(each) for each in numbers]
 
 
 class Shadow(JoinHook):
@@ -77,7 +82,6 @@ class Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the parameters and buffers of one that was active longest."""
         group = self._model.group
-        last = torch.empty(group.size, dtype=torch.uint8)
-        group.all_gather_single(last, torch.tensor([is_last_joiner], dtype=torch.uint8)).wait()
+        root = _from_all(group, is_last_joiner).index(1)
         module = self._model.module
-        broadcast_all(group, [*module.parameters(), *module.buffers()], root=int(last.argmax()))
+        broadcast_all(group, [*module.parameters(), *module.buffers()], root)

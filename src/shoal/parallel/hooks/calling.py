@@ -9,6 +9,7 @@ import torch
 
 from ...errors import UsageError
 from .bucket import CommHook, GradBucket
+from .contract import name_of, unpacked
 
 
 def check_hook(hook: object) -> None:
@@ -38,7 +39,7 @@ class HookedReduction:
     """
 
     def __init__(self, hook: CommHook, state: Any, bucket: GradBucket) -> None:
-        self._name = getattr(hook, "__qualname__", repr(hook))
+        self._name = name_of(hook)
         self._bucket = bucket
         self._future = hook(state, bucket)
         if not callable(getattr(self._future, "wait", None)):
@@ -53,9 +54,7 @@ class HookedReduction:
         Raises:
             UsageError: the result is no tensor like the bucket.
         """
-        value: Any = self._future.wait()
-        if isinstance(value, (list, tuple)) and len(value) == 1:  # torch.futures.Future of a c10d Work
-            (value,) = value
+        value = unpacked(self._future.wait())
         buffer = self._bucket.buffer()
         if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
             raise UsageError(

@@ -83,14 +83,18 @@ def averaged(value: object, hook: CommHook) -> torch.Tensor:
     Raises:
         UsageError: there is none.
     """
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
+    value = unpacked(value)
     if isinstance(value, torch.Tensor):
         return value
     raise UsageError(
         f"the future of the communication hook {name_of(hook)} must have a tensor as its value, got "
         f"{type(value).__name__}"
     )
+
+
+def unpacked(value: object) -> object:
+    """The value of a hook's future without the list of one that torch's futures of collectives have."""
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 def name_of(hook: object) -> str:
