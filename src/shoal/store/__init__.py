@@ -7,11 +7,12 @@
 :class:`PrefixStore`   a view of another store in which every key has a prefix
 =====================  ==================================================================
 
-:func:`open_store` finds the right one for a URL.
+:func:`open_store` finds the right one for a URL; :func:`adopt` makes one of a ``torch.distributed.Store``.
 """
 
 from .base import MAX_VALUE, Store
 from .file import FileStore
+from .foreign import adopt
 from .memory import MemoryStore
 from .opener import open_store, register_store
 from .prefix import PrefixStore
@@ -27,6 +28,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "TCPStoreServer",
+    "adopt",
     "open_store",
     "parse_address",
     "register_store",
