@@ -11,6 +11,7 @@ The public names are loaded when they are first used, so that ``import shoal`` c
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -156,3 +157,10 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Torch calls this by itself when it is imported after shoal was installed (entry point torch.backends).
+if "torch" in sys.modules:
+    from .compat.registration import register
+
+    register()

@@ -85,8 +85,10 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 # -- groups ------------------------------------------------------------------------------------
 
 
-class GroupError(ShoalError):
+class GroupError(ShoalError, RuntimeError):
     """Something ended the group.  Every pending and later operation on it raises.
+
+    A RuntimeError too, as failures of torch.distributed are.
 
     What an in-place operation leaves in its tensor after such an error is undefined.
     """

@@ -10,7 +10,7 @@ Results on devices are complete as soon as the work is enqueued; :mod:`shoal.str
 
 from .future import Future
 from .pool import pool
-from .scope import CallbackScope, callback_scope, derive_key
+from .scope import CallbackScope, callback_scope, derive_key, enter_scope, leave_scope
 from .several import Completion, collect_all, wait_all, wait_any
 from .source import Source
 
@@ -22,6 +22,8 @@ __all__ = [
     "callback_scope",
     "collect_all",
     "derive_key",
+    "enter_scope",
+    "leave_scope",
     "pool",
     "wait_all",
     "wait_any",

@@ -8,7 +8,7 @@ URL names, ``meeting`` is the protocol by which the ranks meet there, and ``meet
 """
 
 from .environment import Launch
-from .meet import rendezvous
+from .meet import attend, rendezvous
 from .membership import Membership
 from .record import job_record
 from .schemes import env, file, tcp
@@ -24,6 +24,7 @@ __all__ = [
     "Membership",
     "Request",
     "Venue",
+    "attend",
     "job_record",
     "register_rendezvous",
     "rendezvous",

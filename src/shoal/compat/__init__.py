@@ -1,0 +1,30 @@
+"""The backend "shoal" of torch.distributed.
+
+    import torch.distributed as dist
+
+    dist.init_process_group("shoal")            # or "cpu:shoal", "cpu:shoal,cuda:nccl"
+
+Who imports whom: ``registration`` (imported with shoal, and so cheap) -> ``connect`` (from torch's store
+to a group) -> ``process_group`` -> ``collectives`` -> ``work``.  ``docs/compatibility.md`` tells it to
+users.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .process_group import TorchProcessGroup as TorchProcessGroup
+    from .work import Work as Work
+
+_MODULES = {"TorchProcessGroup": "process_group", "Work": "work"}
+
+__all__ = ["TorchProcessGroup", "Work"]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

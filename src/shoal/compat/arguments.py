@@ -1,0 +1,81 @@
+"""What torch's callers pass, in the terms of :class:`shoal.ProcessGroup`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ..errors import UnsupportedOperation, UsageError
+from ..spec import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, ReduceOp
+
+_REDUCTIONS = {int(op.code): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)}
+_PREMUL_SUM = 8
+_NO_TIME = timedelta(0)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def reduction(op: Any) -> ReduceOp:
+    """Our reduction for torch's ``ReduceOp`` (or one of its attributes, which are of another type)."""
+    code = int(getattr(op, "op", op))
+    known = _REDUCTIONS.get(code)
+    if known is not None:
+        return known
+    if code == _PREMUL_SUM:
+        return ReduceOp.premul_sum(op.factor)
+    raise UnsupportedOperation(f"shoal has no reduction {op!r}")
+
+
+def seconds(*timeouts: timedelta | None) -> float | None:
+    """The first of torch's timeouts that says something, in seconds; torch marks the others as <= 0."""
+    for timeout in timeouts:
+        if timeout is not None and timeout > _NO_TIME:
+            return timeout.total_seconds()
+    return None
+
+
+def only(tensors: Any, what: str) -> torch.Tensor:
+    """The one tensor of torch's list, which had one per device when a process drove several."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UsageError(f"{what}: expected one tensor a rank, got {len(tensors)}")
+    return tensors[0]  # type: ignore[no-any-return]
+
+
+def parts(tensors: Any, what: str) -> list[torch.Tensor]:
+    """One tensor per rank, from torch's list of them or its list of one such list."""
+    if tensors and not isinstance(tensors[0], torch.Tensor):
+        if len(tensors) != 1:
+            raise UsageError(f"{what}: expected one list of tensors, got {len(tensors)}")
+        tensors = tensors[0]
+    return list(tensors)
+
+
+def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor in arguments that may be tensors, lists of them, and lists of lists."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument
+        if isinstance(argument, (list, tuple)) and (found := first_tensor(argument)) is not None:
+            return found
+    return None
+
+
+def routed(method: Method) -> Method:
+    """Hand a call with tensors of another backend's devices over to that backend's group."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._others:
+            x = first_tensor((*args, *kwargs.values()))
+            if x is not None and x.device.type in self._others:
+                return getattr(self._others[x.device.type], name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast(Method, call)

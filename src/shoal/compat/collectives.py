@@ -1,0 +1,349 @@
+"""Torch's methods of a process group, each on top of one operation of :class:`shoal.ProcessGroup`.
+
+Torch calls them in three ways: ``torch.distributed``'s functions and torch's C++ (DDP's reducer, the
+functional collectives) with lists of one tensor and an options object; users of the group object also
+with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work.Work` at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..future import Future
+from ..group import ProcessGroup
+from ..spec import ANY_SOURCE, SUM, ReduceOp
+from . import sparse
+from .arguments import only, parts, reduction, routed, seconds
+from .work import Work, together
+
+_Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
+
+
+class TorchCollectives(dist.ProcessGroup):
+    """The operations; :class:`~shoal.compat.TorchProcessGroup` adds who takes part, and the end."""
+
+    #: the group below
+    group: ProcessGroup
+    #: default timeout of an operation in seconds
+    _seconds: float
+    #: groups of other backends, by the type of the devices whose tensors they take
+    _others: dict[str, dist.ProcessGroup]
+    #: what was begun since the last _start_coalescing; None outside such a block
+    _coalesced: list[Future[Any]] | None = None
+
+    # -- everybody to everybody ----------------------------------------------------------------
+
+    @routed
+    def allreduce(
+        self, tensors: _Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> Work:
+        """Reduce a tensor over all ranks, in place; sparse ones too (SUM only)."""
+        x = only(tensors, "allreduce")
+        op, _, limit = self._options(opts, timeout, op)
+        if x.is_sparse:
+            return self._work(sparse.all_reduce(self.group, x, op, limit), [x])
+        return self._work(self.group.all_reduce(x, op, timeout=limit), [x])
+
+    @routed
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        """Reduce several tensors over all ranks, in place."""
+        op, _, limit = self._options(opts)
+        return self._together(
+            [self.group.all_reduce(x, op, timeout=limit) for x in tensors],
+            list(tensors),
+        )
+
+    @routed
+    def allgather(
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
+        """Bring every rank's tensor to all ranks; sizes may differ from rank to rank."""
+        _, _, limit = self._options(opts, timeout)
+        out = parts(outputs, "allgather")
+        return self._work(self.group.all_gather(only(inputs, "allgather"), out, timeout=limit), [out])
+
+    @routed
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """Bring several tensors of every rank to all ranks: ``outputs[rank][i]`` is its ``inputs[i]``."""
+        _, _, limit = self._options(opts)
+        return self._together(
+            [
+                self.group.all_gather(x, [out[i] for out in outputs], timeout=limit)
+                for i, x in enumerate(inputs)
+            ],
+            [list(out) for out in outputs],
+        )
+
+    @routed
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """Bring every rank's tensor to all ranks, one after another in ``output``."""
+        _, _, limit = self._options(opts)
+        return self._work(self.group.all_gather_single(output, input, timeout=limit), [output])
+
+    @routed
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """:meth:`all_gather_single` for several tensors."""
+        _, _, limit = self._options(opts)
+        return self._together(
+            [
+                self.group.all_gather_single(out, x, timeout=limit)
+                for out, x in zip(outputs, inputs, strict=True)
+            ],
+            list(outputs),
+        )
+
+    @routed
+    def reduce_scatter(
+        self,
+        outputs: _Tensors,
+        inputs: _Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+    ) -> Work:
+        """Reduce one tensor per rank over all ranks, and leave each rank its own."""
+        op, _, limit = self._options(opts, timeout, op)
+        out = only(outputs, "reduce_scatter")
+        future = self.group.reduce_scatter(out, parts(inputs, "reduce_scatter"), op, timeout=limit)
+        return self._work(future, [out])
+
+    @routed
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """Reduce a tensor over all ranks, and leave each rank its part of the result."""
+        op, _, limit = self._options(opts)
+        return self._work(self.group.reduce_scatter_single(output, input, op, timeout=limit), [output])
+
+    @routed
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """:meth:`reduce_scatter_single` for several tensors."""
+        op, _, limit = self._options(opts)
+        return self._together(
+            [
+                self.group.reduce_scatter_single(out, x, op, timeout=limit)
+                for out, x in zip(outputs, inputs, strict=True)
+            ],
+            list(outputs),
+        )
+
+    @routed
+    def alltoall(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Send a tensor to each rank and receive one from each."""
+        _, _, limit = self._options(opts, timeout)
+        out = list(outputs)
+        return self._work(self.group.all_to_all(out, list(inputs), timeout=limit), out)
+
+    @routed
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Cut ``input`` along its first dimension, send each rank its part, join what comes in ``output``.
+
+        No, or empty, split sizes mean equal parts.
+        """
+        _, _, limit = self._options(opts, timeout)
+        future = self.group.all_to_all_single(
+            output, input, output_split_sizes or None, input_split_sizes or None, timeout=limit
+        )
+        return self._work(future, [output])
+
+    # -- from and to one rank ------------------------------------------------------------------
+
+    @routed
+    def broadcast(
+        self,
+        tensors: _Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Copy the tensor of one rank to all others."""
+        x = only(tensors, "broadcast")
+        _, root, limit = self._options(opts, timeout, root=root)
+        return self._work(self.group.broadcast(x, root, timeout=limit), [x])
+
+    @routed
+    def reduce(
+        self,
+        tensors: _Tensors,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks into that of one; the others keep theirs."""
+        x = only(tensors, "reduce")
+        op, root, limit = self._options(opts, timeout, op, root)
+        return self._work(self.group.reduce(x, root, op, timeout=limit), [x])
+
+    @routed
+    def gather(
+        self,
+        outputs: _Tensors,
+        inputs: _Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Bring every rank's tensor to one rank; sizes may differ from rank to rank.
+
+        Only that rank knows the sizes, so this is an all-to-all with nothing for the others.
+        """
+        x = only(inputs, "gather")
+        _, root, limit = self._options(opts, timeout, root=root)
+        nothing = self._nothing(x)
+        there: list[torch.Tensor] = [nothing] * self.group.size
+        there[root] = x
+        mine = parts(outputs, "gather")
+        here = mine or [nothing] * self.group.size
+        return self._work(self.group.all_to_all(here, there, timeout=limit), [mine] if mine else [])
+
+    @routed
+    def scatter(
+        self,
+        outputs: _Tensors,
+        inputs: _Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
+        """Hand each rank one tensor of one rank's; sizes may differ from rank to rank.
+
+        The opposite of :meth:`gather`.
+        """
+        out = only(outputs, "scatter")
+        _, root, limit = self._options(opts, timeout, root=root)
+        nothing = self._nothing(out)
+        here: list[torch.Tensor] = [nothing] * self.group.size
+        here[root] = out
+        there = parts(inputs, "scatter") or [nothing] * self.group.size
+        return self._work(self.group.all_to_all(here, there, timeout=limit), [out])
+
+    # -- one to one ----------------------------------------------------------------------------
+
+    @routed
+    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> Work:
+        """Send a tensor to a rank of the group."""
+        x = only(tensors, "send")
+        return self._work(self.group.send(x, dst, tag, timeout=self._seconds), [x])
+
+    @routed
+    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> Work:
+        """Receive a tensor from a rank of the group."""
+        x = only(tensors, "recv")
+        return self._work(self.group.recv_message(x, src, tag, timeout=self._seconds), [x])
+
+    @routed
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Work:
+        """Receive a tensor from any rank; the work's ``source_rank()`` tells from which."""
+        x = only(tensors, "recv_anysource")
+        return self._work(self.group.recv_message(x, ANY_SOURCE, tag, timeout=self._seconds), [x])
+
+    # -- barriers ------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Complete when every rank has called it."""
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        device = getattr(opts, "device", None)
+        if device is not None and device.type in self._others:
+            return self._others[device.type].barrier(opts)  # type: ignore[return-value]
+        _, _, limit = self._options(opts, timeout)
+        return self._work(self.group.barrier(timeout=limit), [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Block until every rank has called it.
+
+        Args:
+            timeout: None: the group's.
+            wait_all_ranks: makes no difference: all ranks that did not come are named always.
+
+        Raises:
+            OperationTimeout: on every rank; it names the ranks that did not come in time.
+        """
+        self.group.monitored_barrier(timeout=seconds(timeout) or self._seconds).wait()
+
+    # -- several together ----------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin a block whose operations get one handle.  Each of them starts when it is called."""
+        if device.type in self._others:
+            self._others[device.type]._start_coalescing(device)
+        else:
+            self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """The handle of everything that was begun in the block."""
+        if device.type in self._others:
+            return self._others[device.type]._end_coalescing(device)  # type: ignore[return-value]
+        futures, self._coalesced = self._coalesced or [], None
+        return self._together(futures, [])
+
+    # -- torch's other names for the same ------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- shared --------------------------------------------------------------------------------
+
+    def _options(
+        self, opts: Any, timeout: timedelta | None = None, op: Any = None, root: int | None = None
+    ) -> tuple[ReduceOp, int, float]:
+        """Reduction, root and timeout, from an options object or from what was passed in its place."""
+        if opts is not None:
+            if isinstance(opts, timedelta):
+                timeout = opts
+            elif isinstance(opts, int):
+                root = opts
+            elif hasattr(opts, "timeout"):
+                op = getattr(opts, "reduceOp", op)
+                root = getattr(opts, "rootRank", root)
+                timeout = opts.timeout
+            else:
+                op = opts
+        return (
+            SUM if op is None else reduction(op),
+            0 if root is None else root,
+            seconds(timeout) or self._seconds,
+        )
+
+    def _work(self, future: Future[Any], result: Any) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(future)
+        return Work(future, result)
+
+    def _together(self, futures: Sequence[Future[Any]], result: Any) -> Work:
+        return self._work(futures[0] if len(futures) == 1 else together(futures), result)
+
+    def _nothing(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=like.dtype, device=like.device)

@@ -1,0 +1,113 @@
+"""From what torch.distributed knows of a new group to a connected shoal group.
+
+Torch hands over a store that its ranks share.  The default group connects through it; groups made later
+need no communication at all where the default group is ours: they use its connections.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from .. import config
+from ..backend.registry import NATIVE, backend_factory
+from ..errors import UsageError
+from ..group import ProcessGroup
+from ..initialize import world
+from ..rendezvous import Request, Venue, attend
+from ..rendezvous.host import resolve
+from ..store import adopt
+from ..wire import Deadline
+from .devices import others
+from .process_group import TorchProcessGroup
+from .registration import NAME
+
+#: seconds for a goodbye after the backend could not be made
+_FAILED = 5.0
+
+
+def create(options: Any, backend_options: Mapping[str, Any] | None) -> TorchProcessGroup:
+    """The group that torch asks for.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+        backend_options: what the user passed as ``pg_options``: None, or options of :func:`shoal.init`
+            (``transport``, ``concurrency``, ...) as a mapping.
+    """
+    if backend_options is not None and not isinstance(backend_options, Mapping):
+        raise UsageError(
+            f"pg_options for the backend {NAME!r} must be a mapping of options of shoal.init, such as "
+            f'{{"concurrency": 4}}, got {type(backend_options).__name__}'
+        )
+    # Torch gives a maker neither the string that the user wrote nor what it says of other devices, and
+    # drops the backends of those when a maker returns a whole group.
+    config_string = str(sys._getframe(2).f_locals.get("backend", NAME))
+    default = _default_group()
+    if options.global_ranks_in_group and default is not None and not backend_options:
+        group = default.subgroup(list(options.global_ranks_in_group), name=options.group_id)
+    else:
+        group = _connect(options, dict(backend_options or {}))
+    try:
+        return TorchProcessGroup(group, options.store, options.timeout, others(config_string, options))
+    except BaseException:
+        group.close(_FAILED)
+        raise
+
+
+def _default_group() -> ProcessGroup | None:
+    """The shoal group of all ranks, if torch's default group stands on one."""
+    default = dist.group.WORLD if dist.is_initialized() else None
+    return default.group if isinstance(default, TorchProcessGroup) else None
+
+
+def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
+    limit = options.timeout.total_seconds()
+    concurrency = extra.pop("concurrency", None)
+    store = adopt(options.store)
+    # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
+    venue = Venue(
+        store,
+        rank=options.group_rank,
+        size=options.group_size,
+        job=f"{NAME}/{options.group_id}",
+        epoch=0,
+        private=True,
+        address=_address(options.store),
+    )
+    request = Request(
+        urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
+    )
+    membership = attend(venue, request)
+    try:
+        engine = backend_factory(NATIVE)(membership, timeout=limit, **extra)
+    except BaseException:
+        membership.release(_FAILED)
+        raise
+    name = options.group_id if options.global_ranks_in_group else "world"
+    return world(
+        membership,
+        engine,
+        name=name,
+        timeout=limit,
+        concurrency=config.CONCURRENCY.get() if concurrency is None else concurrency,
+        options=extra,
+    )
+
+
+def _address(store: Any) -> str | None:
+    """Where the store is served, if that can be known: ranks on other hosts are reached that way."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
+    if not host:
+        return None
+    try:
+        return resolve(host, 0)[0]
+    except OSError:
+        return None

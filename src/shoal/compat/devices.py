@@ -1,0 +1,64 @@
+"""Groups of torch's own backends for the devices that shoal leaves to them.
+
+``init_process_group("cpu:shoal,cuda:nccl")`` makes one group of both.  Torch keeps only ours of them, since
+a backend written in Python is a whole process group to it; so ours makes the others itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ..errors import UsageError
+from .registration import NAME
+
+_BackendType = dist.ProcessGroup.BackendType
+
+
+def others(backends: str, options: Any) -> dict[str, dist.ProcessGroup]:
+    """The groups for the devices other than the CPU that ``backends`` names.
+
+    Args:
+        backends: as for ``init_process_group``: a name, or ``"device:name,..."``.
+        options: torch's ``_DistributedBackendOptions``, with a store of the group's own.
+    """
+    if ":" not in backends:
+        return {}
+    table = dict(pair.lower().split(":", 1) for pair in backends.split(","))
+    made: dict[str, dist.ProcessGroup] = {}
+    for device, name in table.items():
+        if (name == NAME) != (device == "cpu"):
+            raise UsageError(
+                f"backends {backends!r}: {NAME} takes tensors of the CPU, but {device!r} is given {name!r}; "
+                f'expected "cpu:{NAME},<device>:<its backend>"'
+            )
+        if device != "cpu":
+            made[device] = _group(torch.device(device), name, options)
+    return made
+
+
+def _group(device: torch.device, name: str, options: Any) -> dist.ProcessGroup:
+    store = PrefixStore(f"{device.type}/", options.store)
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    backend: Any
+    if name == "nccl" and dist.is_nccl_available():
+        settings = dist.ProcessGroupNCCL.Options()
+        settings._timeout = timeout
+        settings.global_ranks_in_group = options.global_ranks_in_group
+        settings.group_name = options.group_id
+        backend, kind = dist.ProcessGroupNCCL(store, rank, size, settings), _BackendType.NCCL
+    elif name == "gloo" and dist.is_gloo_available():
+        backend, kind = dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _BackendType.GLOO
+    else:
+        raise UsageError(
+            f"backend {name!r} for {device.type}: beside {NAME}, nccl and gloo can be used where this build "
+            "of torch has them"
+        )
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    group._set_group_name(options.group_id)
+    return group

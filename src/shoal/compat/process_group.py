@@ -1,0 +1,190 @@
+"""Torch's process group over a shoal group: identity, life and end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import ProcessGroup as TorchGroup
+
+from ..errors import UsageError
+from ..group import ProcessGroup
+from .collectives import TorchCollectives
+from .registration import NAME
+
+#: seconds that the end of a group may take: for what was submitted, and for the goodbyes
+_CLOSING = 10.0
+
+
+class TorchProcessGroup(TorchCollectives):
+    """What ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
+
+    Use it through torch.distributed.  What goes beyond that API is in :attr:`group`.
+
+    Attributes:
+        group: the :class:`shoal.ProcessGroup` that does the work.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        store: Store,
+        timeout: timedelta,
+        others: dict[str, TorchGroup] | None = None,
+    ) -> None:
+        """Wrap a group; torch.distributed calls this.
+
+        Args:
+            group: closed with this one.
+            store: torch's, of this group alone.
+            timeout: default of operations.
+            others: groups of other backends over the same ranks, by device type.
+        """
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg] # torch's stub lacks it
+        self.group = group
+        self._store = store
+        self._seconds = timeout.total_seconds()
+        self._others = others or {}
+        self._name = group.name
+        self._description = ""
+
+    # -- identity ------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        """The backend's name."""
+        return NAME
+
+    #: under this name it is called from C++
+    getBackendName = name
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    # Torch sets and reads these through its own names (group_name, group_desc, ...) from C++; without a
+    # backend of C++ it keeps neither itself.
+
+    def setGroupName(self, name: str) -> None:
+        """Set ``group_name``, by which torch's registry knows the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """``group_name``."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set ``group_desc``."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """``group_desc``."""
+        return self._description
+
+    def get_group_store(self) -> Store:
+        """Torch's key-value store of this group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default timeout of later operations."""
+        if timeout <= timedelta(0):
+            raise UsageError(
+                f"set_timeout on rank {self.group.rank}: expected a positive time, got {timeout}"
+            )
+        self._seconds = timeout.total_seconds()
+        for other in self._others.values():
+            other.set_timeout(timeout)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *map(torch.device, self._others)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type in self._others:
+            return self._others[device.type]._get_backend(device)
+        if device.type != "cpu":
+            raise UsageError(
+                f"group {self.group_name!r} has no backend for {device.type}; name one where the group is "
+                f'made, as in init_process_group("cpu:{NAME},{device.type}:nccl")'
+            )
+        return self
+
+    #: what torch asks a backend before it uses more than the collectives
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of ``size`` elements in memory that the group reduces without a copy."""
+        if device.type != "cpu":
+            return self._get_backend(device).allocate_tensor(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
+        return self.group.empty(size, dtype=dtype)
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.group._number
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Both sides count from the beginning."""
+
+    def _wait_for_pending_works(self) -> None:
+        """There are no hooks to wait for."""
+
+    # -- groups made from this one -------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> TorchProcessGroup | None:
+        """A group of some members of this one, which all of them name alike; None for the others.
+
+        ``torch.distributed.split_group`` itself asks for an accelerator; ``new_group`` does the same.
+
+        Args:
+            ranks: in this group.
+            timeout: default of its operations; None: as here.
+            opts: not used.
+            group_name: its name; None: one made from the ranks.
+            group_desc: a description.
+            device_types: not used: the new group takes tensors of the CPU.
+        """
+        if self.group.rank not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{','.join(map(str, ranks))}"
+        group = self.group.subgroup(list(ranks), name=name)
+        limit = timedelta(seconds=self._seconds) if timeout is None else timeout
+        made = TorchProcessGroup(group, PrefixStore(f"{name}/", self._store), limit)
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or f"{self.group_desc}:split")
+        return made
+
+    #: under this name it is called from C++
+    splitGroup = split_group
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Send what was submitted, tell the others, release everything.  Never hangs."""
+        for other in self._others.values():
+            other.shutdown()
+        self.group.close(_CLOSING)
+
+    def abort(self) -> None:
+        """End the group at once on all ranks: what is pending fails with GroupAborted."""
+        for other in self._others.values():
+            other.abort()
+        self.group.abort("the torch.distributed group was aborted")
+        with contextlib.suppress(Exception):
+            self.group.close(_CLOSING)

@@ -1,0 +1,29 @@
+"""Makes torch.distributed know the backend "shoal".
+
+``import shoal`` calls :func:`register` if torch is there already; else the entry point
+``torch.backends`` has torch call it at the end of ``import torch``, so that
+``torch.distributed.init_process_group("shoal")`` needs no import at all.  Either way it must be cheap:
+the backend itself is imported when the first group is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: what ``init_process_group`` and ``new_group`` take
+NAME = "shoal"
+
+
+def register() -> None:
+    """Add "shoal" to the backends of torch.distributed.  Any number of times."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from .connect import create
+
+    return create(options, backend_options)

@@ -1,0 +1,54 @@
+"""All-reduce of sparse tensors: every rank gets all ranks' entries and adds them up.
+
+The entries differ from rank to rank, so there is nothing to reduce in place; what is sent is proportional
+to the number of entries and not to the shape.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import UnsupportedOperation, UsageError
+from ..future import Future
+from ..group import ProcessGroup
+from ..spec import AVG, SUM, ReduceOp
+
+
+def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: float) -> Future[torch.Tensor]:
+    """Replace the sparse COO tensor ``x`` by the sum of all ranks' (or their average), on every rank.
+
+    Returns:
+        A future of ``x``, which is coalesced then.
+    """
+    if op not in (SUM, AVG):
+        raise UnsupportedOperation(
+            f"all_reduce on rank {group.rank}: {op!r} of sparse tensors; use SUM or AVG"
+        )
+    with torch.no_grad():
+        mine = x.detach().coalesce()
+        indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
+    about = torch.tensor([len(values), mine.sparse_dim(), *mine.shape])
+    table = torch.empty(group.size, len(about), dtype=about.dtype)
+
+    def exchange(told: Future[torch.Tensor]) -> torch.Tensor:
+        rows = told.value().tolist()
+        for rank, row in enumerate(rows):
+            if row[1:] != rows[0][1:]:
+                raise UsageError(
+                    f"all_reduce on rank {group.rank}: sparse tensors of different shapes: rank 0 has "
+                    f"{rows[0][2:]}, {rows[0][1]} of them sparse, and rank {rank} {row[2:]}, {row[1]} of them"
+                )
+        with torch.no_grad():
+            gathered = [
+                group.all_gather(
+                    part, [part.new_empty(row[0], *part.shape[1:]) for row in rows], timeout=timeout
+                )
+                for part in (indices, values)
+            ]
+            all_indices, all_values = (torch.cat(future.wait()) for future in gathered)
+            total = torch.sparse_coo_tensor(all_indices.t(), all_values, x.shape, check_invariants=False)
+            total = total.coalesce()
+            x.copy_(total / group.size if op == AVG else total)
+        return x
+
+    return group.all_gather_single(table, about, timeout=timeout).then(exchange)
