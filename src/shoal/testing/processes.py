@@ -223,7 +223,7 @@ class _Rank:
         self.report: tuple[str, bytes, str, float] | None = None
         self.reports, reports = connection.Pipe(duplex=False)
         self._dumps, dumps = connection.Pipe(duplex=False)
-        self.process = _context().Process(
+        self.process = fork_server().Process(
             target=run_rank, args=(payload, environment, options, reports, dumps), name=f"rank {rank}"
         )
         try:
@@ -281,7 +281,7 @@ class _Rank:
 _started: multiprocessing.context.ForkServerContext | None = None
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; the first call starts it, which loads torch."""
     global _started
     if _started is None:
