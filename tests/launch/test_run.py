@@ -46,6 +46,27 @@ def test_ranks_reach_the_launchers_store_which_knows_the_size(workshop: Workshop
     assert sorted(out.splitlines()) == [b"[0] True", b"[1] True"]
 
 
+def test_ranks_meet_as_torch_distributed_does_at_a_port_kept_for_them(workshop: Workshop) -> None:
+    """The place of a rank under torchrun's names, and a port that nobody else was given."""
+    code, out, err = workshop.run(
+        """
+        import socket
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == os.environ["SHOAL_RANK"]
+        assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2"
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if rank == 0:
+            server = socket.create_server(place)
+            tell("listening")
+            peer, _ = server.accept()
+            print(peer.recv(5).decode())
+        else:
+            await_file("listening")
+            socket.create_connection(place).send(b"hello")
+        """
+    )
+    assert (code, out, err) == (0, b"[0] hello\n", b"")
+
+
 def test_the_secret_is_new_each_time_and_on_no_command_line(workshop: Workshop) -> None:
     script = """
         secret = os.environ["SHOAL_SECRET"]

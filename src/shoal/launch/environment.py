@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,8 +23,17 @@ class Job:
     ident: str = field(default_factory=lambda: secrets.token_hex(6))
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
-    def variables(self, rank: int, store: str) -> dict[str, str]:
-        """shoal's own variables for ``rank``, with the store's URL."""
+    def variables(self, rank: int, store: str, master_port: str) -> dict[str, str]:
+        """What ``rank`` is told.
+
+        Args:
+            rank: whose variables.
+            store: URL of the job's store.
+            master_port: where rank 0 is to listen if the program uses ``torch.distributed``.
+
+        The second half has the names of torchrun: ``torch.distributed`` and the libraries above it read
+        them, whatever the backend.
+        """
         return {
             "SHOAL_STORE": store,
             "SHOAL_RANK": str(rank),
@@ -33,7 +43,31 @@ class Job:
             "SHOAL_JOB": self.ident,
             "SHOAL_EPOCH": "0",
             "SHOAL_SECRET": self.secret,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": master_port,
         }
+
+
+class ReservedPort:
+    """A free port of this machine, for a process that the launcher starts to listen on.
+
+    The socket is bound and never listens.  With ``SO_REUSEADDR`` on both sides another one may bind the
+    same port by its number and listen there, while the kernel gives it to nobody who asks for any port.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
 
 
 def defaults(size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None) -> dict[str, str]:

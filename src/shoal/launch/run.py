@@ -13,7 +13,7 @@ import click
 from ..rendezvous import job_record
 from ..store import TCPStoreServer
 from .command import resolve
-from .environment import Job, defaults
+from .environment import Job, ReservedPort, defaults
 from .guardian import Guardian
 from .signals import Signals
 from .sink import is_terminal
@@ -56,11 +56,17 @@ def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
     # The secret has one source: a file that the shell names is not it.
     inherited = {name: value for name, value in os.environ.items() if name != "SHOAL_SECRET_FILE"}
     server = TCPStoreServer(secret=job.secret.encode(), records=job_record(size, job.ident))
-    with Signals() as signals, closing(server), Guardian() as guardian:
+    with (
+        Signals() as signals,
+        closing(server),
+        closing(ReservedPort()) as port,
+        Guardian() as guardian,
+    ):
         supervisor = Supervisor(signals, guardian)
         with closing(supervisor):
             for rank in range(size):
-                supervisor.start(argv, inherited | extra | job.variables(rank, server.url))
+                variables = job.variables(rank, server.url, str(port.number))
+                supervisor.start(argv, inherited | extra | variables)
             # Threads begin here, after the last fork.
             server.start()
             return supervisor.run()
@@ -82,10 +88,11 @@ def _terminal() -> os.terminal_size | None:
 
 def _plan(argv: Sequence[str], size: int, extra: Mapping[str, str]) -> str:
     """What ``--dry-run`` prints."""
-    ranks = [Job(size).variables(rank, "tcp://127.0.0.1:<port>") for rank in range(size)]
+    ranks = [Job(size).variables(rank, "tcp://127.0.0.1:<port>", "<port>") for rank in range(size)]
     for variables in ranks:
         variables |= {"SHOAL_SECRET": "<secret>", "SHOAL_JOB": "<job>"}
-    same = {k: v for k, v in ranks[0].items() if k not in ("SHOAL_RANK", "SHOAL_LOCAL_RANK")}
+    own_names = ("SHOAL_RANK", "SHOAL_LOCAL_RANK", "RANK", "LOCAL_RANK")
+    same = {k: v for k, v in ranks[0].items() if k not in own_names}
     lines = ["each rank's environment, beside what it inherits:"]
     lines += [f"  {name}={value}" for name, value in same.items()]
     notes = {"OMP_NUM_THREADS": f"  (the machine's {len(os.sched_getaffinity(0))} cores, shared)"}
