@@ -8,7 +8,9 @@
 A step is ``zero_grad()``, forward and backward, on one thread a rank.  The contenders live in the same
 processes and take turns in an order that is drawn anew in each round: ``alone`` (the model without DDP, on
 all ranks at the same time), ``shoal``, ``gloo`` (torch's DDP over Gloo with ``gradient_as_bucket_view=True``)
-and ``gloo-copying`` (with torch's default, False).  ``shoal@8`` has buckets of 8 MiB.
+and ``gloo-copying`` (with torch's default, False).  ``shoal@8`` has buckets of 8 MiB.  With
+``--contenders``: ``torch-shoal`` is torch's DDP on the backend "shoal", with views; ``fsdp-shoal`` and
+``fsdp-gloo`` are torch's ``fully_shard`` of each linear layer and of the model.
 
 Before each step all ranks meet in a barrier.  A step lasts from the earliest rank's start to the latest
 rank's end.  Overhead is the difference from ``alone`` in the same round; its median over the rounds is shown

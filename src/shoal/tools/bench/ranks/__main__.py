@@ -19,7 +19,14 @@ from .data import WrongResult
 from .engine import Engine, Unsupported
 from .timing import Job
 
-ENGINES = {"floor": "Floor", "gloo": "Gloo", "mpi": "Mpi", "shoal": "Shoal"}
+#: name of an engine -> module and class
+ENGINES = {
+    "floor": ("floor", "Floor"),
+    "gloo": ("gloo", "Gloo"),
+    "mpi": ("mpi", "Mpi"),
+    "shoal": ("shoal", "Shoal"),
+    "torch": ("gloo", "InTorch"),
+}
 
 
 class Rank:
@@ -70,8 +77,9 @@ def main() -> None:
     parser.add_argument("--control", required=True, help="path of the coordinator's socket")
     parser.add_argument("--hosts", type=int, default=1)
     arguments = parser.parse_args()
-    module = importlib.import_module(f".{arguments.engine}", __package__)
-    engine: Engine = getattr(module, ENGINES[arguments.engine])(arguments.control, arguments.hosts)
+    where, name = ENGINES[arguments.engine]
+    module = importlib.import_module(f".{where}", __package__)
+    engine: Engine = getattr(module, name)(arguments.control, arguments.hosts)
     rank = Rank(engine)
     with socket.socket(socket.AF_UNIX) as control:
         control.connect(arguments.control)

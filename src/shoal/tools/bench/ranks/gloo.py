@@ -1,4 +1,4 @@
-"""torch.distributed with its Gloo backend."""
+"""torch.distributed with its Gloo backend, and with shoal in Gloo's place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ....compat.registration import register
 from .engine import Call, Engine, Values, torch_values
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -17,11 +18,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Gloo(Engine):
     """A rank that finds its number in RANK and WORLD_SIZE, and its peers through a file."""
 
+    backend = "gloo"
+
     def __init__(self, control: str, hosts: int) -> None:
         torch.set_num_threads(1)
+        register()
         self.uss_before = psutil.Process().memory_full_info().uss
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", init_method=f"file://{control}.gloo", rank=rank, world_size=size)
+        place = f"file://{control}.{self.backend}"
+        dist.init_process_group(self.backend, init_method=place, rank=rank, world_size=size)
         self.rank, self.size = rank, size
         self.version = f"torch {torch.__version__}"
 
@@ -49,8 +54,14 @@ class Gloo(Engine):
         return dist.all_reduce(x, async_op=True)
 
     def new_group(self) -> Call:
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend=self.backend)
         return lambda: dist.destroy_process_group(group)
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class InTorch(Gloo):
+    """The same calls on the backend "shoal" of torch.distributed."""
+
+    backend = "shoal"
