@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.errors import GroupAborted, GroupClosed, StoreTimeout
+from shoal.errors import GroupAborted, GroupClosed, StoreTimeout, UsageError
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
 
@@ -66,6 +66,15 @@ def test_a_subgroup_follows_the_order_of_its_ranks() -> None:
     nested = part.subgroup([1])
     assert nested.ranks == (2,)
     group.close()
+
+
+def test_a_subgroup_has_the_timeout_of_its_parent_or_its_own() -> None:
+    group = null_group(NullBackend(), rank=3, size=4)
+    assert group.subgroup([3]).timeout == group.timeout
+    part = group.subgroup([3, 2], timeout=7)
+    assert part.timeout == part.subgroup([0]).timeout == 7.0
+    with pytest.raises(UsageError, match="positive number of seconds"):
+        group.subgroup([3], timeout=0)
 
 
 def test_members_make_subgroups_without_the_others(worlds: Worlds) -> None:

@@ -248,15 +248,19 @@ class ProcessGroup(Collectives, PointToPoint):
         # The key of the exchange tells this split from all others, and is equal on all ranks.
         return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}")
 
-    def subgroup(self, ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
+    def subgroup(
+        self, ranks: Sequence[int], name: str | None = None, *, timeout: float | None = None
+    ) -> ProcessGroup:
         """A group of some members of this one.  No communication: only the members call it.
 
         Args:
             ranks: ranks in this group, in the order of their ranks in the new one; the same list on
                 every member.  Members that call it several times do so in the same order.
             name: part of the new group's name.
+            timeout: the new group's default for operations, in seconds; None: that of this group.
         """
         call = self._call("subgroup")
+        seconds = None if timeout is None else self._checked_timeout(timeout)
         members = [call.root(rank, "every element of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             call.refuse(f"ranks names a rank twice: {members}")
@@ -269,9 +273,9 @@ class ProcessGroup(Collectives, PointToPoint):
             self._made[identity] += 1
             count = self._made[identity]
         listed = ",".join(map(str, members))
-        return self._make(members, f"{name or 'subgroup'}:{listed}:{count}")
+        return self._make(members, f"{name or 'subgroup'}:{listed}:{count}", seconds)
 
-    def _make(self, members: list[int], label: str) -> ProcessGroup:
+    def _make(self, members: list[int], label: str, timeout: float | None = None) -> ProcessGroup:
         name = f"{self.name}/{label}"
         digest = hashlib.blake2b(f"{self._spec.ident:x}/{label}".encode(), digest_size=8)
         spec = GroupSpec(
@@ -286,7 +290,7 @@ class ProcessGroup(Collectives, PointToPoint):
             spec,
             self._backend.channel(spec),
             PrefixStore(f"{label}/", self._store),
-            timeout=self._timeout,
+            timeout=self._timeout if timeout is None else timeout,
             backend=self._backend,
             local_rank=self._local_rank,
         )
