@@ -106,16 +106,17 @@ def send_object(group: ProcessGroup, obj: Any, dst: int, tag: int, timeout: floa
 def recv_object(group: ProcessGroup, src: int, tag: int, timeout: float | None) -> Future[Any]:
     """The object that :func:`send_object` sent."""
 
-    def load(done: Future[torch.Tensor]) -> Any:
-        content = done.value()
-        if content.dtype is not torch.uint8 or content.dim() != 1:
-            raise UsageError(
-                f"recv_object on rank {group.rank}: a tensor of {content.dtype} and shape "
-                f"{tuple(content.shape)} arrived, not an object; use send_object with recv_object"
-            )
-        return _unpickled(content)
+    return group.recv(None, src, tag, timeout=timeout).then(lambda done: received(group, done.value()))
 
-    return group.recv(None, src, tag, timeout=timeout).then(load)
+
+def received(group: ProcessGroup, content: torch.Tensor) -> Any:
+    """The object in a message that :func:`send_object` sent."""
+    if content.dtype is not torch.uint8 or content.dim() != 1:
+        raise UsageError(
+            f"recv_object on rank {group.rank}: a tensor of {content.dtype} and shape "
+            f"{tuple(content.shape)} arrived, not an object; use send_object with recv_object"
+        )
+    return _unpickled(content)
 
 
 def _exchange_sizes(

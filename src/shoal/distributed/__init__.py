@@ -1,0 +1,172 @@
+"""torch.distributed's functions over shoal's groups, for scripts that move over.
+
+    import shoal.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+
+Names, arguments and their order are torch's; ``docs/distributed.md`` has a table of what is here, what
+differs, and what is not here and why.  A group is a :class:`shoal.ProcessGroup`, so everything of the object
+API works on ``dist.group.WORLD`` and on what ``dist.new_group`` returns.
+
+=====================  ==================================================================
+``state``              the default group, the only one of its kind in shoal
+``lifecycle``          its beginning and end; ``place`` reads where to meet
+``groups``             who is in which group, and new groups
+``collectives``        operations on tensors; ``deprecated`` holds torch's old names
+``point_to_point``     messages, alone and in batches
+``objects``            operations on Python objects
+``work``               what an operation returns with ``async_op=True``
+``backend``, ``reductions``, ``stores``, ``arguments``: torch's names for what shoal has
+=====================  ==================================================================
+"""
+
+from ..group import ProcessGroup
+from ..spec import ReduceOp
+from .arguments import default_pg_timeout
+from .backend import (
+    Backend,
+    get_backend,
+    get_backend_config,
+    get_default_backend_for_device,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_ucc_available,
+    is_xccl_available,
+)
+from .collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    monitored_barrier,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+    scatter,
+)
+from .deprecated import (
+    _all_gather_base as _all_gather_base,
+)
+from .deprecated import (
+    _reduce_scatter_base as _reduce_scatter_base,
+)
+from .deprecated import (
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    reduce_op,
+)
+from .groups import (
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_pg_count,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    split_group,
+)
+from .lifecycle import (
+    destroy_process_group,
+    init_process_group,
+    is_available,
+    is_initialized,
+    is_torchelastic_launched,
+)
+from .objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from .reductions import _make_nccl_premul_sum as _make_nccl_premul_sum
+from .reductions import supports_complex
+from .state import GroupMember, group
+from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .work import Work
+
+__all__ = [
+    "Backend",
+    "FileStore",
+    "GroupMember",
+    "HashStore",
+    "P2POp",
+    "PrefixStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "Store",
+    "TCPStore",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_pg_count",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_op",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "split_group",
+    "supports_complex",
+]

@@ -1,0 +1,84 @@
+"""What torch's functions take in another form than the object API: durations and global ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeAlias
+
+from .. import config
+from ..errors import UsageError
+from ..group import ProcessGroup
+
+#: A ``timedelta``, as in torch, or a number of seconds.
+Duration: TypeAlias = timedelta | float
+
+#: How long operations may take unless something else is said: shoal's default, not torch's 30 minutes.
+default_pg_timeout = timedelta(seconds=config.TIMEOUT.default)
+
+
+def seconds(timeout: Duration | None) -> float | None:
+    """A duration in seconds; None for None.
+
+    Raises:
+        UsageError: it is neither a ``timedelta`` nor a number.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, (int, float)):
+        return float(timeout)
+    raise UsageError(f"timeout: expected a timedelta or a number of seconds, got {timeout!r}")
+
+
+def rank_in_group(
+    pg: ProcessGroup,
+    operation: str,
+    what: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+) -> int:
+    """The rank in ``pg`` that a caller gave as a global rank or as a rank of the group.
+
+    Args:
+        operation, what: of the function and of its argument that takes a global rank, for errors.
+        default: a global rank, if neither is given.
+
+    Raises:
+        UsageError: both are given, none is, or the group has no such rank.
+    """
+    if group_rank is not None:
+        if global_rank is not None:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: give {what}, which is a global rank, or group_{what}, "
+                f"not both; got {what}={global_rank!r} and group_{what}={group_rank!r}"
+            )
+        if not isinstance(group_rank, int) or not 0 <= group_rank < pg.size:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: group_{what} must be a rank of the group, from 0 to "
+                f"{pg.size - 1}, got {group_rank!r}"
+            )
+        return group_rank
+    if global_rank is None:
+        if default is None:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: {what} (a global rank) or group_{what} must be given"
+            )
+        global_rank = default
+    return group_rank_of(pg, operation, what, global_rank)
+
+
+def group_rank_of(pg: ProcessGroup, operation: str, what: str, global_rank: int) -> int:
+    """The rank in ``pg`` of a global rank.
+
+    Raises:
+        UsageError: it is not in the group.
+    """
+    try:
+        return pg.ranks.index(global_rank)
+    except ValueError:
+        raise UsageError(
+            f"{operation} on rank {pg.rank}: {what}={global_rank!r} is not among the group's global ranks, "
+            f"{list(pg.ranks)}"
+        ) from None

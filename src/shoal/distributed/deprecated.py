@@ -1,0 +1,109 @@
+"""Names that torch keeps for old scripts, with torch's ``FutureWarning``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..future import Future, collect_all
+from ..spec import SUM, ReduceOp
+from .collectives import all_gather_single, reduce_scatter_single
+from .reductions import ReduceOpLike, reduction
+from .state import GroupLike, member_group
+from .work import Work
+
+
+def _warn(name: str, instead: str) -> None:
+    warnings.warn(f"{name} is deprecated; use {instead}", FutureWarning, stacklevel=3)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor] | torch.Tensor,
+    op: ReduceOpLike = SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Future[Any] | None:
+    """Reduce several tensors, each in place.  With ``async_op=True`` a future of their list."""
+    _warn("all_reduce_coalesced", "all_reduce for each tensor")
+    pg = member_group(group, "all_reduce_coalesced")
+    if pg is None:
+        return None
+    several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    kind = reduction(op)
+    return _all([pg.all_reduce(tensor, kind) for tensor in several], several, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Future[Any] | None:
+    """Bring ``input_tensor_list[i]`` of rank *r* to ``output_tensor_lists[r][i]`` of all ranks.
+
+    With ``async_op=True`` a future of ``output_tensor_lists``.
+    """
+    _warn("all_gather_coalesced", "all_gather for each tensor")
+    pg = member_group(group, "all_gather_coalesced")
+    if pg is None:
+        return None
+    count = len(input_tensor_list)
+    if len(output_tensor_lists) != pg.size or any(len(part) != count for part in output_tensor_lists):
+        raise UsageError(
+            f"all_gather_coalesced on rank {pg.rank}: expected {pg.size} lists of {count} output tensors, "
+            f"got lists of {[len(part) for part in output_tensor_lists]}"
+        )
+    futures = [
+        pg.all_gather(tensor, [part[i] for part in output_tensor_lists])
+        for i, tensor in enumerate(input_tensor_list)
+    ]
+    return _all(futures, output_tensor_lists, async_op)
+
+
+def _all(futures: Sequence[Future[Any]], value: Any, async_op: bool) -> Future[Any] | None:
+    together = collect_all(futures)
+    if async_op:
+        return together.then(lambda done: (done.value(), value)[1])
+    together.wait()
+    return None
+
+
+def _all_gather_base(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`all_gather_single`."""
+    _warn("_all_gather_base", "all_gather_single")
+    return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def _reduce_scatter_base(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOpLike = SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`reduce_scatter_single`."""
+    _warn("_reduce_scatter_base", "reduce_scatter_single")
+    return reduce_scatter_single(output, input, op, group, async_op)
+
+
+class _ReduceOpNames:
+    """``reduce_op.SUM`` and so on, which warn."""
+
+    def __getattr__(self, name: str) -> ReduceOp:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value: ReduceOp = getattr(ReduceOp, name)
+        _warn("reduce_op", "ReduceOp")
+        return value
+
+
+reduce_op = _ReduceOpNames()

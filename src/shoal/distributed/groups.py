@@ -1,0 +1,260 @@
+"""Who is in which group, and groups made from the default group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import config
+from ..errors import UsageError
+from ..group import ProcessGroup
+from .arguments import Duration, group_rank_of, seconds
+from .backend import parse_backend, refuse_device
+from .state import NON_GROUP_MEMBER, GroupLike, default_group, is_absent, not_a_group, state
+
+
+def get_rank(group: GroupLike = None) -> int:
+    """The rank of this process in a group; -1 if it is not in it."""
+    return -1 if is_absent(group) else _a_group(group, "get_rank").rank
+
+
+def get_world_size(group: GroupLike = None) -> int:
+    """The number of members of a group; -1 if this process is not in it."""
+    return -1 if is_absent(group) else _a_group(group, "get_world_size").size
+
+
+def get_process_group_ranks(group: GroupLike = None) -> list[int]:
+    """The global ranks of the members of a group, in the order of their ranks in it."""
+    return list(_a_group(group, "get_process_group_ranks").ranks)
+
+
+def get_group_rank(group: GroupLike, global_rank: int) -> int:
+    """The rank in ``group`` of a global rank.
+
+    Raises:
+        UsageError: it is not in the group.
+    """
+    return group_rank_of(_a_group(group, "get_group_rank"), "get_group_rank", "global_rank", global_rank)
+
+
+def get_global_rank(group: GroupLike, group_rank: int) -> int:
+    """The global rank of a rank in ``group``.
+
+    Raises:
+        UsageError: the group has no such rank.
+    """
+    pg = _a_group(group, "get_global_rank")
+    if not isinstance(group_rank, int) or not 0 <= group_rank < pg.size:
+        raise UsageError(
+            f"get_global_rank on rank {pg.rank}: group_rank must be from 0 to {pg.size - 1}, "
+            f"got {group_rank!r}"
+        )
+    return pg.ranks[group_rank]
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """The rank of this process among those that the launcher placed on this host.
+
+    It is what the launcher said (``LOCAL_RANK`` or ``SHOAL_LOCAL_RANK``), or what the default group found.
+
+    Args:
+        fallback_rank: the answer where neither is there.
+
+    Raises:
+        UsageError: nothing says it.
+    """
+    given = os.environ.get("LOCAL_RANK", "").strip()
+    if given.isdecimal():
+        return int(given)
+    launched = config.LOCAL_RANK.get()
+    if launched is not None:
+        return launched
+    if state.world is not None:
+        return state.world.local_rank
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise UsageError(
+        "get_node_local_rank: neither LOCAL_RANK nor SHOAL_LOCAL_RANK is set and there is no default group; "
+        "call init_process_group() first, or give fallback_rank"
+    )
+
+
+def get_pg_count() -> int:
+    """The number of groups that were made since the default group, which counts too."""
+    return state.groups
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Duration | None = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """A group of some ranks of the default group, independent of all others.
+
+    All ranks of the default group call it in the same order, as in torch; with
+    ``use_local_synchronization=True`` only the members need to.  It sends nothing and waits for nobody.
+
+    Args:
+        ranks: global ranks; None: all.
+        timeout: the new group's default for operations; None: that of the default group.
+        backend: None, or a name for the backend of the default group.
+        pg_options: must be None: a group has the options of the default group.
+        use_local_synchronization: changes what ranks that are not members get: None.
+        group_desc: part of the group's name.
+        device_id: None, or the CPU.
+        sort_ranks: whether ranks in the group follow global ranks; False: they follow the given order.
+
+    Returns:
+        A :class:`shoal.ProcessGroup` on members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
+
+    Raises:
+        UsageError: no default group, a rank that it does not have, a rank given twice.
+        UnsupportedOperation: another backend or device.
+    """
+    world = default_group("new_group")
+    _check_alike("new_group", world, backend, pg_options)
+    refuse_device("new_group", device_id)
+    members = list(range(world.size)) if ranks is None else list(ranks)
+    _check_members("new_group", world, members)
+    state.count()
+    if world.rank not in members:
+        return None if use_local_synchronization else NON_GROUP_MEMBER
+    return world.subgroup(sorted(members) if sort_ranks else members, group_desc, timeout=seconds(timeout))
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: GroupLike = None,
+    timeout: Duration | None = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Cut a group into groups of ``group_size`` neighbours.
+
+    Args:
+        group_size: must divide the size of ``group``.
+        group: the default group if None.
+        timeout, backend, pg_options, group_desc: as for :func:`new_group`.
+
+    Returns:
+        the group that this rank is in, and what :func:`new_group` gave for each of them.
+
+    Raises:
+        UsageError: ``group_size`` is missing or does not divide the size.
+    """
+    pg = _a_group(group, "new_subgroups")
+    if not isinstance(group_size, int) or group_size < 1 or pg.size % group_size:
+        raise UsageError(
+            f"new_subgroups on rank {pg.rank}: group_size must be a number that divides the size of the "
+            f"group, {pg.size}, got {group_size!r}"
+        )
+    ranks = [list(pg.ranks[first : first + group_size]) for first in range(0, pg.size, group_size)]
+    return new_subgroups_by_enumeration(ranks, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Duration | None = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """A group for each of several lists of global ranks that have no rank in common.
+
+    Returns:
+        the group that this rank is in (None if in none), and what :func:`new_group` gave for each list.
+
+    Raises:
+        UsageError: there is no list, or a rank stands in two.
+    """
+    world = default_group("new_subgroups_by_enumeration")
+    lists = [list(ranks) for ranks in ranks_per_subgroup_list or ()]
+    if not lists:
+        raise UsageError(
+            f"new_subgroups_by_enumeration on rank {world.rank}: expected at least one list of ranks"
+        )
+    together = [rank for ranks in lists for rank in ranks]
+    _check_members("new_subgroups_by_enumeration", world, together)
+    made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in lists]
+    return next((pg for pg in made if not is_absent(pg)), None), made
+
+
+def split_group(
+    parent_pg: GroupLike = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Duration | None = None,
+    pg_options: None = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into groups of the listed ranks.
+
+    Args:
+        parent_pg: the default group if None.
+        split_ranks: lists of ranks *of that group* that have no rank in common.
+        timeout, pg_options, group_desc, backend: as for :func:`new_group`.
+
+    Returns:
+        The group that this rank is in, its ranks in the order of those of the parent; None if in none.
+
+    Raises:
+        UsageError: there is no list, or a rank that the group does not have or that stands in two.
+    """
+    parent = _a_group(parent_pg, "split_group")
+    _check_alike("split_group", parent, backend, pg_options)
+    lists = [list(ranks) for ranks in split_ranks or ()]
+    if not lists or not all(lists):
+        raise UsageError(
+            f"split_group on rank {parent.rank}: split_ranks must be lists of ranks that are not empty, "
+            f"got {split_ranks!r}"
+        )
+    _check_members("split_group", parent, [rank for ranks in lists for rank in ranks])
+    state.count()
+    mine = next((ranks for ranks in lists if parent.rank in ranks), None)
+    if mine is None:
+        return None
+    return parent.subgroup(sorted(mine), group_desc or "split", timeout=seconds(timeout))
+
+
+def _a_group(group: GroupLike, operation: str) -> ProcessGroup:
+    """A group that this rank is in."""
+    if group is None:
+        return default_group(operation)
+    if isinstance(group, ProcessGroup):
+        return group
+    raise not_a_group(operation, group)
+
+
+def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if not isinstance(rank, int) or not 0 <= rank < pg.size:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: ranks must be from 0 to {pg.size - 1}, got {rank!r}"
+            )
+    if len(set(ranks)) != len(ranks):
+        raise UsageError(f"{operation} on rank {pg.rank}: a rank stands twice in {list(ranks)}")
+
+
+def _check_alike(
+    operation: str, pg: ProcessGroup, backend: str | None, options: Mapping[str, Any] | None
+) -> None:
+    """A group runs on the backend of the default group, with its options."""
+    if options is not None:
+        raise UsageError(
+            f"{operation} on rank {pg.rank}: pg_options={options!r}: a group has the options that "
+            "init_process_group was given; leave it out"
+        )
+    if backend is not None and parse_backend(backend)[1] != parse_backend(state.backend)[1]:
+        raise UsageError(
+            f"{operation} on rank {pg.rank}: backend={backend!r}: a group runs on the backend of the default "
+            f"group, {state.backend!r}; leave it out"
+        )

@@ -1,0 +1,104 @@
+"""The beginning and the end of the default group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..initialize import init
+from .arguments import Duration, seconds
+from .backend import parse_backend, refuse_device
+from .place import meeting_place
+from .state import GroupLike, is_absent, member_group, state
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Duration | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: None = None,
+    group_name: str = "",
+    pg_options: Mapping[str, Any] | None = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Meet the other processes of the job and make the default group of them.
+
+    Every process calls it; it returns when all have come and are connected.  Without a launcher and without
+    arguments it is a group of one.
+
+    Args:
+        backend: None, ``"shoal"``, ``"gloo"`` and ``"cpu:gloo"`` mean the native engine; or a name given to
+            :func:`shoal.register_backend`.
+        init_method: where to meet: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
+            of :func:`shoal.init`.  With ``env://``, launchers' variables are read, and those that
+            scripts set themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.
+        timeout: until all must have come, and the default of operations: a timedelta, or seconds; None:
+            ``SHOAL_TIMEOUT`` (300 s).
+        world_size, rank: -1: as the launcher says, else in order of arrival.
+        store: must be None.
+        group_name: not used, as in torch.
+        pg_options: further arguments of :func:`shoal.init`, such as ``{"concurrency": 2}``.
+        device_id: None, or the CPU.
+
+    Raises:
+        UsageError: there is a default group already, or an argument makes no sense.
+        UnsupportedOperation: a backend or device that shoal has nothing for.
+        RendezvousError: the processes did not find each other; RendezvousTimeout names the missing ones.
+    """
+    name, engine = parse_backend(backend)
+    if store is not None:
+        raise UsageError("init_process_group: store= is not taken; say where to meet with init_method=")
+    refuse_device("init_process_group", device_id)
+    if pg_options is not None and not isinstance(pg_options, Mapping):
+        raise UsageError(
+            f"init_process_group: pg_options={pg_options!r}: expected a dict of arguments of shoal.init"
+        )
+    with state.founding():
+        url, own_rank, size = meeting_place(init_method, rank, world_size)
+        options = {"timeout": seconds(timeout), "backend": engine, **(pg_options or {})}
+        state.found(init(url, rank=own_rank, size=size, **options), name)
+
+
+def destroy_process_group(group: GroupLike = None) -> None:
+    """Close a group, or the default group with all that were made from it.
+
+    Not a collective: it sends what was submitted and says goodbye.  Of the default group, the rank that
+    serves the store of ``tcp://`` also waits for the others to leave.  A peer that hangs delays it by
+    the group's timeout at most.
+
+    Args:
+        group: None or ``group.WORLD`` for the default group; after that :func:`init_process_group` may be
+            called again.
+
+    Raises:
+        UsageError: there is no default group, or ``group`` is something else.
+    """
+    if is_absent(group):
+        return
+    if group is None or group is state.world:
+        state.forget().close()
+        return
+    pg = member_group(group, "destroy_process_group")
+    assert pg is not None  # a rank that is not in the group has left above
+    pg.close()
+
+
+def is_available() -> bool:
+    """True: whoever can import this can use it."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return state.world is not None
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

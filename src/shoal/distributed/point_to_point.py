@@ -1,0 +1,173 @@
+"""Messages between two ranks, with torch's names, arguments and global ranks.
+
+``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group.  Messages are
+matched by sender and tag, in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..spec import ANY_SOURCE
+from .arguments import rank_in_group
+from .state import GroupLike, default_group, is_absent, member_group
+from .work import Work
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: GroupLike = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Send ``tensor`` to another rank; it must not be changed before the work is complete.
+
+    Args:
+        tag: 0 to 2**30 - 1; the receiver asks for the same.
+
+    Returns:
+        A work; None, with a warning, in a rank that is not in the group.
+    """
+    pg = member_group(group, "isend")
+    if pg is None:
+        return None
+    peer = rank_in_group(pg, "isend", "dst", dst, group_dst)
+    return Work(pg.send(tensor, peer, tag), ())
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: GroupLike = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Receive into ``tensor`` from ``src``, or from whoever sends if no source is given.
+
+    Returns:
+        A work, whose ``source_rank`` tells who sent; None, with a warning, in a rank that is not in the
+        group.
+    """
+    pg = member_group(group, "irecv")
+    if pg is None:
+        return None
+    if src is None and group_src is None:
+        return Work(pg.recv_message(tensor, ANY_SOURCE, tag), (tensor,))
+    peer = rank_in_group(pg, "irecv", "src", src, group_src)
+    return Work(pg.recv(tensor, peer, tag), (tensor,), peer)
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: GroupLike = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Send ``tensor`` and wait until it may be changed again, which does not mean that it arrived."""
+    work = isend(tensor, dst, group, tag, group_dst)
+    if work is not None:
+        work.wait()
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: GroupLike = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receive into ``tensor``, as :func:`irecv`, and wait.
+
+    Returns:
+        The global rank of the sender; -1, with a warning, in a rank that is not in the group.
+    """
+    pg = member_group(group, "recv")
+    if pg is None:
+        return -1
+    work = irecv(tensor, src, pg, tag, group_src)
+    assert work is not None  # this rank is in the group
+    work.wait()
+    return pg.ranks[work.source_rank()]
+
+
+class P2POp:
+    """One message of a :func:`batch_isend_irecv`.
+
+    Args:
+        op: :func:`isend` or :func:`irecv`.
+        tensor: to send, or to receive into.
+        peer: the other rank, global.
+        group: the default group if None.
+        tag: as for ``op``.
+        group_peer: the other rank in the group, instead of ``peer``.
+
+    Raises:
+        UsageError: ``op`` is something else, or there is no such rank.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Work | None],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: GroupLike = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        world = default_group("P2POp")
+        if op is not isend and op is not irecv:
+            raise UsageError(
+                f"P2POp on rank {world.rank}: op must be isend or irecv of shoal.distributed, got {op!r}"
+            )
+        self.op = op
+        self.tensor = tensor
+        self.tag = tag
+        self.group: Any = world if group is None else group
+        if is_absent(group):
+            self.peer, self.group_peer = -1, -1
+            return
+        pg = member_group(group, "P2POp")
+        assert pg is not None  # this rank is in the group
+        self.group_peer = rank_in_group(pg, "P2POp", "peer", peer, group_peer)
+        self.peer = pg.ranks[self.group_peer]
+
+    def __repr__(self) -> str:
+        return (
+            f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag}, {self.tensor.dtype}, "
+            f"{tuple(self.tensor.shape)})"
+        )
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Submit several messages together; their order among sends and receives does not matter.
+
+    Returns:
+        A work for each; none, with a warning, in a rank that is not in the group.
+
+    Raises:
+        UsageError: an element is no :class:`P2POp`, or they are for different groups.
+    """
+    if not all(isinstance(op, P2POp) for op in p2p_op_list):
+        raise UsageError(f"batch_isend_irecv: expected a list of P2POp, got {p2p_op_list!r}")
+    if not p2p_op_list:
+        return []
+    group = p2p_op_list[0].group
+    if any(op.group is not group for op in p2p_op_list):
+        raise UsageError("batch_isend_irecv: all messages of a batch must be for the same group")
+    pg = member_group(group, "batch_isend_irecv")
+    if pg is None:
+        return []
+    with pg.batch() as batch:
+        for op in p2p_op_list:
+            add = batch.send if op.op is isend else batch.recv
+            add(op.tensor, op.group_peer, op.tag)
+    return [
+        Work(future, ()) if op.op is isend else Work(future, (op.tensor,), op.group_peer)
+        for op, future in zip(p2p_op_list, batch.futures, strict=True)
+    ]

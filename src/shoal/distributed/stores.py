@@ -1,0 +1,138 @@
+"""The stores, with the constructors and the method names that torch's have.
+
+They are shoal's stores and can be used wherever those can.  What torch's stores offer beyond them (queues) is
+not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from .. import config
+from .. import store as stores
+from ..errors import UsageError
+from ..rendezvous.host import resolve
+from .arguments import Duration, default_pg_timeout, seconds
+
+Store: TypeAlias = stores.Store
+
+#: keys by which a TCPStore waits for its workers
+_ARRIVED, _COMPLETE = "shoal/workers", "shoal/workers/complete"
+
+
+class _TorchNames(stores.Store):
+    """Torch's names, and its ``timedelta``, for what every store does."""
+
+    def get(self, key: str, timeout: Duration | None = None) -> bytes:
+        return super().get(key, seconds(timeout))  # type: ignore[safe-super]
+
+    def wait(self, keys: Sequence[str], timeout: Duration | None = None) -> None:
+        super().wait(keys, seconds(timeout))  # type: ignore[safe-super]
+
+    def multi_get(self, keys: Sequence[str], timeout: Duration | None = None) -> list[bytes]:
+        return super().multi_get(keys, seconds(timeout))  # type: ignore[safe-super]
+
+    def set_timeout(self, timeout: Duration) -> None:
+        """Set the default deadline of every call."""
+        self.timeout = seconds(timeout) or 0.0
+
+    def delete_key(self, key: str) -> bool:
+        """Remove ``key``; whether it existed."""
+        return self.delete(key)
+
+    def has_extended_api(self) -> bool:
+        """True: ``append``, ``multi_get`` and ``multi_set`` are here."""
+        return True
+
+
+class TCPStore(_TorchNames, stores.TCPStore):
+    """A connection to a store on the network, which the master serves.
+
+    Args:
+        host_name, port: where the master listens; port 0 on the master takes a free one.
+        world_size: how many processes will connect; None: not known.
+        is_master: whether this process serves the store, until :meth:`close`.
+        timeout: of connecting, and of every call.
+        wait_for_workers: whether to wait until ``world_size`` processes have come.
+        multi_tenant, use_libuv: not used.
+        master_listen_fd: must be None.
+
+    The job's secret is ``SHOAL_SECRET``; without one the store is on loopback only.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Duration = default_pg_timeout,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+    ) -> None:
+        if master_listen_fd is not None:
+            raise UsageError(
+                f"TCPStore: master_listen_fd={master_listen_fd!r}: the store opens its own socket"
+            )
+        secret = config.secret()
+        self._server = None
+        if is_master:
+            address = resolve(host_name, port)[0]
+            self._server = stores.TCPStoreServer(address, port, secret).start()
+            host_name, port = self._server.host, self._server.port
+        try:
+            super().__init__(host_name, port, secret, timeout=seconds(timeout))
+        except BaseException:
+            self._close_server()
+            raise
+        if world_size is not None and world_size > 0 and wait_for_workers:
+            try:
+                self._wait_for(world_size)
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the connections and, on the master, the server: nobody is served any more."""
+        super().close()
+        self._close_server()
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _wait_for(self, world_size: int) -> None:
+        if self.add(_ARRIVED, 1) >= world_size:
+            self.set(_COMPLETE, b"")
+        self.wait([_COMPLETE])
+
+
+class FileStore(_TorchNames, stores.FileStore):
+    """A store in a file, which nobody removes.
+
+    Args:
+        file_name: the file.
+        world_size: not used.
+    """
+
+    def __init__(self, file_name: str, world_size: int = -1) -> None:
+        super().__init__(file_name)
+
+
+class HashStore(_TorchNames, stores.MemoryStore):
+    """A store in memory, for the threads of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class PrefixStore(_TorchNames, stores.PrefixStore):
+    """A view of another store in which every key has a prefix."""
+
+    @property
+    def underlying_store(self) -> stores.Store:
+        """The store below."""
+        return self.store
