@@ -57,7 +57,10 @@ def test_the_first_example_runs_alone(tmp_path: Path) -> None:
         program
         for page in (
             "README.md",
-            *(f"docs/{n}.md" for n in ("tutorial", "data-parallel", "comm-hooks", "join", "zero")),
+            *(
+                f"docs/{n}.md"
+                for n in ("tutorial", "data-parallel", "distributed", "comm-hooks", "join", "zero")
+            ),
         )
         for program in _programs(page)
     ],
