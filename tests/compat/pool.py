@@ -11,7 +11,8 @@
 torch.distributed has one state in a process, so its ranks are processes; meeting costs them more than a
 test does, so they are kept.  In each the default group is over ``BACKEND``, and ``context.gloo`` is a
 group of the same ranks over Gloo (see :class:`tests.compat.rank.Context`).  Functions stand at the top
-level of a module; arguments and values are pickled; warnings are errors.
+level of a module; arguments and values are pickled; warnings are errors,
+but for deprecations (of which torch has many).
 
 A function that raises, or does not return in time, ends the processes: the next call meets new ones.
 """

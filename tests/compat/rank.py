@@ -73,6 +73,8 @@ def serve(
     os.close(output)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    for theirs in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", theirs)  # torch deprecates what it still uses itself
 
     context = _join(rank, size, backend, channel)
     channel.send(("value", pickle.dumps(None), "", time.monotonic()))

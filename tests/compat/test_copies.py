@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -211,9 +209,7 @@ def all_gather_coalesced(context, dtype):
     for group in both(context, dtype):
         for asynchronously in (False, True):
             outs = [[torch.zeros(shape).to(dtype) for shape in shapes] for _ in range(size)]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                future = dist.all_gather_coalesced(outs, parts[rank], group=group, async_op=asynchronously)
+            future = dist.all_gather_coalesced(outs, parts[rank], group=group, async_op=asynchronously)
             if asynchronously:
                 future.wait()
             for mine, theirs in zip(outs, parts, strict=True):

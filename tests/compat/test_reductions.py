@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,9 +76,7 @@ def coalesced(context, dtype):
     for group in both(context, dtype):
         xs = [value(context.rank, dtype, shape, seed=i) for i, shape in enumerate(shapes)]
         xs[0] = layouts(context, group)[-1](xs[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            dist.all_reduce_coalesced(xs, group=group)
+        dist.all_reduce_coalesced(xs, group=group)
         for i, (x, shape) in enumerate(zip(xs, shapes, strict=True)):
             parts = [value(rank, dtype, shape, seed=i) for rank in range(context.size)]
             assert_same(x, reduced("SUM", parts))
@@ -94,9 +90,7 @@ def test_all_reduce_coalesced(ranks, dtype):
 def coalesced_future(context):
     for group in both(context):
         xs = [torch.full((3,), 1.0 + context.rank), torch.full((2,), 10.0)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            future = dist.all_reduce_coalesced(xs, dist.ReduceOp.MAX, group=group, async_op=True)
+        future = dist.all_reduce_coalesced(xs, dist.ReduceOp.MAX, group=group, async_op=True)
         assert_all_same(future.wait(), [torch.full((3,), float(context.size)), torch.full((2,), 10.0)])
         assert_all_same(xs, future.value())
 
