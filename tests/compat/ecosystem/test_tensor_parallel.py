@@ -71,18 +71,13 @@ PLAN: dict[str, ParallelStyle] = {
 
 SEQUENCE_PLAN: dict[str, ParallelStyle] = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "block": PrepareModuleInputOutput(
-        input_layouts=Shard(1),
-        desired_input_layouts=Replicate(),
-        output_layouts=Replicate(),
-        desired_output_layouts=Shard(1),
-    ),
-    "block.query": ColwiseParallel(),
-    "block.key": ColwiseParallel(),
-    "block.value": ColwiseParallel(),
-    "block.out": RowwiseParallel(),
-    "block.wide": ColwiseParallel(),
-    "block.narrow": RowwiseParallel(),
+    "block.norm": SequenceParallel(),
+    "block.query": ColwiseParallel(input_layouts=Shard(1)),
+    "block.key": ColwiseParallel(input_layouts=Shard(1)),
+    "block.value": ColwiseParallel(input_layouts=Shard(1)),
+    "block.out": RowwiseParallel(output_layouts=Shard(1)),
+    "block.wide": ColwiseParallel(input_layouts=Shard(1)),
+    "block.narrow": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
 }
@@ -147,6 +142,14 @@ def prepared_inputs_and_outputs(world: World) -> Any:
     net = parallelize_module(
         net, mesh, PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
     )
+    both = PrepareModuleInputOutput(
+        input_layouts=Replicate(),
+        desired_input_layouts=Shard(0),
+        use_local_input=False,
+        output_layouts=Shard(0),
+        desired_output_layouts=Replicate(),
+    )
+    net = nn.Sequential(net, parallelize_module(nn.Sequential(nn.Tanh()), mesh, both))
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(world.rank))
     y = net(x)
     y.square().sum().backward()
