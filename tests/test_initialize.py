@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shoal
 from shoal.testing import no_leaks, run_threads
@@ -39,6 +41,24 @@ def test_two_ranks_meet_and_talk(store_backend: str, tmp_path: Path) -> None:
 
     with no_leaks():
         assert together(lambda: rank(0), lambda: rank(1)) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", [shoal.MemoryStore, dist.HashStore])
+def test_ranks_meet_in_a_store_that_stays_the_callers(kind: Callable[[], Any], store_backend: str) -> None:
+    given = kind()
+
+    def rank(**who: int) -> float:
+        with shoal.init(store=given, backend=store_backend, timeout=20, **who) as group:
+            return group.all_reduce(torch.tensor([1.0])).wait().item()
+
+    with no_leaks():
+        assert together(lambda: rank(rank=1, size=2), lambda: rank(rank=0, size=2)) == [2.0, 2.0]
+        assert together(lambda: rank(size=2), lambda: rank()) == [2.0, 2.0]  # as they arrive
+        given.set("still", b"open")
+        view = shoal.PrefixStore("another/place", given)
+        assert not view.check(["still"])
+        with shoal.init(store=view, rank=0, size=1, backend=store_backend):
+            assert view.num_keys() > 0
 
 
 def test_closing_the_group_closes_the_backend_and_leaves_the_meeting(store_backend: str) -> None:
@@ -77,6 +97,10 @@ def test_bad_arguments_are_refused_before_anybody_waits() -> None:
         shoal.init("tcp://127.0.0.1:1", rank=0, size=2, concurrency=0)
     with pytest.raises(shoal.UsageError, match="rank=2: expected a whole number from 0 to 1"):
         shoal.init("tcp://127.0.0.1:1", rank=2, size=2)
+    with pytest.raises(shoal.UsageError, match="url='env://' and store=: expected one place"):
+        shoal.init("env://", store=shoal.MemoryStore())
+    with pytest.raises(shoal.UsageError, match=r"expected a shoal.store.Store or a torch"):
+        shoal.init(store="tcp://127.0.0.1:1", rank=0, size=2)
 
 
 def test_lanes_come_from_the_argument_or_the_environment(

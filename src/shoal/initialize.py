@@ -33,6 +33,7 @@ _open: dict[int, ProcessGroup] = {}
 def init(
     url: str | None = None,
     *,
+    store: object = None,
     rank: int | None = None,
     size: int | None = None,
     timeout: float | None = None,
@@ -51,6 +52,10 @@ def init(
         url: where to meet: ``env://`` (the default: what the launcher's environment says; a group of one
             without a launcher), ``tcp://host:port``, ``file:///path``, or a scheme of
             :func:`shoal.register_rendezvous`.
+        store: where to meet instead of at a url: a :class:`shoal.Store`, or a ``torch.distributed.Store``.
+            It must be the same one for all ranks, stays the caller's and is not closed; it must serve until
+            all groups are closed.  Without ``secret`` the ranks agree on one in it: whoever can read the
+            store, or listen to its connections, can then join their connections.
         rank: of this process; None: as the launcher says, else in order of arrival.
         size: number of processes; None: as the launcher says, else as the job's record in the store.
         timeout: seconds until all must have come, and the group's default for operations; None:
@@ -75,7 +80,9 @@ def init(
     factory = backend_factory(backend)  # a misspelt name is refused before anybody waits
     lanes = _lanes(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else timeout
-    membership = rendezvous(url, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id)
+    membership = rendezvous(
+        url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id
+    )
     try:
         engine = factory(membership, timeout=seconds, **options)
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,49 +11,14 @@ import torch.distributed as dist
 
 from shoal.store import Store, adopt
 from shoal.store.foreign import MAX_FOREIGN_KEY, MAX_FOREIGN_VALUE
+from tests.support.torch_stores import TIMEOUT, PythonStore, connect, serve
 
 from .conformance import StoreConformance
-
-_TIMEOUT = datetime.timedelta(seconds=30)
-
-
-class PythonStore(dist.Store):
-    """As little as a store written in Python can get by with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._values[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
-
-    def add(self, key: str, value: int) -> int:
-        total = int(self._values.get(key, b"0")) + value
-        self._values[key] = b"%d" % total
-        return total
-
-    def check(self, keys: list[str]) -> bool:
-        return self._values.keys() >= {*keys}
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._values[key] = current = desired
-        return expected if current is None else current
-
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    deleteKey = delete_key  # what torch's C++ looks for
 
 
 @pytest.fixture(scope="module")
 def server() -> dist.TCPStore:
-    """One server for all tests: to make one takes torch up to five seconds."""
-    return dist.TCPStore("127.0.0.1", 0, 1, True, _TIMEOUT, wait_for_workers=False)
+    return serve()
 
 
 @contextmanager
@@ -62,14 +26,14 @@ def torch_store(kind: str, server: dist.TCPStore, tmp_path: Path) -> Iterator[di
     """A torch store: "tcp/prefix" is one with prefixes over a TCPStore."""
     kind, _, prefix = kind.partition("/")
     if kind == "tcp":
-        below = dist.TCPStore("127.0.0.1", server.port, 1, False, _TIMEOUT)
+        below = connect(server)
         for key in below.list_keys():
             below.delete_key(key)
     elif kind == "file":
         below = dist.FileStore(str(tmp_path / "store"), 1)
     else:
         below = dist.HashStore() if kind == "hash" else PythonStore()
-    below.set_timeout(_TIMEOUT)
+    below.set_timeout(TIMEOUT)
     if not prefix:
         yield below
         return

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .process_group import TorchProcessGroup as TorchProcessGroup
+    from .stores import TorchStore as TorchStore
     from .work import Work as Work
 
-_MODULES = {"TorchProcessGroup": "process_group", "Work": "work"}
+_MODULES = {"TorchProcessGroup": "process_group", "TorchStore": "stores", "Work": "work"}
 
-__all__ = ["TorchProcessGroup", "Work"]
+__all__ = ["TorchProcessGroup", "TorchStore", "Work"]
 
 
 def __getattr__(name: str) -> object:

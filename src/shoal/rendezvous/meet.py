@@ -18,6 +18,7 @@ from ..errors import (
     WireTimeout,
 )
 from ..wire import Deadline
+from .given import given
 from .host import LOOPBACK, address_towards, here, is_mine, resolve
 from .meeting import Meeting
 from .membership import Membership
@@ -32,6 +33,7 @@ _PAUSE = 0.02
 def rendezvous(
     url: str | None = None,
     *,
+    store: object = None,
     rank: int | None = None,
     size: int | None = None,
     timeout: float | None = None,
@@ -43,6 +45,8 @@ def rendezvous(
     Args:
         url: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a scheme given to
             :func:`register_rendezvous`.
+        store: where to meet instead: a store of ours or of ``torch.distributed``, which stays the
+            caller's.  Without a secret the ranks agree on one in it.
         rank: of this process; None: as the launcher says, else in order of arrival.
         size: number of processes; None: as the launcher says, else as the job's record in the store.
         timeout: seconds until all must be there; None: ``SHOAL_TIMEOUT``.
@@ -56,6 +60,8 @@ def rendezvous(
         AuthenticationError, VersionMismatch, StoreError: the store, or the others, are strangers.
     """
     _check_numbers(rank, size)
+    if url is not None and store is not None:
+        raise UsageError(f"url={url!r} and store=: expected one place to meet")
     if isinstance(secret, str):
         secret = secret.encode()
     if secret is not None and not isinstance(secret, bytes):
@@ -69,7 +75,7 @@ def rendezvous(
         Deadline(seconds),
         host=host,
     )
-    return meet(request)
+    return meet(request) if store is None else _meet_in(given(store, request), request)
 
 
 def meet(request: Request) -> Membership:
@@ -92,6 +98,14 @@ def meet(request: Request) -> Membership:
             if not _store_went_away(error) or settled.expired or request.deadline.expired:
                 raise
         time.sleep(_PAUSE)
+
+
+def _meet_in(venue: Venue, request: Request) -> Membership:
+    try:
+        return attend(venue, request)
+    except BaseException:
+        _close(venue)
+        raise
 
 
 def _store_went_away(error: BaseException) -> bool:

@@ -99,6 +99,11 @@ class ForeignStore(Store):
         self._index = None if _can_list(foreign) else _Index(self)
         self._closed = threading.Event()
 
+    @property
+    def host(self) -> str | None:
+        """Where the torch store is served, if it is a ``TCPStore``."""
+        return getattr(self._bottom, "host", None)
+
     def set(self, key: str, value: Value) -> None:
         key, data = self._key(key), self._value(value)
         self._noted(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .base import Store, Value, checked_key, checked_keys
+from .foreign import adopt
 
 
 class PrefixStore(Store):
@@ -16,13 +17,13 @@ class PrefixStore(Store):
 
     Args:
         prefix: what comes before every key, without the slash.
-        store: where the data is.
+        store: where the data is: a store, or one of ``torch.distributed`` (see :func:`adopt`).
     """
 
-    def __init__(self, prefix: str, store: Store) -> None:
-        super().__init__(store.timeout)
+    def __init__(self, prefix: str, store: object) -> None:
+        self._store = adopt(store)
+        super().__init__(self._store.timeout)
         self._start = checked_key(prefix) + "/"
-        self._store = store
 
     @property
     def prefix(self) -> str:

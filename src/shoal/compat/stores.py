@@ -1,0 +1,196 @@
+"""Our stores, where torch.distributed takes one of its own.
+
+Torch's C++ (the Gloo backend, ``PrefixStore``) calls a store that is written in Python by the names of
+C++ for some methods, cannot call others at all, and does not keep the Python object alive.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import ShoalError, UsageError
+from ..store import Store
+from ..wire import Deadline
+
+#: torch holds only the C++ half of a store, which is of no use without this one
+_kept: set[TorchStore] = set()
+
+#: seconds between two looks into an empty queue
+_PAUSE = 0.01
+#: longest timeout in seconds: a timedelta cannot be infinite
+_LONGEST = 1e9
+#: what no queue is
+_NOTHING = b"none"
+
+
+class _Queue(msgspec.Struct, array_like=True):
+    """The values of a queue; no two states are equal, so that ``compare_set`` says who wrote."""
+
+    values: list[bytes] = []
+    state: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
+
+
+class TorchStore(c10d.Store):
+    """A ``torch.distributed.Store`` over one of ours.
+
+    ``dist.init_process_group("gloo", store=TorchStore(shoal.TCPStore(...)), rank=..., world_size=...)``.
+    All methods of torch's stores are there, with torch's types.  Through a ``dist.PrefixStore``, and so
+    within a process group, torch cannot call ``list_keys`` and the queues of a store that is written in
+    Python, and raises NotImplementedError.
+
+    Torch does not keep the object alive while it uses the store, so it lives until :meth:`close`, or until
+    the process ends.
+
+    Errors of the store below are raised as ``dist.DistStoreError``.
+
+    Args:
+        store: where the data is; its timeout is the first one of this object, which :meth:`set_timeout`
+            changes.
+    """
+
+    #: deadline of the calls that are given none; torch keeps it
+    timeout: timedelta
+
+    def __init__(self, store: Store) -> None:
+        if not isinstance(store, Store):
+            raise UsageError(f"TorchStore: expected a shoal.store.Store, not {type(store).__name__}")
+        super().__init__()
+        self._store = store
+        self.set_timeout(timedelta(seconds=min(store.timeout, _LONGEST)))
+        _kept.add(self)
+
+    @property
+    def store(self) -> Store:
+        """The store below."""
+        return self._store
+
+    def close(self) -> None:
+        """Close the store below.  No process group may use it any more."""
+        _kept.discard(self)
+        self._store.close()
+
+    def clone(self) -> TorchStore:
+        """Another object with connections of its own to the same data."""
+        with _errors():
+            other = TorchStore(self._store.clone())
+        other.set_timeout(self.timeout)
+        return other
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with _errors():
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        with _errors():
+            return self._store.get(key, self._seconds())
+
+    def add(self, key: str, value: int) -> int:
+        with _errors():
+            return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        with _errors():
+            return self._store.check(keys)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        with _errors():
+            return self._store.compare_set(key, expected_value, desired_value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        with _errors():
+            self._store.wait(keys, self._seconds() if timeout is None else timeout.total_seconds())
+
+    def append(self, key: str, value: str | bytes) -> None:
+        with _errors():
+            self._store.append(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        with _errors():
+            return self._store.multi_get(keys, self._seconds())
+
+    def multi_set(self, keys: list[str], values: list[str] | list[bytes]) -> None:
+        with _errors():
+            self._store.multi_set(keys, values)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def delete_key(self, key: str) -> bool:
+        with _errors():
+            return self._store.delete(key)
+
+    def num_keys(self) -> int:
+        with _errors():
+            return self._store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        with _errors():
+            return self._store.list_keys()
+
+    def queue_push(self, key: str, value: bytes | str) -> None:
+        """Put ``value`` at the end of the queue ``key``."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        with _errors():
+            while True:
+                old, queue = self._queue(key)
+                if self._swap(key, old, [*queue.values, data]):
+                    return
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value out of the queue ``key``; with ``block``, as soon as there is one."""
+        deadline = Deadline(self._seconds() if block else 0.0)
+        with _errors():
+            while True:
+                old, queue = self._queue(key)
+                if queue.values:
+                    if self._swap(key, old, queue.values[1:]):
+                        return queue.values[0]
+                elif deadline.expired:
+                    raise dist.DistStoreError(f"queue {key!r} had no value within {deadline.timeout:g} s")
+                else:
+                    time.sleep(min(_PAUSE, deadline.remaining()))
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``."""
+        with _errors():
+            return len(self._queue(key)[1].values)
+
+    # What torch's C++ looks for.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _seconds(self) -> float:
+        return self.timeout.total_seconds()
+
+    def _queue(self, key: str) -> tuple[bytes, _Queue]:
+        raw = self._store.compare_set(_queue_key(key), _NOTHING, _NOTHING)
+        if raw == _NOTHING:
+            return b"", _Queue()
+        return raw, msgspec.msgpack.decode(raw, type=_Queue)
+
+    def _swap(self, key: str, old: bytes, values: list[bytes]) -> bool:
+        new = msgspec.msgpack.encode(_Queue(values))
+        return self._store.compare_set(_queue_key(key), old, new) == new
+
+
+def _queue_key(key: str) -> str:
+    return f"shoal.queue/{key}"
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """What torch's own stores raise, where ours raise something else."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ShoalError as error:
+        raise dist.DistStoreError(str(error)) from error
