@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..group import ProcessGroup
 from ..initialize import init
 from .arguments import Duration, seconds
 from .backend import parse_backend, refuse_device
 from .place import meeting_place
 from .state import GroupLike, is_absent, member_group, state
+
+#: seconds that the end of a group may take
+_CLOSING = 10.0
 
 
 def init_process_group(
@@ -68,9 +72,9 @@ def init_process_group(
 def destroy_process_group(group: GroupLike = None) -> None:
     """Close a group, or the default group with all that were made from it.
 
-    Not a collective: it sends what was submitted and says goodbye.  Of the default group, the rank that
-    serves the store of ``tcp://`` also waits for the others to leave.  A peer that hangs delays it by
-    the group's timeout at most.
+    Not a collective, and it never hangs: it gives itself 10 s (or the group's timeout, if that is less) to
+    send what was submitted and to say goodbye, and the rank that serves the store of ``tcp://`` to let the
+    others leave first.
 
     Args:
         group: None or ``group.WORLD`` for the default group; after that :func:`init_process_group` may be
@@ -82,11 +86,15 @@ def destroy_process_group(group: GroupLike = None) -> None:
     if is_absent(group):
         return
     if group is None or group is state.world:
-        state.forget().close()
+        _close(state.forget())
         return
     pg = member_group(group, "destroy_process_group")
     assert pg is not None  # a rank that is not in the group has left above
-    pg.close()
+    _close(pg)
+
+
+def _close(pg: ProcessGroup) -> None:
+    pg.close(min(pg.timeout, _CLOSING))
 
 
 def is_available() -> bool:
