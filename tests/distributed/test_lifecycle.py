@@ -110,6 +110,12 @@ def test_a_failed_beginning_leaves_nothing_behind(tmp_path: Path) -> None:
         ({"device_id": 0}, shoal.UnsupportedOperation, "leave it out"),
         ({"timeout": "long"}, shoal.UsageError, "expected a timedelta or a number of seconds"),
         ({"pg_options": 3}, shoal.UsageError, "expected a dict of arguments of shoal.init"),
+        (
+            {"store": dist.HashStore(), "init_method": "env://"},
+            shoal.UsageError,
+            "expected one place to meet",
+        ),
+        ({"store": dist.HashStore(), "rank": 0}, shoal.UsageError, "rank and world_size must be given"),
         ({"init_method": "carrier://pigeon"}, shoal.UsageError, "no handler for carrier://"),
     ],
 )
@@ -178,11 +184,35 @@ def _as_scripts_do(port: int) -> object:
     return found
 
 
-def test_the_environment_of_torchs_tutorials_is_enough(ranks: Pool) -> None:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert ranks.run(_as_scripts_do, port) == [[(rank, SIZE, 4.0)] * 3 for rank in range(SIZE)]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_the_environment_of_torchs_tutorials_is_enough(ranks: Pool) -> None:
+    assert ranks.run(_as_scripts_do, _free_port()) == [[(rank, SIZE, 4.0)] * 3 for rank in range(SIZE)]
+
+
+def _in_a_store(port: int, path: str) -> list[object]:
+    rank, found = dist.get_rank(), []
+    network = dist.TCPStore("localhost", port, SIZE, rank == 0)
+    with network, dist.FileStore(path) as file:
+        for store in (network, dist.PrefixStore("p", file)):
+            dist.destroy_process_group()
+            dist.init_process_group(store=store, rank=rank, world_size=SIZE, timeout=20)
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            found.append(x.item())
+            store.add("left", 1)
+        begin(rank, SIZE, f"{path}.after")  # the stores must outlive the groups that met in them
+        dist.barrier()
+    return found
+
+
+def test_ranks_meet_in_a_store_of_the_scripts_own(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(_in_a_store, _free_port(), str(tmp_path / "store")) == [[SIZE, SIZE]] * SIZE
 
 
 def _leave_a_peer_that_hangs(group: ProcessGroup, meeting: str) -> None:

@@ -26,7 +26,7 @@ def init_process_group(
     timeout: Duration | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: None = None,
+    store: object = None,
     group_name: str = "",
     pg_options: Mapping[str, Any] | None = None,
     device_id: torch.device | int | None = None,
@@ -45,7 +45,9 @@ def init_process_group(
         timeout: until all must have come, and the default of operations: a timedelta, or seconds; None:
             ``SHOAL_TIMEOUT`` (300 s).
         world_size, rank: -1: as the launcher says, else in order of arrival.
-        store: must be None.
+        store: where to meet, instead of ``init_method``, with rank and size: a store of ours or of
+            ``torch.distributed``, the same one for all.  It stays the caller's, and must serve until the
+            default group is destroyed.
         group_name: not used, as in torch.
         pg_options: further arguments of :func:`shoal.init`, such as ``{"concurrency": 2}``.
         device_id: None, or the CPU.
@@ -56,17 +58,20 @@ def init_process_group(
         RendezvousError: the processes did not find each other; RendezvousTimeout names the missing ones.
     """
     name, engine = parse_backend(backend)
-    if store is not None:
-        raise UsageError("init_process_group: store= is not taken; say where to meet with init_method=")
     refuse_device("init_process_group", device_id)
     if pg_options is not None and not isinstance(pg_options, Mapping):
         raise UsageError(
             f"init_process_group: pg_options={pg_options!r}: expected a dict of arguments of shoal.init"
         )
     with state.founding():
-        url, own_rank, size = meeting_place(init_method, rank, world_size)
         options = {"timeout": seconds(timeout), "backend": engine, **(pg_options or {})}
-        state.found(init(url, rank=own_rank, size=size, **options), name)
+        if store is None:
+            url, own_rank, size = meeting_place(init_method, rank, world_size)
+            world = init(url, rank=own_rank, size=size, **options)
+        else:
+            _check_store_alone(init_method, rank, world_size)
+            world = init(store=store, rank=rank, size=world_size, **options)
+        state.found(world, name)
 
 
 def destroy_process_group(group: GroupLike = None) -> None:
@@ -95,6 +100,17 @@ def destroy_process_group(group: GroupLike = None) -> None:
 
 def _close(pg: ProcessGroup) -> None:
     pg.close(min(pg.timeout, _CLOSING))
+
+
+def _check_store_alone(init_method: str | None, rank: int, world_size: int) -> None:
+    if init_method is not None:
+        raise UsageError(
+            f"init_process_group: init_method={init_method!r} and store=: expected one place to meet"
+        )
+    if rank == -1 or world_size == -1:
+        raise UsageError(
+            f"init_process_group: with store=, rank and world_size must be given; got {rank} and {world_size}"
+        )
 
 
 def is_available() -> bool:
