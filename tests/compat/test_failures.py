@@ -166,8 +166,9 @@ def missing(context, how):
     if context.rank == 0:
         with pytest.raises(OperationTimeout) as caught:
             MISSING[how](group)
-        assert caught.value.ranks == (1,)
-        assert "rank 1" in str(caught.value)
+        if how != "message":  # which may come from a rank that does other things
+            assert caught.value.ranks == (1,)
+        assert "0.3 s" in str(caught.value)
     let_go(context, name)
     check_others(context, group)
 

@@ -20,6 +20,10 @@ from .registration import NAME
 _CLOSING = 10.0
 
 
+class _NoBackend(UsageError, RuntimeError):
+    """Torch asks whether a group has a backend for a device by catching RuntimeError."""
+
+
 class TorchProcessGroup(TorchCollectives):
     """What ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
 
@@ -105,7 +109,7 @@ class TorchProcessGroup(TorchCollectives):
         if device.type in self._others:
             return self._others[device.type]._get_backend(device)
         if device.type != "cpu":
-            raise UsageError(
+            raise _NoBackend(
                 f"group {self.group_name!r} has no backend for {device.type}; name one where the group is "
                 f'made, as in init_process_group("cpu:{NAME},{device.type}:nccl")'
             )
