@@ -7,13 +7,15 @@ need no communication at all where the default group is ours: they use its conne
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 
 from .. import config
 from ..backend.registry import NATIVE, backend_factory
@@ -22,7 +24,7 @@ from ..group import ProcessGroup
 from ..initialize import world
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.host import resolve
-from ..store import adopt
+from ..store import PrefixStore, adopt
 from ..wire import Deadline
 from .devices import others
 from .process_group import TorchProcessGroup
@@ -86,9 +88,13 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     membership = attend(venue, request)
     try:
         engine = backend_factory(NATIVE)(membership, timeout=limit, **extra)
-    except BaseException:
+        incarnation = membership.store.compare_set("incarnation", b"", secrets.token_hex(8).encode()).decode()
+    finally:
+        # The meeting ends here and not with the group: by then the store may be gone with rank 0, which torch
+        # lets serve it, and torch's C++ prints a stack whenever a store is gone.
         membership.release(_FAILED)
-        raise
+    own = PrefixStore(incarnation, adopt(options.store))
+    membership = replace(membership, store=own, release=lambda _: own.close())
     name = options.group_id if options.global_ranks_in_group else "world"
     return world(
         membership,
@@ -102,7 +108,7 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
 
 def _address(store: Any) -> str | None:
     """Where the store is served, if that can be known: ranks on other hosts are reached that way."""
-    while isinstance(store, PrefixStore):
+    while isinstance(store, TorchPrefixStore):
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
     if not host:
