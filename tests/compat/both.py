@@ -20,8 +20,7 @@ def both(context: Context, *dtypes: torch.dtype, gloo: bool = True) -> Iterator[
         dtypes: those of the case's tensors.
         gloo: False: Gloo cannot do it for another reason.
     """
-    if context.backend != "gloo":
-        yield context.group
+    yield context.group
     if gloo and not NOT_WITH_GLOO.intersection(dtypes):
         yield context.gloo
 

@@ -9,7 +9,7 @@
         assert ranks(2).run(twice, 10) == [[10.0] * 3] * 2
 
 torch.distributed has one state in a process, so its ranks are processes; meeting costs them more than a
-test does, so they are kept.  In each the default group is over ``BACKEND``, and ``context.gloo`` is a
+test does, so they are kept.  In each the default group is over shoal, and ``context.gloo`` is a
 group of the same ranks over Gloo (see :class:`tests.compat.rank.Context`).  Functions stand at the top
 level of a module; arguments and values are pickled; warnings are errors,
 but for deprecations (of which torch has many).
@@ -27,20 +27,18 @@ import select
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shoal.compat.registration import NAME
 from shoal.errors import RemoteError
 from shoal.testing import Outcome, faults
 from shoal.testing.outcome import values
 from shoal.testing.processes import fork_server
 
 from .rank import DUMP_SIGNAL, serve
-
-BACKEND = "shoal" if find_spec("shoal.compat") else "gloo"
 
 #: seconds that a call may take, and that the others get when one rank failed
 _LIMIT, _PATIENCE = 60.0, 2.0
@@ -59,7 +57,7 @@ class Pool:
         backend: of the default group; None: none is made, for functions that call ``init_process_group``.
     """
 
-    def __init__(self, size: int, backend: str | None = BACKEND) -> None:
+    def __init__(self, size: int, backend: str | None = NAME) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="shoal-pool-")
         self._calls = 0
         self._ranks: list[_Rank] = []

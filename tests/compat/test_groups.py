@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from shoal.compat import TorchProcessGroup
 
 import shoal
+from shoal.compat import TorchProcessGroup
 
 from .values import assert_same
 
