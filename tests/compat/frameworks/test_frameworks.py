@@ -1,0 +1,85 @@
+"""Accelerate and Lightning Fabric train on the shoal backend as on Gloo, by their ordinary configuration.
+
+Each program does everything twice in the same processes: on shoal, set up as a user would, and on Gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAMS = Path(__file__).parent
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+SHOAL_RUN = ("-m", "shoal", "run", "-n", "2")
+
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+needs_fabric = pytest.mark.skipif(
+    find_spec("lightning_fabric") is None, reason="lightning-fabric is not installed"
+)
+
+
+def run(program: str, folder: Path, *launcher: str, **environment: str) -> list[dict[str, Any]]:
+    """Each rank's results; nothing may be said on stderr, or go wrong."""
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(PROGRAMS / program), str(folder)],
+        cwd=folder,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def assert_equal(ours: Any, theirs: Any, where: str) -> None:
+    """Bit for bit, through dictionaries and lists."""
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype, where
+        assert torch.equal(ours, theirs), where
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in ours.items():
+            assert_equal(value, theirs[key], f"{where}, {key}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), where
+        for index, value in enumerate(ours):
+            assert_equal(value, theirs[index], f"{where}[{index}]")
+    else:
+        assert ours == theirs, where
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """On both ranks, on shoal as on Gloo."""
+    for rank, found in enumerate(results):
+        assert found["shoal"].pop("backend") == "shoal"
+        assert found["gloo"].pop("backend") == "gloo"
+        assert_equal(found["shoal"], found["gloo"], f"rank {rank}")
+
+
+@needs_accelerate
+def test_accelerate_trains_under_torchrun(tmp_path: Path) -> None:
+    check(run("accelerate_program.py", tmp_path, *TORCHRUN))
+
+
+@needs_accelerate
+def test_accelerate_trains_under_shoal_run_with_its_own_variables(tmp_path: Path) -> None:
+    check(run("accelerate_program.py", tmp_path, *SHOAL_RUN, ACCELERATE_USE_CPU="true"))
+
+
+@needs_fabric
+@pytest.mark.parametrize(
+    "launcher", [(), TORCHRUN, SHOAL_RUN], ids=["its own launcher", "torchrun", "shoal run"]
+)
+def test_fabric_trains_by_ddp_and_fsdp2_under(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    check(run("fabric_program.py", tmp_path, *launcher))
