@@ -102,6 +102,16 @@ def test_new_group(ranks, members, options):
     ranks(4).run(new_group, members, options)
 
 
+def options_of_gloo(context):
+    group = dist.new_group([1, 0], pg_options=dist.ProcessGroupGloo._Options())
+    assert total(group) == bits([0, 1])
+    dist.destroy_process_group(group)
+
+
+def test_options_of_another_backend_are_let_be(ranks):
+    ranks(2).run(options_of_gloo)
+
+
 def a_hundred(context):
     """Groups come and go, some at a time, named alike or not."""
     for round_ in range(10):

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 
 from .. import config
@@ -34,14 +35,17 @@ from .registration import NAME
 _FAILED = 5.0
 
 
-def create(options: Any, backend_options: Mapping[str, Any] | None) -> TorchProcessGroup:
+def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | None) -> TorchProcessGroup:
     """The group that torch asks for.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
         backend_options: what the user passed as ``pg_options``: None, or options of :func:`shoal.init`
-            (``transport``, ``concurrency``, ...) as a mapping.
+            (``transport``, ``concurrency``, ...) as a mapping.  Options of torch's own backends are let be,
+            as Gloo does: what they say of the timeout, torch has said already.
     """
+    if isinstance(backend_options, Backend.Options):
+        backend_options = None
     if backend_options is not None and not isinstance(backend_options, Mapping):
         raise UsageError(
             f"pg_options for the backend {NAME!r} must be a mapping of options of shoal.init, such as "
