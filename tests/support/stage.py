@@ -1,0 +1,144 @@
+"""Starting programs that use torch.distributed as users do, and looking for what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: nothing here takes ten seconds on an idle machine
+DEADLINE = 120.0
+
+#: how a rank talks to the test, and something that needs every rank
+PRELUDE = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines, even from torchrun's ranks
+def total():
+    x = torch.full((1000,), float(dist.get_rank() + 1))
+    dist.all_reduce(x)
+    return x.unique().tolist()
+"""
+
+#: what the user of the tests has set must not decide their results
+FOREIGN = ("SHOAL_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Stage:
+    """A folder where programs run, marked so that whatever they start can be found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mark = secrets.token_hex(16)
+        self._started: list[subprocess.Popen[str]] = []
+        self._shared = set(os.listdir("/dev/shm"))
+        paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        self.environment |= {
+            "STAGE": self._mark,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(_entry_points(path)), *map(os.path.abspath, paths)]),
+        }
+
+    def script(self, body: str, *, prelude: str = PRELUDE) -> str:
+        """Write a program; gives its name."""
+        (self.path / "script.py").write_text(prelude + textwrap.dedent(body))
+        return "script.py"
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start Python with ``arguments``."""
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.path,
+            env=self.environment | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def end(self, process: subprocess.Popen[str]) -> Ended:
+        """Wait for a command to end."""
+        out, err = process.communicate(timeout=DEADLINE)
+        return Ended(process.returncode, out, err)
+
+    def run(self, *arguments: str, **environment: str) -> Ended:
+        """Run Python with ``arguments`` to its end."""
+        return self.end(self.start(*arguments, **environment))
+
+    def ranks(self, script: str, size: int = 2) -> list[Ended]:
+        """Run ``script`` on ranks that nobody watches over: each finds its place in its environment."""
+        meet = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        started = [self.start(script, RANK=str(rank), **meet) for rank in range(size)]
+        return [self.end(process) for process in started]
+
+    def assert_nothing_is_left(self) -> None:
+        """No process of this stage, and nothing new in shared memory."""
+        end = time.monotonic() + 10
+        while left := self._alive():
+            assert time.monotonic() < end, f"still running: {left}"
+            time.sleep(0.01)
+        assert not {name for name in os.listdir("/dev/shm") if "shoal" in name} - self._shared
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for process in self._alive():
+            process.kill()
+
+    def _alive(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("STAGE") == self._mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _entry_points(folder: Path) -> Path:
+    """A folder for ``sys.path`` that declares what an installed shoal does, for tests of a source tree."""
+    site = folder / "site"
+    metadata = site / "shoal_declared-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shoal-declared\nVersion: 1\n")
+    project = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r'\[project\.entry-points\."torch\.backends"\]\n(\w+) = "(\S+)"\n', project)
+    assert declared is not None
+    (metadata / "entry_points.txt").write_text("[torch.backends]\n{} = {}\n".format(*declared.groups()))
+    return site
