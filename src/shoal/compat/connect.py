@@ -91,8 +91,8 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     )
     membership = attend(venue, request)
     try:
-        engine = backend_factory(NATIVE)(membership, timeout=limit, **extra)
         incarnation = membership.store.compare_set("incarnation", b"", secrets.token_hex(8).encode()).decode()
+        engine = backend_factory(NATIVE)(membership, timeout=limit, **extra)
     finally:
         # The meeting ends here and not with the group: by then the store may be gone with rank 0, which torch
         # lets serve it, and torch's C++ prints a stack whenever a store is gone.
