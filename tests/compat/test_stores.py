@@ -134,14 +134,16 @@ if rank == 0:
     server = shoal.TCPStoreServer("127.0.0.1", 0, b"s").start()
     print(server.port, flush=True)
 store = TorchStore(shoal.TCPStore("127.0.0.1", server.port if rank == 0 else int(sys.argv[2]), b"s"))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30))
-world = dist.group.WORLD
-for group in (world, dist.new_group([0, 1])):
-    number = torch.tensor([rank + 1.0])
-    dist.all_reduce(number, group=group)
-    assert number.item() == 3.0
-dist.monitored_barrier()
-dist.destroy_process_group()
+timeout = datetime.timedelta(seconds=30)
+for backend in ("gloo", "shoal"):
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
+    world = dist.group.WORLD
+    for group in (world, dist.new_group([0, 1])):
+        number = torch.tensor([rank + 1.0])
+        dist.all_reduce(number, group=group)
+        assert number.item() == 3.0
+    dist.barrier()
+    dist.destroy_process_group()
 sys.stdout.write("done")
 sys.stdout.flush()
 sys.stdin.read()
@@ -149,7 +151,7 @@ store.close()
 """
 
 
-def test_gloo_meets_in_it() -> None:
+def test_torchs_process_groups_meet_in_it() -> None:
     def start(*args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-W", "error", "-c", _RANK, *args]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
