@@ -47,6 +47,11 @@ def only(tensors: Any, what: str) -> torch.Tensor:
     return tensors[0]  # type: ignore[no-any-return]
 
 
+def are_several(tensors: Any) -> bool:
+    """Whether torch's list is still of several tensors of one rank."""
+    return not isinstance(tensors, torch.Tensor) and len(tensors) > 1
+
+
 def parts(tensors: Any, what: str) -> list[torch.Tensor]:
     """One tensor per rank, from torch's list of them or its list of one such list."""
     if tensors and not isinstance(tensors[0], torch.Tensor):

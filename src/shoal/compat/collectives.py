@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ..future import Future
 from ..group import ProcessGroup
+from ..group.validation import Call
 from ..spec import ANY_SOURCE, SUM, ReduceOp
-from . import sparse
-from .arguments import only, parts, reduction, routed, seconds
+from . import several, sparse
+from .arguments import are_several, only, parts, reduction, routed, seconds
 from .work import Work, together
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
@@ -43,20 +44,20 @@ class TorchCollectives(dist.ProcessGroup):
         self, tensors: _Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
         """Reduce a tensor over all ranks, in place; sparse ones too (SUM only)."""
-        x = only(tensors, "allreduce")
         op, _, limit = self._options(opts, timeout, op)
+        if are_several(tensors):
+            return self._work(several.all_reduce(self.group, tensors, op, limit), list(tensors))
+        x = only(tensors, "allreduce")
         if x.is_sparse:
             return self._work(sparse.all_reduce(self.group, x, op, limit), [x])
         return self._work(self.group.all_reduce(x, op, timeout=limit), [x])
 
     @routed
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
-        """Reduce several tensors over all ranks, in place."""
+        """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
         op, _, limit = self._options(opts)
-        return self._together(
-            [self.group.all_reduce(x, op, timeout=limit) for x in tensors],
-            list(tensors),
-        )
+        once = {id(x): x for x in tensors}.values()
+        return self._together([self.group.all_reduce(x, op, timeout=limit) for x in once], list(tensors))
 
     @routed
     def allgather(
@@ -64,8 +65,11 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """Bring every rank's tensor to all ranks; sizes may differ from rank to rank."""
         _, _, limit = self._options(opts, timeout)
+        if are_several(inputs):
+            lists = [list(out) for out in outputs]
+            return self._work(several.all_gather(self.group, lists, inputs, limit), lists)
         out = parts(outputs, "allgather")
-        return self._work(self.group.all_gather(only(inputs, "allgather"), out, timeout=limit), [out])
+        return self._work(self.group.all_gather(only(inputs, "allgather"), out, timeout=limit), out)
 
     @routed
     def allgather_coalesced(
@@ -182,8 +186,11 @@ class TorchCollectives(dist.ProcessGroup):
         root: int | None = None,
     ) -> Work:
         """Copy the tensor of one rank to all others."""
-        x = only(tensors, "broadcast")
         _, root, limit = self._options(opts, timeout, root=root)
+        if are_several(tensors):
+            which = getattr(opts, "rootTensor", 0)
+            return self._work(several.broadcast(self.group, tensors, root, which, limit), list(tensors))
+        x = only(tensors, "broadcast")
         return self._work(self.group.broadcast(x, root, timeout=limit), [x])
 
     @routed
@@ -219,10 +226,10 @@ class TorchCollectives(dist.ProcessGroup):
         _, root, limit = self._options(opts, timeout, root=root)
         nothing = self._nothing(x)
         there: list[torch.Tensor] = [nothing] * self.group.size
-        there[root] = x
+        there[self._root("gather", root)] = x
         mine = parts(outputs, "gather")
         here = mine or [nothing] * self.group.size
-        return self._work(self.group.all_to_all(here, there, timeout=limit), [mine] if mine else [])
+        return self._work(self.group.all_to_all(here, there, timeout=limit), mine)
 
     @routed
     def scatter(
@@ -242,7 +249,7 @@ class TorchCollectives(dist.ProcessGroup):
         _, root, limit = self._options(opts, timeout, root=root)
         nothing = self._nothing(out)
         here: list[torch.Tensor] = [nothing] * self.group.size
-        here[root] = out
+        here[self._root("scatter", root)] = out
         there = parts(inputs, "scatter") or [nothing] * self.group.size
         return self._work(self.group.all_to_all(here, there, timeout=limit), [out])
 
@@ -344,6 +351,10 @@ class TorchCollectives(dist.ProcessGroup):
 
     def _together(self, futures: Sequence[Future[Any]], result: Any) -> Work:
         return self._work(futures[0] if len(futures) == 1 else together(futures), result)
+
+    def _root(self, name: str, root: int) -> int:
+        """``root``, if it is a rank of the group."""
+        return Call(name, self.group.rank, self.group.size, frozenset()).root(root)
 
     def _nothing(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=like.dtype, device=like.device)

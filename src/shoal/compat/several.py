@@ -1,0 +1,101 @@
+"""Several tensors of one rank in one operation, as from the time when one process drove several devices.
+
+Torch's group objects still take them (``group.allreduce([a, b])``), as if each tensor were of a rank of its
+own.  ``torch.distributed``'s functions pass one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..errors import UsageError
+from ..future import Future, collect_all
+from ..group import ProcessGroup
+from ..spec import BAND, BOR, BXOR, MAX, MIN, PRODUCT, ReduceOp
+from . import sparse
+
+_COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    PRODUCT: torch.mul,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    BAND: torch.bitwise_and,
+    BOR: torch.bitwise_or,
+    BXOR: torch.bitwise_xor,
+}
+
+
+def all_reduce(
+    group: ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp, timeout: float
+) -> Future[None]:
+    """Reduce the tensors of all ranks into each of them; AVG divides by the number of ranks, as Gloo does."""
+    _check_alike(group, "allreduce", tensors)
+    with torch.no_grad():
+        total = tensors[0].detach().clone()
+        for x in tensors[1:]:
+            total = _COMBINE.get(op, torch.add)(total, x.detach())
+    reduce = sparse.all_reduce if total.is_sparse else _all_reduce
+    return reduce(group, total, op, timeout).then(lambda done: _copy(done.value(), tensors))
+
+
+def broadcast(
+    group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int, which: int, timeout: float
+) -> Future[None]:
+    """Copy tensor ``which`` of rank ``root`` into all tensors of all ranks."""
+    _check_alike(group, "broadcast", tensors)
+    if not 0 <= which < len(tensors):
+        raise UsageError(
+            f"broadcast on rank {group.rank}: rootTensor is {which}, expected 0 to {len(tensors) - 1}"
+        )
+    return group.broadcast(tensors[which], root, timeout=timeout).then(
+        lambda done: _copy(done.value(), tensors)
+    )
+
+
+def all_gather(
+    group: ProcessGroup,
+    outputs: Sequence[Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    timeout: float,
+) -> Future[None]:
+    """Bring all tensors of all ranks, in this order, into each of the lists ``outputs``."""
+    count = len(inputs)
+    if len(outputs) != count or any(len(out) != count * group.size for out in outputs):
+        raise UsageError(
+            f"allgather on rank {group.rank}: expected {count} lists of {count * group.size} tensors for "
+            f"{count} inputs, got lists of {[len(out) for out in outputs]}"
+        )
+
+    def spread(done: Future[list[Future[list[torch.Tensor]]]]) -> None:
+        for future in done.value():
+            future.value()
+        for place, x in enumerate(outputs[0]):
+            _copy(x, [out[place] for out in outputs[1:]])
+
+    gathered = [
+        group.all_gather(x, list(outputs[0][i::count]), timeout=timeout) for i, x in enumerate(inputs)
+    ]
+    return collect_all(gathered).then(spread)
+
+
+def _all_reduce(
+    group: ProcessGroup, total: torch.Tensor, op: ReduceOp, timeout: float
+) -> Future[torch.Tensor]:
+    return group.all_reduce(total, op, timeout=timeout)
+
+
+def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
+    kinds = {(x.dtype, x.layout, x.shape) for x in tensors}
+    if len(kinds) != 1:
+        raise UsageError(
+            f"{what} on rank {group.rank}: expected tensors of one dtype, layout and shape, got "
+            + ", ".join(f"{x.dtype} {x.layout} {list(x.shape)}" for x in tensors)
+        )
+
+
+def _copy(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for other in tensors:
+            if other is not x:
+                other.copy_(x)
