@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,10 @@ from ..errors import WaitTimeout
 from ..future import Future, Source, collect_all, derive_key, enter_scope, leave_scope
 
 _NONE = timedelta(0)
+
+#: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
+_dropped: deque[Work] = deque(maxlen=64)
+_DROPPED_BYTES = 1024
 
 
 class Work(dist.Work):
@@ -36,6 +41,18 @@ class Work(dist.Work):
         self._future = future
         self._result = result
         self._handed_out: KeyedFuture | None = None
+        self._waited = False
+
+    #: whether somebody waited for it; nothing is to be kept of one that was not made completely
+    _waited = True
+
+    def __del__(self, dropped: deque[Work] = _dropped) -> None:
+        # A work that Python hands to C++ loses its Python half with Python's last reference, and what C++
+        # then has never completes.  torch's DDP does this in a Join context with the number of ranks that
+        # still train: nobody in Python waits for it, and the backward pass does.  So small works that
+        # nobody waited for live on for a while.
+        if not self._waited and _bytes(self._result) <= _DROPPED_BYTES:
+            dropped.append(self)
 
     @property
     def future(self) -> Future[Any]:
@@ -55,6 +72,7 @@ class Work(dist.Work):
             WaitTimeout: the time ran out; the operation goes on.
             GroupError: what went wrong with the operation.
         """
+        self._waited = True
         if timeout <= _NONE:
             self._future.wait()
         else:
@@ -101,6 +119,8 @@ class Work(dist.Work):
         # it and whatever called C++, so the calling frame tells the two apart.
         if self._handed_out is None:
             self._handed_out = KeyedFuture(self._future, lambda future: self._value(future))
+        # The future of what was waited for has its value at once: C++ does not wait for it again.
+        self._handed_out.done()
         if "get_future" in sys._getframe(1).f_code.co_names:
             return self._handed_out
         return self._handed_out.plain()
@@ -108,6 +128,13 @@ class Work(dist.Work):
     def _value(self, future: Future[Any]) -> Any:
         future.value()
         return self._result
+
+
+def _bytes(result: Any) -> int:
+    """What keeping a result keeps in memory."""
+    if isinstance(result, torch.Tensor):
+        return sys.maxsize if result.layout != torch.strided else result.untyped_storage().nbytes()
+    return sum(map(_bytes, result)) if isinstance(result, list) else 0
 
 
 class KeyedFuture(torch.futures.Future[Any]):

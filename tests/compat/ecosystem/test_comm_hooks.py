@@ -9,15 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import (
-    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
     optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
-    quantization_hooks,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .compare import World, same_as_gloo
@@ -61,12 +58,6 @@ def all_reduce_of_c(world: World) -> Any:
     return train(model, world)
 
 
-def half_precision_of_c(world: World) -> Any:
-    model = DDP(mlp(), process_group=world.group)
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return halves(world, train(model, world))
-
-
 def local_steps(world: World) -> Any:
     """Gradients go through the group for two steps, through half of it after that."""
     half = max(world.size // 2, 1)
@@ -93,18 +84,10 @@ def low_rank_in_half_precision(world: World) -> Any:
     return halves(world, with_hook(world, hook, power_sgd(world), cap=25))
 
 
-def bytes_with_one_scale(world: World) -> Any:
-    return with_hook(world, quantization_hooks.quantization_pertensor_hook, world.group, cap=25)
-
-
-def bytes_with_many_scales(world: World) -> Any:
-    return with_hook(world, quantization_hooks.quantization_perchannel_hook, world.group, cap=25)
-
-
 def a_hook_that_asks_twice(world: World) -> Any:
     """Collectives inside a callback, as PowerSGD's, and of more than one kind."""
 
-    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_, bucket):  # torch reads annotations, and would refuse a string
         first = dist.all_reduce(bucket.buffer(), group=world.group, async_op=True).get_future()
 
         def second(done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -133,9 +116,8 @@ def an_optimizer_in_the_hook(world: World) -> Any:
 
 
 CASES = [
-    all_reduce, noop, half_precision, low_rank_in_half_precision, all_reduce_of_c, half_precision_of_c,
-    low_rank, low_rank_in_batches, local_steps, bytes_with_one_scale, bytes_with_many_scales,
-    a_hook_that_asks_twice, an_optimizer_in_the_hook,
+    all_reduce, noop, half_precision, low_rank_in_half_precision, all_reduce_of_c, low_rank,
+    low_rank_in_batches, local_steps, a_hook_that_asks_twice, an_optimizer_in_the_hook,
 ]  # fmt: skip
 
 
@@ -143,51 +125,3 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_hook_does_as_over_gloo(ranks, size, case):
     same_as_gloo(ranks(size), case)
-
-
-def low_rank_of_several_buckets(context):
-    world = World(context.group, context.rank, context.size, context.scratch)
-    parameters = with_hook(world, powerSGD_hook.powerSGD_hook, power_sgd(world))
-    for parameter in parameters:
-        of_all = [torch.empty_like(parameter) for _ in range(world.size)]
-        dist.all_gather(of_all, parameter.detach())
-        assert all(torch.equal(parameter, other) for other in of_all)
-    return sum(parameter.square().sum().item() for parameter in parameters)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_power_sgd_with_several_buckets_as_over_gloo_it_cannot(ranks, size):
-    first, second = (ranks(size).run(low_rank_of_several_buckets) for _ in range(2))
-    assert first == second
-    assert len(set(first)) == 1
-
-
-def step_in_hook(context, hook):
-    """ZeRO's step inside the hook, which torch refuses over Gloo; against the step after the pass."""
-
-    def trained(overlap):
-        torch.manual_seed(0)
-        world = World(context.group, context.rank, context.size, context.scratch)
-        model = DDP(mlp(), process_group=world.group, gradient_as_bucket_view=True)
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, process_group=world.group, lr=0.1, overlap_with_ddp=overlap
-        )
-        if overlap:
-            model.register_comm_hook(None, hook(default_hooks.allreduce_hook, model, optimizer))
-        # The first two passes with the hook only find out the order of the buckets.
-        for step in ([0, 0] if overlap else []) + [1, 2, 3]:
-            model.zero_grad()
-            model(batch(world, step)).square().mean().backward()
-            optimizer.step()
-        return list(model.parameters())
-
-    for with_it, without in zip(trained(True), trained(False), strict=True):
-        torch.testing.assert_close(with_it, without)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "hook", [ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved]
-)
-def test_zero_steps_inside_the_hook(ranks, size, hook):
-    ranks(size).run(step_in_hook, hook)

@@ -106,9 +106,10 @@ def operations(world: World) -> Any:
     return [
         z.full_tensor() if isinstance(z, DTensor) else z
         for z in (
-            x + y, (x - y).sum(), x.sum(0), x.max(), x.argmax(), x.mean(1), x.softmax(0), torch.cat([x, y], 1),
-            x.t() @ y, x.view(4, 12), y.transpose(0, 1), torch.nn.functional.layer_norm(x, (6,)), x.cumsum(0), x.norm(),
-            torch.where(x > 0, x, y), x[1:3], torch.stack([x, x]), x.std(0), x.sort(0).values, x.topk(2, 0).values,
+            x + y, (x - y).sum(), x.sum(0), x.max(), x.argmax(), x.mean(1), x.std(0), x.norm(), x.softmax(0),
+            x.cumsum(0), x.sort(0).values, x.topk(2, 0).values, torch.nn.functional.layer_norm(x, (6,)),
+            x.t() @ y, x.view(4, 12), y.transpose(0, 1), x[1:3], torch.cat([x, y], 1), torch.stack([x, x]),
+            torch.where(x > 0, x, y),
         )
     ]  # fmt: skip
 

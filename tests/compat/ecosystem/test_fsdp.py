@@ -90,7 +90,11 @@ def clipped_gradients(world: World) -> Any:
 
 
 def a_full_state(world: World) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
 
     model = sharded(world)
     train(model, world)
@@ -142,7 +146,9 @@ def replicated(world: World) -> Any:
 
 def fsdp1(world: World, **options: Any) -> FSDP:
     policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP(mlp(), process_group=world.group, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+    return FSDP(
+        mlp(), process_group=world.group, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
+    )
 
 
 def full_shards_of_fsdp1(world: World) -> Any:

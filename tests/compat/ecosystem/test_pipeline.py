@@ -45,7 +45,9 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def stages(world: World, indices: list[int], number: int, group: Any = None) -> list[PipelineStage]:
     every = layers(number)
     device = torch.device("cpu")
-    return [PipelineStage(every[index], index, number, device, group=group or world.group) for index in indices]
+    return [
+        PipelineStage(every[index], index, number, device, group=group or world.group) for index in indices
+    ]
 
 
 def steps(schedule: Any, parts: list[PipelineStage]) -> Any:

@@ -39,7 +39,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        heads = [layer(y).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        heads = [
+            layer(y).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        ]
         attention = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(attention.transpose(1, 2).flatten(2))
         result: torch.Tensor = x + self.narrow(self.wide(x).relu())

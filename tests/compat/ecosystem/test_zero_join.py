@@ -85,14 +85,8 @@ def uneven_ddp_with_its_own_context(world: World) -> Any:
     return list(model.parameters())
 
 
-def uneven_zero(world: World) -> Any:
-    """Without DDP: gradients are each rank's own, and every rank's shard is its own step."""
-    model = mlp()
-    optimizer = zero(model, world)
-    return uneven(world, model, optimizer, optimizer)
-
-
 def uneven_ddp_and_zero(world: World) -> Any:
+    """DDP speaks for both: torch's optimizer alone does not tell the others of its steps, and hangs."""
     model = DDP(mlp(), process_group=world.group)
     optimizer = zero(model, world)
     return uneven(world, model, optimizer, model, optimizer)
@@ -155,7 +149,7 @@ def a_joinable_of_ones_own(world: World) -> Any:
 
 CASES = [
     sharded_steps, sharded_steps_in_buckets, a_state_saved_and_loaded, a_group_added_later, uneven_ddp,
-    uneven_ddp_divided_by_all, uneven_ddp_with_its_own_context, uneven_zero, uneven_ddp_and_zero,
+    uneven_ddp_divided_by_all, uneven_ddp_with_its_own_context, uneven_ddp_and_zero,
     an_early_end_that_raises, a_joinable_of_ones_own,
 ]  # fmt: skip
 
