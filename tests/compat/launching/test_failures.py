@@ -30,14 +30,21 @@ def test_killed_rank_0_is_named_though_the_store_dies_with_it_and_the_others_end
 
 
 def test_a_rank_may_leave_after_rank_0_is_gone_and_the_store_with_it(stage: Stage) -> None:
+    """And what rank 0 sent without waiting still arrives."""
     script = stage.script(
         """
         dist.init_process_group("shoal")
         pid = torch.tensor(os.getpid())
         dist.broadcast(pid, 0)
-        while dist.get_rank() == 1 and os.path.exists(f"/proc/{pid}"):
-            time.sleep(0.01)
-        dist.destroy_process_group()
+        x = torch.full((10_000,), 7.0)
+        if dist.get_rank() == 0:
+            dist.isend(x, 1)
+        else:
+            while os.path.exists(f"/proc/{pid}"):
+                time.sleep(0.01)
+            dist.recv(y := torch.empty(10_000), 0)
+            assert y.equal(x)
+            dist.destroy_process_group()
         """
     )
     for ended in stage.ranks(script):
