@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    ddp_zero_hook,
-    default_hooks,
-    powerSGD_hook,
-    quantization_hooks,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -54,20 +49,6 @@ def test_power_sgd_with_several_buckets(ranks, size):
     first, second = (ranks(size).run(on_shoal, power_sgd) for _ in range(2))
     for one, other in zip(first[0], second[0], strict=True):
         assert torch.equal(one, other)
-
-
-def quantized(world: World) -> None:
-    parameters = several_buckets(world, quantization_hooks.quantization_pertensor_hook, world.group)
-    everywhere_alike(world, parameters)
-    for coarse, exact in zip(parameters, several_buckets(world, None, None), strict=True):
-        torch.testing.assert_close(coarse, exact, rtol=0, atol=0.02)  # a byte per gradient
-        assert not torch.equal(coarse, exact)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_gradients_as_bytes(ranks, size):
-    """The hook takes the first item of an all_gather's future for what was gathered, which is a part over Gloo."""
-    ranks(size).run(on_shoal, quantized)
 
 
 def stepped_in_hook(world: World, hook: Any) -> None:
