@@ -100,7 +100,7 @@ std::vector<int> Messages::sources_of(const Operation& op) {
   std::vector<int> sources;
   for (const Messages* messages : op.messages)
     for (auto& incoming : messages->incoming_)
-      if (incoming->source >= 0 && incoming->state.load(std::memory_order_acquire) < Incoming::kMatched)
+      if (incoming->source >= 0 && incoming->state.load(std::memory_order_acquire) < Incoming::kDone)
         sources.push_back(incoming->source);
   return sources;
 }

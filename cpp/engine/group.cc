@@ -151,8 +151,10 @@ std::optional<int> Group::departed_for(Operation& op) {
   auto is_gone = [&](int rank) { return departed_[static_cast<std::size_t>(rank)] != ~0ULL; };
   if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
   if (request.kind == Kind::kRecv && request.peer < 0) {
-    if (op.received && op.received->state.load(std::memory_order_acquire) != Incoming::kPosted)
-      return std::nullopt;
+    if (op.received && op.received->state.load(std::memory_order_acquire) != Incoming::kPosted) {
+      const int source = static_cast<int>(op.received->header.source);
+      return is_gone(source) ? std::optional(source) : std::nullopt;  // the rest of it will not come
+    }
     int last = -1;
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import GroupAborted, GroupClosed, OperationTimeout, PeerLost, ProcessGroup, WaitTimeout
+from shoal import ANY_SOURCE, GroupAborted, GroupClosed, OperationTimeout, PeerLost, ProcessGroup, WaitTimeout
 from shoal.errors import GroupError
 from shoal.testing import no_leaks, processes, run_processes, run_threads
 from shoal.testing.faults import hush, sever
@@ -158,6 +158,23 @@ def test_closing_sends_what_was_submitted(topology: str) -> None:
                 group.send(torch.full((1 + 5_000 * i,), float(i)), 2, tag=i)
         group.all_reduce(torch.ones(70_000))
         closing.set()
+
+    on_threads(fn, topology)
+
+
+@pytest.mark.parametrize("source", [0, ANY_SOURCE])
+def test_a_message_whose_sender_left_in_its_middle_is_an_error(source: int, topology: str) -> None:
+    gone = threading.Event()
+
+    def fn(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.send(torch.ones(2_000_000), 1)
+            group.close(timeout=0.2)
+            gone.set()
+        elif group.rank == 1:
+            assert gone.wait(PATIENCE)
+            with pytest.raises(GroupClosed, match="rank 0 has closed the group and left"):
+                group.recv(torch.empty(2_000_000), source).wait(PATIENCE)
 
     on_threads(fn, topology)
 
