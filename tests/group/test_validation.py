@@ -23,10 +23,23 @@ four = [torch.ones(2) for _ in range(4)]
 expanded = torch.ones(1).expand(4)
 sparse = torch.eye(3).to_sparse()
 
+
+class Wrapper(torch.Tensor):
+    """A tensor that stands for others, as a DTensor does."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} of a wrapper")
+
+
+wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (4,))
+
 # Rank 1 of 4 calls it, and the message says so.
 BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     ("not a tensor", lambda g: g.all_reduce([1.0]), "x must be a torch.Tensor, got list"),
     ("sparse", lambda g: g.all_reduce(sparse), "dense tensor, got layout sparse_coo"),
+    ("wrapper", lambda g: g.all_reduce(wrapper), "x is a Wrapper, which has no memory of its own"),
+    ("wrapped part", lambda g: g.all_gather(ones, [wrapper] * 4), "out[0] is a Wrapper, which has no memory"),
     ("nested", lambda g: g.broadcast(torch.nested.nested_tensor([ones])), "dense tensor, got layout nested"),
     (
         "meta device",

@@ -52,6 +52,12 @@ class Call:
             self.refuse(
                 f"{what} is on {x.device}, but the group takes tensors on {_listed(sorted(self.devices))}"
             )
+        if x.__class__ is not torch.Tensor and not has_memory(x):
+            self.refuse(
+                f"{what} is a {type(x).__name__}, which has no memory of its own; pass the tensor that it "
+                "stands for (x.to_local() of a DTensor)",
+                UnsupportedOperation,
+            )
 
     def output(self, x: torch.Tensor, what: str) -> None:
         """``x`` can be written to: a tensor whose elements do not share memory."""
@@ -152,6 +158,11 @@ class Call:
         if len(counts) != self.size or any(count < 0 for count in counts):
             self.refuse(f"{what} must be {self.size} counts, one per rank and none negative, got {counts}")
         return counts
+
+
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` are in memory where it says: not so for wrappers and fake tensors."""
+    return x.untyped_storage().device.type == x.device.type and (x.numel() == 0 or x.data_ptr() != 0)
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
