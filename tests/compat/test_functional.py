@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shoal import UnsupportedOperation
 
 from .both import both
 from .values import assert_all_same, assert_same, value
@@ -174,3 +177,64 @@ def test_torch_compile(ranks, case):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)])
 def test_torch_compile_over_functional_collectives(ranks, backend):
     ranks(2).run(compiled, backend, limit=120)
+
+
+def handed_on(context):
+    """What a functional collective gave and nobody used yet goes into torch.distributed's functions."""
+    size, rank = context.size, context.rank
+    total = sum(everybody(context, (size, 2)))
+    for group in both(context):
+
+        def fresh(group=group):
+            x = funcol.all_reduce(value(rank, torch.float32, (size, 2)), "sum", group)
+            assert isinstance(x, funcol.AsyncCollectiveTensor)
+            return x
+
+        x = fresh()
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+        assert_same(x * 1, total)
+        outs = [torch.zeros(size, 2) for _ in range(size)]
+        dist.all_gather(outs, fresh(), group=group)
+        assert_all_same(outs, [total] * size)
+        out = torch.zeros(size * size, 2)
+        dist.all_gather_single(out, fresh(), group=group)
+        assert_same(out, total.repeat(size, 1))
+        out = torch.zeros(1, 2)
+        dist.reduce_scatter_single(out, fresh(), dist.ReduceOp.MAX, group=group)
+        assert_same(out, total[rank : rank + 1])
+        out = torch.zeros(size, 2)
+        dist.all_to_all_single(out, fresh(), group=group)
+        assert_same(out, total[rank : rank + 1].repeat(size, 1))
+        dist.all_to_all(list(out.split(1)), [fresh()[0:1] * 1] * size, group=group)
+        dist.broadcast(fresh(), 0, group=group)
+        dist.gather(fresh(), outs if rank == 0 else None, 0, group=group)
+        dist.all_reduce_coalesced([torch.ones(2), fresh()[0]], group=group)
+        if rank == 0:
+            dist.send(fresh(), 1, group=group)
+        elif rank == 1:
+            fresh()
+            out = torch.zeros(size, 2)
+            dist.recv(out, 0, group=group)
+            assert_same(out, total)
+        else:
+            fresh()
+
+
+@by_size
+def test_results_of_functional_collectives_may_be_handed_on(ranks, size):
+    ranks(size).run(handed_on)
+
+
+def without_memory(context):
+    """A distributed tensor stands for several; nothing can be done with it as a whole."""
+    mesh = dist.init_device_mesh("cpu", (context.size,))
+    x = distribute_tensor(torch.ones(context.size), mesh, [Shard(0)])
+    with pytest.raises(UnsupportedOperation, match="DTensor"):
+        dist.all_reduce(x)
+    y = x.to_local()
+    dist.all_reduce(y)
+    assert_same(y, torch.full((1,), float(context.size)))
+
+
+def test_a_tensor_without_memory_is_refused(ranks):
+    ranks(2).run(without_memory)

@@ -41,10 +41,10 @@ def seconds(*timeouts: timedelta | None) -> float | None:
 def only(tensors: Any, what: str) -> torch.Tensor:
     """The one tensor of torch's list, which had one per device when a process drove several."""
     if isinstance(tensors, torch.Tensor):
-        return tensors
+        return real(tensors)
     if len(tensors) != 1:
         raise UsageError(f"{what}: expected one tensor a rank, got {len(tensors)}")
-    return tensors[0]  # type: ignore[no-any-return]
+    return real(tensors[0])
 
 
 def are_several(tensors: Any) -> bool:
@@ -58,7 +58,15 @@ def parts(tensors: Any, what: str) -> list[torch.Tensor]:
         if len(tensors) != 1:
             raise UsageError(f"{what}: expected one list of tensors, got {len(tensors)}")
         tensors = tensors[0]
-    return list(tensors)
+    return [real(x) for x in tensors]
+
+
+def real(x: torch.Tensor) -> torch.Tensor:
+    """``x``; if it is what a functional collective gave, the tensor that it stands for, waited for."""
+    if x.__class__ is torch.Tensor:
+        return x
+    wait = getattr(x, "trigger_wait", None)
+    return x if wait is None else wait()
 
 
 def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from ..group import ProcessGroup
 from ..group.validation import Call
 from ..spec import ANY_SOURCE, SUM, ReduceOp
 from . import several, sparse
-from .arguments import are_several, only, parts, reduction, routed, seconds
+from .arguments import are_several, only, parts, real, reduction, routed, seconds
 from .work import Work, together
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
@@ -56,7 +56,7 @@ class TorchCollectives(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
         op, _, limit = self._options(opts)
-        once = {id(x): x for x in tensors}.values()
+        once = {id(x): real(x) for x in tensors}.values()
         return self._together([self.group.all_reduce(x, op, timeout=limit) for x in once], list(tensors))
 
     @routed
@@ -79,7 +79,7 @@ class TorchCollectives(dist.ProcessGroup):
         _, _, limit = self._options(opts)
         return self._together(
             [
-                self.group.all_gather(x, [out[i] for out in outputs], timeout=limit)
+                self.group.all_gather(real(x), [real(out[i]) for out in outputs], timeout=limit)
                 for i, x in enumerate(inputs)
             ],
             [list(out) for out in outputs],
@@ -89,7 +89,7 @@ class TorchCollectives(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Bring every rank's tensor to all ranks, one after another in ``output``."""
         _, _, limit = self._options(opts)
-        return self._work(self.group.all_gather_single(output, input, timeout=limit), [output])
+        return self._work(self.group.all_gather_single(real(output), real(input), timeout=limit), [output])
 
     @routed
     def all_gather_single_coalesced(
@@ -99,7 +99,7 @@ class TorchCollectives(dist.ProcessGroup):
         _, _, limit = self._options(opts)
         return self._together(
             [
-                self.group.all_gather_single(out, x, timeout=limit)
+                self.group.all_gather_single(real(out), real(x), timeout=limit)
                 for out, x in zip(outputs, inputs, strict=True)
             ],
             list(outputs),
@@ -125,7 +125,9 @@ class TorchCollectives(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Reduce a tensor over all ranks, and leave each rank its part of the result."""
         op, _, limit = self._options(opts)
-        return self._work(self.group.reduce_scatter_single(output, input, op, timeout=limit), [output])
+        return self._work(
+            self.group.reduce_scatter_single(real(output), real(input), op, timeout=limit), [output]
+        )
 
     @routed
     def reduce_scatter_single_coalesced(
@@ -135,7 +137,7 @@ class TorchCollectives(dist.ProcessGroup):
         op, _, limit = self._options(opts)
         return self._together(
             [
-                self.group.reduce_scatter_single(out, x, op, timeout=limit)
+                self.group.reduce_scatter_single(real(out), real(x), op, timeout=limit)
                 for out, x in zip(outputs, inputs, strict=True)
             ],
             list(outputs),
@@ -151,8 +153,8 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """Send a tensor to each rank and receive one from each."""
         _, _, limit = self._options(opts, timeout)
-        out = list(outputs)
-        return self._work(self.group.all_to_all(out, list(inputs), timeout=limit), out)
+        out = parts(outputs, "alltoall")
+        return self._work(self.group.all_to_all(out, parts(inputs, "alltoall"), timeout=limit), out)
 
     @routed
     def all_to_all_single(
@@ -170,7 +172,7 @@ class TorchCollectives(dist.ProcessGroup):
         """
         _, _, limit = self._options(opts, timeout)
         future = self.group.all_to_all_single(
-            output, input, output_split_sizes or None, input_split_sizes or None, timeout=limit
+            real(output), real(input), output_split_sizes or None, input_split_sizes or None, timeout=limit
         )
         return self._work(future, [output])
 
