@@ -5,9 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -224,44 +221,3 @@ def test_destroying_after_a_rank_was_killed_does_not_hang():
         outcomes = pool.collect(limit=30)
         assert outcomes[0].ok, outcomes[0].describe()
         assert outcomes[1].exitcode == -9
-
-
-SCRIPT = """
-import contextlib, os, socket, sys
-import torch
-import torch.distributed as dist
-import shoal
-
-dist.init_process_group("shoal")
-x = torch.ones(3)
-dist.all_reduce(x)
-work = dist.all_reduce(x, async_op=True)
-if sys.argv[1] == "orderly":
-    if dist.get_rank() == 1:  # until rank 0, which serves the store, is gone
-        with contextlib.suppress(OSError):
-            while True:
-                socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))).close()
-    dist.destroy_process_group()
-print("done", flush=True)
-"""
-
-
-@pytest.mark.parametrize("how", ["careless", "orderly"])
-def test_scripts_end_without_a_word_destroying_their_group_or_not_and_rank_0_first(tmp_path, how):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **meet, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    ended = [(*process.communicate(timeout=60), process.returncode) for process in started]
-    assert ended == [("done\n", "", 0)] * 2
