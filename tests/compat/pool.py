@@ -189,6 +189,26 @@ class Pool:
         self.kill_all()
 
 
+class Pools:
+    """``pools(2)``: the pool of two ranks; made when it is first asked for, and anew when a call failed."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, size: int) -> Pool:
+        if size not in self._pools or not self._pools[size].usable:
+            self._pools[size] = Pool(size)
+        return self._pools[size]
+
+    def close(self) -> None:
+        """Let all ranks destroy their groups and end; see :meth:`Pool.close`."""
+        with contextlib.ExitStack() as stack:
+            for pool in self._pools.values():
+                stack.callback(pool.kill_all)
+            for pool in self._pools.values():
+                pool.close()
+
+
 class _Rank:
     """One process and the pipes that lead to it."""
 

@@ -10,6 +10,16 @@ import torch.distributed as dist
 
 from shoal.errors import RemoteError
 
+from .pool import Pools
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Pools that may break."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
 
 def sums(context, factor):
     x = torch.full((2,), float(context.rank))
