@@ -20,11 +20,13 @@ from ..group.validation import Call
 from ..spec import ANY_SOURCE, SUM, ReduceOp
 from . import several, sparse
 from .arguments import are_several, only, parts, real, reduction, routed, seconds
+from .uncompiled import uncompiled
 from .work import Work, together
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 
 
+@uncompiled
 class TorchCollectives(dist.ProcessGroup):
     """The operations; :class:`~shoal.compat.TorchProcessGroup` adds who takes part, and the end."""
 

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from .collectives import TorchCollectives
 from .registration import NAME
+from .uncompiled import uncompiled
 
 #: seconds that the end of a group may take: for what was submitted, and for the goodbyes
 _CLOSING = 10.0
@@ -24,6 +25,7 @@ class _NoBackend(UsageError, RuntimeError):
     """Torch asks whether a group has a backend for a device by catching RuntimeError."""
 
 
+@uncompiled
 class TorchProcessGroup(TorchCollectives):
     """What ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ..errors import WaitTimeout
 from ..future import Future, Source, collect_all, derive_key, enter_scope, leave_scope
+from .uncompiled import uncompiled
 
 _NONE = timedelta(0)
 
@@ -28,6 +29,7 @@ _dropped: deque[Work] = deque(maxlen=64)
 _DROPPED_BYTES = 1024
 
 
+@uncompiled
 class Work(dist.Work):
     """One operation of a :class:`~shoal.compat.TorchProcessGroup`.
 

@@ -1,0 +1,29 @@
+"""Keeps torch.compile away from the backend's own code.
+
+While compiled code runs, torch tries to compile every Python function that is called, also those that
+its own C++ calls: DDP's reducer, say, which reduces gradients in the middle of a compiled pass.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import TypeVar
+
+from torch._C._dynamo import eval_frame
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def uncompiled(cls: _Class) -> _Class:
+    """Let the methods of a class, and all that they call, run as they are."""
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch before 2.7 cannot be told
+        return cls
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            _skip(method)
+    return cls
+
+
+def _skip(function: FunctionType) -> None:
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
