@@ -106,7 +106,7 @@ def _torch_keeps_quiet() -> Iterator[None]:
     """Suppresses what torch says of its own deprecated and experimental parts, with either backend."""
     logger = logging.getLogger("torch")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(record=True):  # some insist on being shown
             warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
 """torch.compile over collectives, DDP, FSDP and DTensor.
 
-The backend is "aot_eager", which traces, partitions and functionalises as the compiler does and leaves out the
-C++ that takes ten seconds to build; one test goes the whole way.
+The backend is "aot_eager", which does what the compiler does but for the C++ that takes ten seconds to build;
+one test goes the whole way.
 """
 
 from __future__ import annotations
