@@ -11,6 +11,7 @@ import torch
 
 from ..errors import UnsupportedOperation, UsageError
 from ..spec import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, ReduceOp
+from .shown import modes_active
 
 _REDUCTIONS = {int(op.code): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)}
 _PREMUL_SUM = 8
@@ -80,7 +81,10 @@ def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
 
 
 def routed(method: Method) -> Method:
-    """Hand a call with tensors of another backend's devices over to that backend's group."""
+    """Hand a call with tensors of another backend's devices over to that backend's group.
+
+    Calls that stay are shown to torch's dispatch modes.
+    """
     name = method.__name__
 
     @functools.wraps(method)
@@ -89,6 +93,8 @@ def routed(method: Method) -> Method:
             x = first_tensor((*args, *kwargs.values()))
             if x is not None and x.device.type in self._others:
                 return getattr(self._others[x.device.type], name)(*args, **kwargs)
+        if modes_active():
+            self._shown.show(name, args, kwargs)
         return method(self, *args, **kwargs)
 
     return cast(Method, call)

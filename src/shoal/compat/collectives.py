@@ -7,6 +7,7 @@ with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from ..group.validation import Call
 from ..spec import ANY_SOURCE, SUM, ReduceOp
 from . import several, sparse
 from .arguments import are_several, only, parts, real, reduction, routed, seconds
+from .shown import Shown
 from .uncompiled import uncompiled
 from .work import Work, together
 
@@ -38,6 +40,10 @@ class TorchCollectives(dist.ProcessGroup):
     _others: dict[str, dist.ProcessGroup]
     #: what was begun since the last _start_coalescing; None outside such a block
     _coalesced: list[Future[Any]] | None = None
+
+    @functools.cached_property
+    def _shown(self) -> Shown:
+        return Shown(self.group.rank, self.group.size)
 
     # -- everybody to everybody ----------------------------------------------------------------
 
