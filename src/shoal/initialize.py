@@ -78,7 +78,7 @@ def init(
         AuthenticationError, VersionMismatch: a process does not belong to this job.
     """
     factory = backend_factory(backend)  # a misspelt name is refused before anybody waits
-    lanes = _lanes(concurrency)
+    count = lanes(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else timeout
     membership = rendezvous(
         url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id
@@ -88,7 +88,7 @@ def init(
     except BaseException:
         membership.release(_FAILED_TIMEOUT)
         raise
-    return world(membership, engine, name=name, timeout=seconds, concurrency=lanes, options=options)
+    return world(membership, engine, name=name, timeout=seconds, concurrency=count, options=options)
 
 
 def world(
@@ -135,7 +135,8 @@ def world(
     return group
 
 
-def _lanes(concurrency: int | None) -> int:
+def lanes(concurrency: int | None) -> int:
+    """The number of lanes that ``concurrency=`` or ``SHOAL_CONCURRENCY`` asks for."""
     if concurrency is None:
         return config.CONCURRENCY.get()
     if not isinstance(concurrency, int) or concurrency < 1:

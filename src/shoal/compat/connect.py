@@ -6,7 +6,6 @@ need no communication at all where the default group is ours: they use its conne
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Mapping
@@ -16,15 +15,14 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
-from torch._C._distributed_c10d import PrefixStore as TorchPrefixStore
 
 from .. import config
 from ..backend.registry import NATIVE, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..initialize import world
+from ..initialize import lanes, world
 from ..rendezvous import Request, Venue, attend
-from ..rendezvous.host import resolve
+from ..rendezvous.given import store_address
 from ..store import PrefixStore, adopt
 from ..wire import Deadline
 from .devices import others
@@ -56,7 +54,11 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
     config_string = str(sys._getframe(2).f_locals.get("backend", NAME))
     default = _default_group()
     if options.global_ranks_in_group and default is not None and not backend_options:
-        group = default.subgroup(list(options.global_ranks_in_group), name=options.group_id)
+        group = default.subgroup(
+            list(options.global_ranks_in_group),
+            name=options.group_id,
+            timeout=options.timeout.total_seconds(),
+        )
     else:
         group = _connect(options, dict(backend_options or {}))
     try:
@@ -74,7 +76,7 @@ def _default_group() -> ProcessGroup | None:
 
 def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     limit = options.timeout.total_seconds()
-    concurrency = extra.pop("concurrency", None)
+    concurrency = lanes(extra.pop("concurrency", None))
     store = adopt(options.store)
     # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
     venue = Venue(
@@ -84,7 +86,7 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
         job=f"{NAME}/{options.group_id}",
         epoch=0,
         private=True,
-        address=_address(options.store),
+        address=store_address(store),
     )
     request = Request(
         urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
@@ -105,19 +107,6 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
         engine,
         name=name,
         timeout=limit,
-        concurrency=config.CONCURRENCY.get() if concurrency is None else concurrency,
+        concurrency=concurrency,
         options=extra,
     )
-
-
-def _address(store: Any) -> str | None:
-    """Where the store is served, if that can be known: ranks on other hosts are reached that way."""
-    while isinstance(store, TorchPrefixStore):
-        store = store.underlying_store
-    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
-    if not host:
-        return None
-    try:
-        return resolve(host, 0)[0]
-    except OSError:
-        return None

@@ -169,8 +169,8 @@ class TorchProcessGroup(TorchCollectives):
         if self.group.rank not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{','.join(map(str, ranks))}"
-        group = self.group.subgroup(list(ranks), name=name)
         limit = timedelta(seconds=self._seconds) if timeout is None else timeout
+        group = self.group.subgroup(list(ranks), name=name, timeout=limit.total_seconds())
         made = TorchProcessGroup(group, PrefixStore(f"{name}/", self._store), limit)
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
