@@ -185,11 +185,22 @@ def shapes_verified(world: World) -> Any:
     return "passed"
 
 
+def with_all_checks(world: World) -> Any:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL, as far as it can be switched on later."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return several_buckets(world)
+    finally:
+        dist.set_debug_level(before)
+
+
 CASES = [
-    one_bucket, several_buckets, gradients_in_the_bucket, static_graph, unused_parameters,
-    gradients_of_two_passes, buffers_of_the_first_rank, four_dtypes, a_sparse_gradient,
-    parameters_of_the_first_rank, a_late_parameter, activation_checkpoints, half_of_the_ranks, a_mesh,
-    replicated, two_models_in_turn, parameters_broadcast_together, shapes_verified,
+    with_all_checks, one_bucket, several_buckets, gradients_in_the_bucket, static_graph,
+    unused_parameters, gradients_of_two_passes, buffers_of_the_first_rank, four_dtypes,
+    a_sparse_gradient, parameters_of_the_first_rank, a_late_parameter, activation_checkpoints,
+    half_of_the_ranks, a_mesh, replicated, two_models_in_turn, parameters_broadcast_together,
+    shapes_verified,
 ]  # fmt: skip
 
 

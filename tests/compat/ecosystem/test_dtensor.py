@@ -10,6 +10,7 @@ import torch
 from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication, local_map
 
 from .compare import World, same_as_gloo
@@ -184,8 +185,17 @@ def a_module(world: World) -> Any:
     return [parameter.grad for parameter in net.parameters()]
 
 
+def counted(world: World) -> Any:
+    mesh = line(world)
+    x, y = (distribute_tensor(numbers(8, 8, seed=n), mesh, [Shard(n)]) for n in range(2))
+    with CommDebugMode() as mode:
+        (x @ y).redistribute(mesh, [Replicate()])
+    assert mode.get_total_counts() > 0
+    return mode.get_total_counts()
+
+
 CASES = [
-    distributed, redistributed, redistributed_over_a_grid, redistributed_with_gradients,
+    counted, distributed, redistributed, redistributed_over_a_grid, redistributed_with_gradients,
     other_reductions, an_average, products, operations, a_loss_and_its_gradients, random_numbers,
     factories, local_functions, plain_tensors_as_replicas, parts_of_a_mesh, a_module,
 ]  # fmt: skip

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
 
 from .compare import World, same_as_gloo
 from .models import batch, mlp, train
@@ -128,6 +130,40 @@ def replicas_of_shards(world: World) -> Any:
     return train(sharded(world, mesh), world)
 
 
+def shards_of_columns(world: World) -> Any:
+    return train(fully_shard(mlp(), mesh=line(world), shard_placement_fn=lambda p: Shard(p.ndim - 1)), world)
+
+
+def gathered_ahead(world: World) -> Any:
+    model = fully_shard(mlp(), mesh=line(world), reshard_after_forward=False)
+    handle = model.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    whole = [parameter.clone() for parameter in model.parameters()]
+    model.reshard()
+    return whole, train(model, world)
+
+
+def scaled_gradients(world: World) -> Any:
+    """An infinite loss on one rank makes all skip the step."""
+    model = sharded(world)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    return scaled(world, model, optimizer, scaler)
+
+
+def scaled(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
+    scales = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(batch(world, step)).square().mean()
+        scaler.scale(loss * (float("inf") if step == 1 and world.rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, list(model.parameters())
+
+
 def meta_device(world: World) -> Any:
     with torch.device("meta"):
         model = mlp()
@@ -168,6 +204,12 @@ def half_precision_of_fsdp1(world: World) -> Any:
     return train(fsdp1(world, mixed_precision=precision), world)
 
 
+def scaled_gradients_of_fsdp1(world: World) -> Any:
+    model = fsdp1(world)
+    scaler = ShardedGradScaler("cpu", init_scale=64.0, growth_interval=1, process_group=world.group)
+    return scaled(world, model, torch.optim.SGD(model.parameters(), 0.1), scaler)
+
+
 def clipping_and_state_of_fsdp1(world: World) -> Any:
     model = fsdp1(world)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -181,7 +223,8 @@ def clipping_and_state_of_fsdp1(world: World) -> Any:
 CASES = [
     shards, shards_without_a_mesh, parameters_kept_after_forward, uneven_shards, half_precision,
     half_precision_of_gradients, gradients_of_two_passes, clipped_gradients, a_full_state,
-    summed_gradients, prefetching, replicas_of_shards, meta_device, replicated, full_shards_of_fsdp1,
+    summed_gradients, prefetching, replicas_of_shards, shards_of_columns, gathered_ahead,
+    scaled_gradients, scaled_gradients_of_fsdp1, meta_device, replicated, full_shards_of_fsdp1,
     gradient_shards_of_fsdp1, no_shards_of_fsdp1, half_precision_of_fsdp1, clipping_and_state_of_fsdp1,
 ]  # fmt: skip
 
