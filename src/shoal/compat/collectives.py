@@ -54,7 +54,8 @@ class TorchCollectives(dist.ProcessGroup):
         """Reduce a tensor over all ranks, in place; sparse ones too (SUM only)."""
         op, _, limit = self._options(opts, timeout, op)
         if are_several(tensors):
-            return self._work(several.all_reduce(self.group, tensors, op, limit), list(tensors))
+            every = parts(tensors, "allreduce")
+            return self._work(several.all_reduce(self.group, every, op, limit), list(tensors))
         x = only(tensors, "allreduce")
         if x.is_sparse:
             return self._work(sparse.all_reduce(self.group, x, op, limit), [x])
@@ -74,8 +75,9 @@ class TorchCollectives(dist.ProcessGroup):
         """Bring every rank's tensor to all ranks; sizes may differ from rank to rank."""
         _, _, limit = self._options(opts, timeout)
         if are_several(inputs):
-            lists = [list(out) for out in outputs]
-            return self._work(several.all_gather(self.group, lists, inputs, limit), lists)
+            lists = [parts(out, "allgather") for out in outputs]
+            here = parts(inputs, "allgather")
+            return self._work(several.all_gather(self.group, lists, here, limit), lists)
         out = parts(outputs, "allgather")
         return self._work(self.group.all_gather(only(inputs, "allgather"), out, timeout=limit), out)
 
@@ -199,7 +201,8 @@ class TorchCollectives(dist.ProcessGroup):
         _, root, limit = self._options(opts, timeout, root=root)
         if are_several(tensors):
             which = getattr(opts, "rootTensor", 0)
-            return self._work(several.broadcast(self.group, tensors, root, which, limit), list(tensors))
+            every = parts(tensors, "broadcast")
+            return self._work(several.broadcast(self.group, every, root, which, limit), list(tensors))
         x = only(tensors, "broadcast")
         return self._work(self.group.broadcast(x, root, timeout=limit), [x])
 
