@@ -159,8 +159,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Torch calls this by itself when it is imported after shoal was installed (entry point torch.backends).
+# Where shoal is installed torch does this itself at its own import (entry point torch.backends).
 if "torch" in sys.modules:
-    from .compat.registration import register
-
-    register()
+    from . import compat as compat

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .registration import register
+
 if TYPE_CHECKING:
     from .process_group import TorchProcessGroup as TorchProcessGroup
     from .stores import TorchStore as TorchStore
@@ -29,3 +31,6 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+register()

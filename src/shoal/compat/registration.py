@@ -1,9 +1,9 @@
 """Makes torch.distributed know the backend "shoal".
 
-``import shoal`` calls :func:`register` if torch is there already; else the entry point
-``torch.backends`` has torch call it at the end of ``import torch``, so that
-``torch.distributed.init_process_group("shoal")`` needs no import at all.  Either way it must be cheap:
-the backend itself is imported when the first group is made.
+The entry point ``torch.backends`` has torch call :func:`register` at the end of ``import torch``, so that
+``torch.distributed.init_process_group("shoal")`` needs no import at all; ``import shoal`` calls it if torch
+is there already, and ``import shoal.compat`` always.  It must be cheap: the backend itself is imported when
+the first group is made.
 """
 
 from __future__ import annotations
