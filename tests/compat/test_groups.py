@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import shoal
 from shoal.compat import TorchProcessGroup
+from shoal.testing import no_leaks
 
 from .values import assert_same
 
@@ -126,6 +127,22 @@ def a_hundred(context):
 
 def test_a_hundred_groups_come_and_go(ranks):
     ranks(4).run(a_hundred)
+
+
+def come_and_go(context):
+    def once():
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait()
+        dist.destroy_process_group(group)
+
+    once()
+    with no_leaks():
+        for _ in range(10):
+            once()
+
+
+def test_nothing_is_left_of_destroyed_groups(ranks):
+    ranks(2).run(come_and_go)
 
 
 def subgroups(context):

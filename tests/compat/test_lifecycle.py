@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal import PeerLost, UsageError
 from shoal.errors import RendezvousTimeout
+from shoal.testing import no_leaks
 
 from .pool import Pool
 
@@ -38,15 +39,21 @@ def check(context):
 
 def by_store(context, backend):
     store = dist.PrefixStore(f"by_store/{context.scratch.name}", context.store)
-    for _ in range(3):  # once more after the end, with the same store
+
+    def once():
         dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size)
         assert dist.get_backend() == backend
         assert dist.get_backend_config() == "cpu:shoal"
         check(context)
 
+    once()
+    with no_leaks():
+        for _ in range(3):
+            once()
+
 
 @pytest.mark.parametrize("backend", ["shoal", "cpu:shoal"])
-def test_again_and_again_over_one_store(bare, backend):
+def test_groups_follow_each_other_over_one_store_and_leave_nothing_behind(bare, backend):
     bare.run(by_store, backend)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -148,6 +150,45 @@ def states(context):
 
 def test_a_finished_work_says_so_in_every_way(ranks):
     ranks(2).run(states)
+
+
+def with_future(x):
+    work = dist.all_reduce(x, async_op=True)
+    work.get_future().wait()
+
+
+def with_callback(x):
+    dist.all_reduce(x, async_op=True).get_future().then(lambda future: future.value()[0].sum()).wait()
+
+
+USES = [
+    dist.all_reduce,
+    lambda x: dist.all_reduce(x, async_op=True).wait(),
+    lambda x: dist.all_reduce(x[::2]),
+    lambda x: dist.all_gather([torch.zeros_like(x) for _ in range(2)], x),
+    lambda x: dist.all_reduce_coalesced([x, torch.ones(2)]),
+    with_future,
+    with_callback,
+]
+
+
+def released(context):
+    gc.collect()
+    gc.disable()
+    try:
+        for use in USES:
+            x = torch.ones(1000)
+            freed = threading.Event()
+            weakref.finalize(x, freed.set)
+            use(x)
+            del x
+            assert freed.wait(30)
+    finally:
+        gc.enable()
+
+
+def test_memory_is_free_after_an_operation_though_nobody_looks_for_cycles(ranks):
+    ranks(2).run(released)
 
 
 def chained(context):

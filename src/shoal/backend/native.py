@@ -141,6 +141,7 @@ class NativeBackend(Backend):
                 with self._lock:
                     fn = self._callbacks.pop(ticket)
                 fn()
+                del fn  # what it refers to must not live until the next one comes
             with self._lock:
                 if self._closed and not self._callbacks:
                     return
@@ -310,7 +311,11 @@ class _Source:
         return None if error is None else error_of(error)
 
     def notify(self, fn: Callable[[], None]) -> None:
-        self._channel.notify(self.core, fn)
+        def done() -> None:
+            self._keep = None
+            fn()
+
+        self._channel.notify(self.core, done)
 
 
 def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[int], list[int], int], None]:

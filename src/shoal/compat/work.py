@@ -120,16 +120,26 @@ class Work(dist.Work):
         # that Python users need cannot be such a future.  C++ calls this with no code of Python between
         # it and whatever called C++, so the calling frame tells the two apart.
         if self._handed_out is None:
-            self._handed_out = KeyedFuture(self._future, lambda future: self._value(future))
+            self._handed_out = KeyedFuture(self._future, _giving(self._result))
         # The future of what was waited for has its value at once: C++ does not wait for it again.
         self._handed_out.done()
         if "get_future" in sys._getframe(1).f_code.co_names:
             return self._handed_out
         return self._handed_out.plain()
 
-    def _value(self, future: Future[Any]) -> Any:
+
+def _giving(result: Any) -> Callable[[Future[Any]], Any]:
+    """Gives ``result`` if the future it is called with went well.
+
+    It does not know the work, which knows the torch future: together they would hold the tensors until Python
+    looks for cycles.
+    """
+
+    def value(future: Future[Any]) -> Any:
         future.value()
-        return self._result
+        return result
+
+    return value
 
 
 def _bytes(result: Any) -> int:
