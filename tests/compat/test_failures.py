@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 
 import pytest
 import torch
@@ -178,7 +179,14 @@ def set_timeout(group):
     dist.all_reduce(torch.ones(3), group=group)
 
 
+def with_options(group):
+    options = dist.AllreduceOptions()
+    options.timeout = SHORT
+    group.allreduce([torch.ones(3)], options).wait()
+
+
 MISSING = {
+    "options": with_options,
     "group": lambda group: dist.all_reduce(torch.ones(3), group=group),
     "message": lambda group: dist.recv(torch.ones(3), 1, group=group),
     "barrier": lambda group: dist.barrier(group=group, timeout=SHORT),
@@ -280,6 +288,33 @@ def destroyed_in_flight(context):
 
 def test_destroying_a_group_with_work_in_flight_does_not_hang(ranks):
     ranks(2).run(destroyed_in_flight, limit=30)
+
+
+def destroyed_under_a_thread(context):
+    """A thread waits for work that will never be complete while the group is destroyed."""
+    group = dist.new_group()
+    if context.rank == 1:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        caught = []
+
+        def wait():
+            try:
+                work.wait()
+            except GroupError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        dist.destroy_process_group(group)
+        thread.join()
+        assert len(caught) == 1
+    else:
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_destroying_a_group_ends_the_waiting_of_other_threads(ranks):
+    ranks(2).run(destroyed_under_a_thread, limit=30)
 
 
 def destroyed_in_order(context):
