@@ -41,15 +41,12 @@ class World:
     scratch: Path
 
 
-#: seconds for a case on both backends; the first of a process imports much of torch
-LIMIT = 40.0
-
 Case = Callable[[World], Any]
 
 
 def same_as_gloo(pool: Pool, case: Case) -> None:
     """Fails unless `case` gives the same over shoal as over Gloo, on every rank of the pool."""
-    pool.run(on_both, case, limit=LIMIT)
+    pool.run(on_both, case)
 
 
 def on_both(context: Context, case: Case) -> None:
