@@ -295,7 +295,8 @@ void Group::finish_inquiry() {
         std::string& list = reply ? absent : silent;
         list += (list.empty() ? "" : ", ") + std::to_string(r);
       }
-      error.text = inquiry_->operation + " did not finish within " + seconds(inquiry_->timeout);
+      error.text =
+          inquiry_->operation + " did not finish within its timeout of " + seconds(inquiry_->timeout);
       if (!absent.empty()) error.text += "; ranks that never arrived: " + absent;
       if (!silent.empty()) error.text += "; ranks that do not answer at all: " + silent;
       if (error.ranks.empty())

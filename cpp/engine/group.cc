@@ -274,8 +274,9 @@ void Group::check(std::int64_t now, std::int64_t& next) {
       begin_inquiry(request.channel, false, describe(request), request.timeout);
       continue;
     }
-    Error error{
-        ErrorCode::kTimeout, describe(request) + " did not finish within " + seconds(request.timeout), {}};
+    Error error{ErrorCode::kTimeout,
+                describe(request) + " did not finish within its timeout of " + seconds(request.timeout),
+                {}};
     if (request.peer >= 0) error.ranks.push_back(request.peer);
     error.text +=
         request.kind == Kind::kRecv ? ": no matching message came" : ": the receiver took no notice of it";

@@ -223,7 +223,7 @@ def test_a_rank_at_a_standstill_is_named_and_holds_up_no_end(topology: str) -> N
     assert all(texts), [outcome.describe() for outcome in outcomes]
     assert any("all_reduce (operation 1)" in text for text in texts), texts
     for text in texts:
-        assert "did not finish within 0.5 s; ranks that do not answer at all: 1" in text
+        assert "did not finish within its timeout of 0.5 s; ranks that do not answer at all: 1" in text
 
 
 def rank_alive(pid: int) -> bool:

@@ -139,7 +139,7 @@ def test_an_absent_rank_is_named_with_the_operation_it_missed(
             group.all_reduce(torch.ones(4), timeout=0.3).wait()
         reported.wait(PATIENCE)
         assert caught.value.ranks == (1,)
-        assert "all_reduce (operation 1) did not finish within 0.3 s" in str(caught.value)
+        assert "all_reduce (operation 1) did not finish within its timeout of 0.3 s" in str(caught.value)
         assert "ranks that never arrived: 1" in str(caught.value)
         assert group.state == "broken"
 
@@ -151,7 +151,7 @@ def test_every_operation_takes_a_timeout_of_its_own(on_three_ranks: Callable[...
 
     def fn(group: ProcessGroup, start: Callable[[ProcessGroup], Any]) -> None:
         if group.rank == 0:
-            with pytest.raises(OperationTimeout, match=r"within 0\.05 s"):
+            with pytest.raises(OperationTimeout, match=r"within its timeout of 0\.05 s"):
                 start(group).wait()
         reported.wait(PATIENCE)
 
