@@ -8,19 +8,30 @@ the first group is made.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 #: what ``init_process_group`` and ``new_group`` take
 NAME = "shoal"
 
 
 def register() -> None:
-    """Add "shoal" to the backends of torch.distributed.  Any number of times."""
-    import torch.distributed as dist
+    """Add "shoal" to the backends of torch.distributed.  Any number of times.
 
-    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    Never raises: ``import torch`` would fail with it in every program beside which shoal is installed, also
+    in those that do not use it.  A torch that takes no backend in this way is a warning of the logger.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    except Exception as error:
+        logger.warning(
+            "torch.distributed does not take the backend %r: %s: %s", NAME, type(error).__name__, error
+        )
 
 
 def _create(options: Any, backend_options: Any) -> Any:
