@@ -8,35 +8,36 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
-from ..errors import UnsupportedOperation, UsageError
+from ..distributed import reductions
+from ..errors import UsageError
 from ..spec import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, ReduceOp
 from .shown import modes_active
 
-_REDUCTIONS = {int(op.code): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)}
-_PREMUL_SUM = 8
+#: by torch's numbers
+_REDUCTIONS = {
+    int(getattr(dist.ReduceOp, op.name)): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
+}
 _NO_TIME = timedelta(0)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def reduction(op: Any) -> ReduceOp:
-    """Our reduction for torch's ``ReduceOp`` (or one of its attributes, which are of another type)."""
-    code = int(getattr(op, "op", op))
-    known = _REDUCTIONS.get(code)
-    if known is not None:
-        return known
-    if code == _PREMUL_SUM:
-        return ReduceOp.premul_sum(op.factor)
-    raise UnsupportedOperation(f"shoal has no reduction {op!r}")
+    """Our reduction for torch's ``ReduceOp`` (or one of its attributes, which are of another type).
+
+    Raises:
+        UsageError: it has none, or PREMUL_SUM comes without its factor.
+    """
+    # By number first: asking for names takes three times as long.
+    known = _REDUCTIONS.get(int(getattr(op, "op", op)))
+    return reductions.reduction(op) if known is None else known
 
 
-def seconds(*timeouts: timedelta | None) -> float | None:
-    """The first of torch's timeouts that says something, in seconds; torch marks the others as <= 0."""
-    for timeout in timeouts:
-        if timeout is not None and timeout > _NO_TIME:
-            return timeout.total_seconds()
-    return None
+def seconds(timeout: timedelta | None) -> float | None:
+    """One of torch's timeouts in seconds; None if it says nothing, which torch marks by <= 0."""
+    return None if timeout is None or timeout <= _NO_TIME else timeout.total_seconds()
 
 
 def only(tensors: Any, what: str) -> torch.Tensor:

@@ -33,7 +33,10 @@ def reduction(op: ReduceOpLike) -> ReduceOp:
     if name != "PREMUL_SUM":
         return ReduceOp.of(name.lower())
     if kind is op:
-        raise UsageError("op=PREMUL_SUM: the factor is missing; use ReduceOp.premul_sum(factor)")
+        raise UsageError(
+            "op=PREMUL_SUM: the factor is missing; use shoal.ReduceOp.premul_sum(factor), or "
+            "_make_nccl_premul_sum(factor) where the value must be torch's"
+        )
     return ReduceOp.premul_sum(op.factor)
 
 
