@@ -145,14 +145,21 @@ class TorchStore(c10d.Store):
                     return
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value out of the queue ``key``; with ``block``, as soon as there is one."""
-        deadline = Deadline(self._seconds() if block else 0.0)
+        """Take the first value out of the queue ``key``; with ``block``, as soon as there is one.
+
+        Raises:
+            dist.QueueEmptyError: there is none, and ``block`` is False.
+            dist.DistStoreError: there was none until the timeout.
+        """
+        deadline = Deadline(self._seconds())
         with _errors():
             while True:
                 old, queue = self._queue(key)
                 if queue.values:
                     if self._swap(key, old, queue.values[1:]):
                         return queue.values[0]
+                elif not block:
+                    raise dist.QueueEmptyError(f"queue {key!r} is empty")
                 elif deadline.expired:
                     raise dist.DistStoreError(f"queue {key!r} had no value within {deadline.timeout:g} s")
                 else:
