@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shoal
+
 from .both import both, layouts
 from .values import DTYPES, assert_same, value
 
@@ -91,6 +93,8 @@ def any_source(context):
             work = dist.irecv(torch.zeros(1), group=group)
             work.wait()
             assert work._source_rank() == size - 1
+    with pytest.raises(shoal.UsageError, match="only a receive has a source"):
+        dist.all_reduce(torch.ones(1), group=context.group, async_op=True).source_rank()
 
 
 @by_size

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import WaitTimeout
+from ..errors import UsageError, WaitTimeout
 from ..future import Future, Source, collect_all, derive_key, enter_scope, leave_scope
+from ..group import Message
 from .uncompiled import uncompiled
 
 _NONE = timedelta(0)
@@ -107,9 +108,15 @@ class Work(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """The rank in the group whose message a receive took; waits for it."""
-        source: int = self._future.wait().source
-        return source
+        """The rank in the group whose message a receive took; waits for it.
+
+        Raises:
+            UsageError: the operation is no receive.
+        """
+        message = self._future.wait()
+        if not isinstance(message, Message):
+            raise UsageError("source_rank: only a receive has a source, and this work is another operation")
+        return message.source
 
     _source_rank = source_rank
 
