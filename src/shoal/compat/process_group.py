@@ -183,14 +183,16 @@ class TorchProcessGroup(TorchCollectives):
 
     def shutdown(self) -> None:
         """Send what was submitted, tell the others, release everything.  Never hangs."""
-        for other in self._others.values():
-            other.shutdown()
-        self.group.close(_CLOSING)
+        try:
+            for other in self._others.values():
+                other.shutdown()
+        finally:
+            self.group.close(_CLOSING)
 
     def abort(self) -> None:
         """End the group at once on all ranks: what is pending fails with GroupAborted."""
-        for other in self._others.values():
-            other.abort()
         self.group.abort("the torch.distributed group was aborted")
         with contextlib.suppress(Exception):
             self.group.close(_CLOSING)
+        for other in self._others.values():
+            other.abort()
