@@ -29,7 +29,7 @@ MAX_FOREIGN_KEY = 4096
 _AT_ONCE = 10_000
 #: up to so many values are read one by one, which never blocks
 _FEW = 16
-#: nobody's value; see ``_Foreign._peek``
+#: nobody's value; see ``ForeignStore._peek``
 _ABSENT = b"\0shoal.store.foreign: there is no value\0"
 #: seconds between two looks of one who waits: an eighth of the time that it waited already, within
 _SHORTEST, _LONGEST = 0.0005, 0.05

@@ -22,7 +22,6 @@ class Gloo(Engine):
 
     def __init__(self, control: str, hosts: int) -> None:
         torch.set_num_threads(1)
-        register()
         self.uss_before = psutil.Process().memory_full_info().uss
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         place = f"file://{control}.{self.backend}"
@@ -65,3 +64,7 @@ class InTorch(Gloo):
     """The same calls on the backend "shoal" of torch.distributed."""
 
     backend = "shoal"
+
+    def __init__(self, control: str, hosts: int) -> None:
+        register()
+        super().__init__(control, hosts)
