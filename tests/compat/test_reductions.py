@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal import UsageError
+
 from .both import both, layouts
 from .values import (
     COMPLEX,
@@ -121,6 +123,18 @@ def sparse(context, dtype):
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_reduce_of_sparse_tensors(ranks, size, dtype):
     ranks(size).run(sparse, dtype)
+
+
+def sparse_at_odds(context):
+    group = dist.new_group()
+    op = dist.ReduceOp.AVG if context.rank else dist.ReduceOp.SUM
+    with pytest.raises(UsageError, match=r"rank 0 has SUM of \[3, 3\].* rank 1 AVG of \[3, 3\]"):
+        dist.all_reduce(torch.eye(3).to_sparse(), op, group=group)
+    dist.destroy_process_group(group)
+
+
+def test_ranks_that_reduce_sparse_tensors_differently_are_told(ranks):
+    ranks(2).run(sparse_at_odds)
 
 
 def meaningless(context):

@@ -27,7 +27,7 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
     with torch.no_grad():
         mine = x.detach().coalesce()
         indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
-    about = torch.tensor([len(values), mine.sparse_dim(), *mine.shape])
+    about = torch.tensor([len(values), int(op == AVG), mine.sparse_dim(), *mine.shape])
     table = torch.empty(group.size, len(about), dtype=about.dtype)
 
     def exchange(told: Future[torch.Tensor]) -> torch.Tensor:
@@ -35,8 +35,8 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
         for rank, row in enumerate(rows):
             if row[1:] != rows[0][1:]:
                 raise UsageError(
-                    f"all_reduce on rank {group.rank}: sparse tensors of different shapes: rank 0 has "
-                    f"{rows[0][2:]}, {rows[0][1]} of them sparse, and rank {rank} {row[2:]}, {row[1]} of them"
+                    f"all_reduce on rank {group.rank}: sparse tensors of different shapes or reductions: "
+                    f"rank 0 has {_described(rows[0])}, and rank {rank} {_described(row)}"
                 )
         with torch.no_grad():
             gathered = [
@@ -52,3 +52,9 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
         return x
 
     return group.all_gather_single(table, about, timeout=timeout).then(exchange)
+
+
+def _described(row: list[int]) -> str:
+    """What a rank said of its tensor, in words."""
+    _, average, sparse, *shape = row
+    return f"{'AVG' if average else 'SUM'} of {shape}, {sparse} of its dimensions sparse"
