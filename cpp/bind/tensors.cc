@@ -86,6 +86,7 @@ std::optional<PlainTensor> plain_tensor(PyObject* object) {
   }
   const auto dtype = dtype_of(x);
   if (!dtype || !(contiguous || count == 0)) return std::nullopt;
+  if (x.data == nullptr && count != 0) return std::nullopt;  // freed, or standing for zeros or another tensor
   PyObject* negative = PyObject_CallMethodNoArgs(object, is_neg);  // the table says nothing of lazy negation
   Py_XDECREF(negative);
   if (negative == nullptr) PyErr_Clear();

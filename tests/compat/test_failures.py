@@ -133,6 +133,8 @@ def test_a_mismatch_among_coalesced_operations(ranks):
 def refused(context):
     size = context.size
     ones = torch.ones(4)
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
     calls = [
         lambda: dist.all_gather_single(torch.zeros(3), ones),
         lambda: dist.all_gather_single(torch.zeros(4 * size, dtype=torch.int32), ones),
@@ -140,6 +142,9 @@ def refused(context):
         lambda: dist.all_gather([torch.zeros(4)], ones),
         lambda: dist.all_reduce(torch.ones(3).expand(2, 3)),
         lambda: dist.all_reduce(torch.ones(3, device="meta")),
+        lambda: dist.all_reduce(freed),
+        lambda: dist.broadcast(freed, 0),
+        lambda: dist.all_gather_single(torch.zeros(4 * size), freed),
         lambda: dist.reduce_scatter_single(torch.zeros(5), torch.zeros(size)),
         lambda: dist.all_to_all_single(torch.zeros(size), torch.zeros(size), [1] * size, [size]),
         lambda: dist.broadcast(ones, group_src=size),

@@ -33,6 +33,8 @@ class Wrapper(torch.Tensor):
 
 
 wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, (4,))
+freed = torch.ones(4)
+freed.untyped_storage().resize_(0)
 
 # Rank 1 of 4 calls it, and the message says so.
 BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
@@ -40,6 +42,13 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     ("sparse", lambda g: g.all_reduce(sparse), "dense tensor, got layout sparse_coo"),
     ("wrapper", lambda g: g.all_reduce(wrapper), "x is a Wrapper, which has no memory of its own"),
     ("wrapped part", lambda g: g.all_gather(ones, [wrapper] * 4), "out[0] is a Wrapper, which has no memory"),
+    ("freed", lambda g: g.all_reduce(freed), "x has no memory of its own: its storage was freed"),
+    ("freed output", lambda g: g.all_gather_single(freed, torch.ones(1)), "out has no memory of its own"),
+    (
+        "under vmap",
+        lambda g: torch.vmap(lambda x: g.all_reduce(x).wait())(torch.ones(2, 4)),
+        "x has no memory of its own",
+    ),
     ("nested", lambda g: g.broadcast(torch.nested.nested_tensor([ones])), "dense tensor, got layout nested"),
     (
         "meta device",

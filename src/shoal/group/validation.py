@@ -52,10 +52,17 @@ class Call:
             self.refuse(
                 f"{what} is on {x.device}, but the group takes tensors on {_listed(sorted(self.devices))}"
             )
-        if x.__class__ is not torch.Tensor and not has_memory(x):
+        if x.__class__ is not torch.Tensor:
+            if not has_memory(x):
+                self.refuse(
+                    f"{what} is a {type(x).__name__}, which has no memory of its own; pass the tensor that "
+                    "it stands for (x.to_local() of a DTensor)",
+                    UnsupportedOperation,
+                )
+        elif not has_address(x):
             self.refuse(
-                f"{what} is a {type(x).__name__}, which has no memory of its own; pass the tensor that it "
-                "stands for (x.to_local() of a DTensor)",
+                f"{what} has no memory of its own: its storage was freed (as that of a sharded parameter is) "
+                "or it stands for another tensor inside a transform such as vmap; pass a tensor with values",
                 UnsupportedOperation,
             )
 
@@ -162,7 +169,15 @@ class Call:
 
 def has_memory(x: torch.Tensor) -> bool:
     """Whether the elements of ``x`` are in memory where it says: not so for wrappers and fake tensors."""
-    return x.untyped_storage().device.type == x.device.type and (x.numel() == 0 or x.data_ptr() != 0)
+    return x.untyped_storage().device.type == x.device.type and has_address(x)
+
+
+def has_address(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` are anywhere: not so once its storage is freed, or under a transform."""
+    try:
+        return x.data_ptr() != 0 or x.numel() == 0
+    except RuntimeError:
+        return False
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
