@@ -96,7 +96,12 @@ OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op
   Request request;
   request.kind = static_cast<Kind>(kind);
   if (group.broken() || root >= group.size()) return nullptr;
-  if (!out.is_none()) {
+  // Only a barrier writes nothing, and only a broadcast's receiver gives nothing: None is a mistake
+  // elsewhere.
+  const bool barrier = request.kind == Kind::kBarrier;
+  if (out.is_none() != barrier || (in.is_none() && !barrier && request.kind != Kind::kBroadcast))
+    return nullptr;
+  if (!barrier) {
     const auto to = plain_tensor(out.ptr());
     if (!to) return nullptr;
     const auto from = in.is_none() || in.is(out) ? to : plain_tensor(in.ptr());
