@@ -284,6 +284,13 @@ def inference(context):
             dist.all_gather_single(out, x, group=group)
             dist.broadcast(x, 0, group=group)
             dist.all_reduce(x.expand(2, 3).contiguous().t() if group is context.group else x, group=group)
+        # What several messages make up is written in callbacks, which the mode does not reach.
+        sparse = torch.sparse_coo_tensor([[context.rank]], [1.0], (context.size,), check_invariants=False)
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().eq(1.0).all()
+        pair = [torch.ones(2), torch.ones(2)]
+        context.group.allreduce(pair).wait()
+        assert all(x.eq(2.0 * context.size).all() for x in pair)
 
 
 def no_grad(context):

@@ -95,7 +95,8 @@ def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]
 
 
 def _copy(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for other in tensors:
-            if other is not x:
+    # In a callback, where the modes of the caller do not reach.
+    for other in tensors:
+        if other is not x:
+            with torch.no_grad(), torch.inference_mode(other.is_inference()):
                 other.copy_(x)

@@ -38,7 +38,7 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
                     f"all_reduce on rank {group.rank}: sparse tensors of different shapes or reductions: "
                     f"rank 0 has {_described(rows[0])}, and rank {rank} {_described(row)}"
                 )
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(x.is_inference()):
             gathered = [
                 group.all_gather(
                     part, [part.new_empty(row[0], *part.shape[1:]) for row in rows], timeout=timeout
