@@ -125,12 +125,18 @@ class _Rank:
     def _run(
         self, meet: Callable[[int], ProcessGroup], fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
+        raised = None
         try:
             self.group = meet(self.rank)
             with self.group:
-                value = fn(self.group, *args)
+                try:
+                    value = fn(self.group, *args)
+                except BaseException:
+                    # Before the group is aborted for it: the others fail of that, and are not the first.
+                    raised = time.monotonic()
+                    raise
         except BaseException as error:
-            outcome = failed(self.rank, error, time.monotonic())
+            outcome = failed(self.rank, error, time.monotonic() if raised is None else raised)
         else:
             outcome = Outcome(self.rank, value, at=time.monotonic())
         # The one who gave up on us may have written first.
