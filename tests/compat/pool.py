@@ -23,7 +23,6 @@ import contextlib
 import os
 import pickle
 import re
-import select
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,15 +34,15 @@ from typing import Any
 from shoal.compat.registration import NAME
 from shoal.errors import RemoteError
 from shoal.testing import Outcome, faults
-from shoal.testing.outcome import values
-from shoal.testing.processes import fork_server
+from shoal.testing.outcome import reported, values
+from shoal.testing.processes import fork_server, read_stacks
 
 from .rank import DUMP_SIGNAL, serve
 
 #: seconds that a call may take, and that the others get when one rank failed
 _LIMIT, _PATIENCE = 60.0, 2.0
-#: seconds that a rank gets for writing its stacks, and for ending
-_DUMP_TIME, _END_TIME = 2.0, 20.0
+#: seconds that a rank gets for ending
+_END_TIME = 20.0
 
 #: Gloo says how many peers a rank is connected to; and torch's C++ warns of methods that tests use
 _EXPECTED = re.compile(r"^\[Gloo\]|API is being deprecated")
@@ -234,20 +233,11 @@ class _Rank:
         except (EOFError, OSError):
             self._process.join(_END_TIME)
             return Outcome(self.number, exitcode=self._process.exitcode, at=time.monotonic())
-        if kind == "value":
-            return Outcome(self.number, pickle.loads(raw), at=at)
-        error = pickle.loads(raw) if raw else RemoteError(text.strip().splitlines()[-1])
-        return Outcome(self.number, error=error, traceback=text, at=at)
+        return reported(self.number, kind, raw, text, at)
 
     def read_stacks(self) -> str:
         """What the rank writes about its threads, until it says nothing for a while."""
-        descriptor, text, pause = self._dumps.fileno(), b"", _DUMP_TIME
-        while select.select([descriptor], [], [], pause)[0]:
-            part = os.read(descriptor, 65536)
-            if not part:
-                break
-            text, pause = text + part, 0.1
-        return text.decode(errors="replace")
+        return read_stacks(self._dumps)
 
     def end(self, patience: float) -> int | None:
         """Wait until the rank ended, kill it after ``patience`` seconds; returns its exit code."""

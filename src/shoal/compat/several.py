@@ -35,8 +35,11 @@ def all_reduce(
         total = tensors[0].detach().clone()
         for x in tensors[1:]:
             total = _COMBINE.get(op, torch.add)(total, x.detach())
-    reduce = sparse.all_reduce if total.is_sparse else _all_reduce
-    return reduce(group, total, op, timeout).then(lambda done: _copy(done.value(), tensors))
+    if total.is_sparse:
+        reduced = sparse.all_reduce(group, total, op, timeout)
+    else:
+        reduced = group.all_reduce(total, op, timeout=timeout)
+    return reduced.then(lambda done: _copy(done.value(), tensors))
 
 
 def broadcast(
@@ -77,12 +80,6 @@ def all_gather(
         group.all_gather(x, list(outputs[0][i::count]), timeout=timeout) for i, x in enumerate(inputs)
     ]
     return collect_all(gathered).then(spread)
-
-
-def _all_reduce(
-    group: ProcessGroup, total: torch.Tensor, op: ReduceOp, timeout: float
-) -> Future[torch.Tensor]:
-    return group.all_reduce(total, op, timeout=timeout)
 
 
 def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:

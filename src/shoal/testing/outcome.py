@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 import traceback
 from collections.abc import Sequence
@@ -62,6 +63,20 @@ def _ending(exitcode: int) -> str:
 def failed(rank: int, error: BaseException, at: float) -> Outcome:
     """The outcome of a rank whose function raised ``error``."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Outcome(rank, error=error, traceback=text, at=at)
+
+
+def reported(rank: int, kind: str, raw: bytes, text: str, at: float) -> Outcome:
+    """The outcome that a rank in another process reports.
+
+    Args:
+        kind: "value", or anything else for an exception.
+        raw: the value or the exception, pickled; empty for an exception that cannot be.
+        text: the exception's traceback.
+    """
+    if kind == "value":
+        return Outcome(rank, pickle.loads(raw), at=at)
+    error = pickle.loads(raw) if raw else RemoteError(text.strip().splitlines()[-1])
     return Outcome(rank, error=error, traceback=text, at=at)
 
 

@@ -21,14 +21,14 @@ from multiprocessing.forkserver import ensure_running
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..errors import RemoteError, UsageError
+from ..errors import UsageError
 from ..rendezvous import job_record
 from ..rendezvous.record import room_of, root_of
 from ..store import PrefixStore, Store, TCPStore, TCPStoreServer
 from ..wire import Deadline
 from . import faults
 from .leaks import ignoring
-from .outcome import Outcome, values
+from .outcome import Outcome, reported, values
 from .worker import DUMP_SIGNAL, run_rank
 
 T = TypeVar("T")
@@ -249,21 +249,11 @@ class _Rank:
         kind, raw, text, at = self.report or ("none", b"", "", 0.0)
         if kind == "none":
             return Outcome(self.rank, exitcode=self.process.exitcode, at=at)
-        if kind == "value":
-            return Outcome(self.rank, pickle.loads(raw), at=at)
-        last_line = text.strip().splitlines()[-1]
-        error = pickle.loads(raw) if raw else RemoteError(last_line)
-        return Outcome(self.rank, error=error, traceback=text, at=at)
+        return reported(self.rank, kind, raw, text, at)
 
     def read_stacks(self) -> str:
         """What the rank writes about its threads, until it says nothing for a while."""
-        descriptor, text, pause = self._dumps.fileno(), b"", _DUMP_TIME
-        while select.select([descriptor], [], [], pause)[0]:
-            part = os.read(descriptor, 65536)
-            if not part:
-                break
-            text, pause = text + part, 0.1
-        return text.decode(errors="replace")
+        return read_stacks(self._dumps)
 
     def end(self) -> None:
         """Kill the rank if it still runs, and close the pipes."""
@@ -276,6 +266,17 @@ class _Rank:
         self.process.close()
         self.reports.close()
         self._dumps.close()
+
+
+def read_stacks(dumps: connection.Connection) -> str:
+    """What a rank that got :data:`DUMP_SIGNAL` writes to this pipe, until it says nothing for a while."""
+    descriptor, text, pause = dumps.fileno(), b"", _DUMP_TIME
+    while select.select([descriptor], [], [], pause)[0]:
+        part = os.read(descriptor, 65536)
+        if not part:
+            break
+        text, pause = text + part, 0.1
+    return text.decode(errors="replace")
 
 
 _started: multiprocessing.context.ForkServerContext | None = None
