@@ -36,8 +36,9 @@ from shoal.errors import RemoteError
 from shoal.testing import Outcome, faults
 from shoal.testing.outcome import reported, values
 from shoal.testing.processes import fork_server, read_stacks
+from shoal.testing.worker import DUMP_SIGNAL
 
-from .rank import DUMP_SIGNAL, serve
+from .rank import serve
 
 #: seconds that a call may take, and that the others get when one rank failed
 _LIMIT, _PATIENCE = 60.0, 2.0

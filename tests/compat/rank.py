@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import faulthandler
 import os
 import pickle
-import signal
 import sys
 import time
 import traceback
@@ -21,10 +18,8 @@ import torch
 import torch.distributed as dist
 
 import shoal  # noqa: F401  (registers the backend)
+from shoal.testing.worker import attach, pickled
 
-#: asks a rank for its threads' stacks
-DUMP_SIGNAL = signal.SIGUSR2
-_PR_SET_PDEATHSIG = 1
 #: seconds that an operation may take; the pool's own limit comes first
 TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -64,9 +59,7 @@ def serve(
             ``(kind, pickled value or exception, traceback, moment)``.
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
-    # The fork server ends with the process that runs the tests, and its ranks with it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
+    attach(dumps)
     output = os.open(Path(home, f"rank{rank}.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -84,7 +77,7 @@ def serve(
             function, args = pickle.loads(payload)
             report = ("value", pickle.dumps(function(context, *args)), "", time.monotonic())
         except BaseException as error:
-            report = ("error", _pickled(error), traceback.format_exc(), time.monotonic())
+            report = ("error", pickled(error), traceback.format_exc(), time.monotonic())
         channel.send(report)
         function = args = None
     if dist.is_initialized():
@@ -114,13 +107,3 @@ def _join(rank: int, size: int, backend: str | None, channel: Connection) -> Con
         group = dist.group.WORLD
         gloo = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return Context(rank, size, backend, group, gloo, store, Path())
-
-
-def _pickled(error: BaseException) -> bytes:
-    """The exception as bytes, b"" when it does not survive pickling."""
-    try:
-        raw = pickle.dumps(error)
-        pickle.loads(raw)
-    except Exception:
-        return b""
-    return raw

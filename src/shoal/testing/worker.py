@@ -23,6 +23,17 @@ DUMP_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 
 
+def attach(dumps: Connection) -> None:
+    """Let this process end with the one that runs the tests, and show its stacks when asked.
+
+    Args:
+        dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
+    """
+    # The fork server ends with the process that runs the tests, and its ranks with it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
+
+
 def run_rank(
     payload: bytes,
     environment: Mapping[str, str],
@@ -39,9 +50,7 @@ def run_rank(
         reports: takes one tuple ``(kind, pickled value or exception, traceback, moment)``.
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
-    # The fork server ends with the process that runs the tests, and its ranks with it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
+    attach(dumps)
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
@@ -53,12 +62,12 @@ def run_rank(
             value = fn(group, *args)
         report = ("value", pickle.dumps(value), "", time.monotonic())
     except BaseException as error:
-        report = ("error", _pickled(error), traceback.format_exc(), time.monotonic())
+        report = ("error", pickled(error), traceback.format_exc(), time.monotonic())
     reports.send(report)
     reports.close()
 
 
-def _pickled(error: BaseException) -> bytes:
+def pickled(error: BaseException) -> bytes:
     """The exception as bytes, b"" when it does not survive pickling."""
     try:
         raw = pickle.dumps(error)
