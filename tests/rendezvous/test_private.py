@@ -16,7 +16,7 @@ from shoal.rendezvous.private import PrivateFile
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path / f"shoal-{os.getuid()}"
+    return tmp_path / f"shoal-{os.geteuid()}"
 
 
 def test_processes_below_wrappers_derive_the_same_path() -> None:

@@ -138,6 +138,7 @@ def test_a_torn_record_is_passed_over_and_cut_off_by_the_next_writer(path: Path,
 
 
 def test_a_file_whose_first_bytes_are_torn_is_begun_anew(path: Path) -> None:
+    path.touch(0o600)
     path.write_bytes(b"sho")
     with FileStore(path) as store:
         assert store.num_keys() == 0
@@ -169,6 +170,7 @@ def test_a_record_of_another_version_is_reported(path: Path) -> None:
 
 
 def test_another_file_is_left_alone(path: Path) -> None:
+    path.touch(0o600)
     path.write_text("a file of somebody else")
     with FileStore(path) as store, pytest.raises(StoreError, match="not a file store"):
         store.set("key", b"value")

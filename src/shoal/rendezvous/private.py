@@ -19,6 +19,7 @@ import psutil
 
 from ..errors import ConfigurationError
 from ..store import FileStore
+from ..store.trusted import open_trusted
 
 
 class PrivateFile:
@@ -38,11 +39,11 @@ class PrivateFile:
         launcher = _launcher(marker)
         name = f"{launcher.pid}-{_start(launcher)}-{zlib.crc32(job.encode()):08x}"
         self.path = self._directory / name
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_trusted(self.path)
 
     def store(self, timeout: float) -> FileStore:
         """The store in the file, which works also when the file has no name any more."""
-        return FileStore(f"/proc/self/fd/{self._fd}", timeout=timeout)
+        return FileStore(self.path, timeout=timeout, descriptor=self._fd)
 
     def unlink(self) -> None:
         """Take the file's name away, if it still has it."""
@@ -72,12 +73,12 @@ def _start(process: psutil.Process) -> int:
 
 
 def _private_directory() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
+    directory = Path(tempfile.gettempdir()) / f"shoal-{os.geteuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigurationError(
-            f"{directory} must be a directory that only user {os.getuid()} can enter; remove it, "
+            f"{directory} must be a directory that only user {os.geteuid()} can enter; remove it, "
             "or set SHOAL_STORE to another meeting point"
         )
     return directory

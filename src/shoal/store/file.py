@@ -16,6 +16,7 @@ from .base import timed_out
 from .execute import RequestStore
 from .log import Log
 from .requests import Blocking, Request, Table, decode, encode
+from .trusted import open_trusted, reopen_trusted
 
 T = TypeVar("T")
 
@@ -34,26 +35,37 @@ class FileStore(RequestStore):
 
     Nobody removes the file: who named it knows when the last process is done with it.
 
+    The file is the user's alone: a job's secret may lie in it.  One that another user made or could read is
+    refused (see ``trusted.py``).
+
     Args:
-        path: the file; made when it does not exist.
+        path: the file; made with mode 600 when it does not exist.
         timeout: default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
+        descriptor: of the file, if it is open already: it stays open, and the path only names it in messages.
 
     Raises:
+        ConfigurationError: the file is a link, or not this user's alone.
         StoreError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | Path, *, timeout: float | None = None) -> None:
+    def __init__(
+        self, path: str | Path, *, timeout: float | None = None, descriptor: int | None = None
+    ) -> None:
         super().__init__(timeout)
         self.path = Path(path).absolute()
-        self._log = Log(self.path)
+        self._log = Log(
+            self.path,
+            open_trusted(self.path) if descriptor is None else reopen_trusted(descriptor, self.path),
+        )
         self._table = Table()
         self._mutex = threading.Lock()  # the file's lock does not hold among threads
         self._closing = threading.Event()
 
     def clone(self) -> FileStore:
-        """The same file, opened once more."""
+        """The same file, opened once more, whatever its path leads to by now."""
         self._refuse_forked()
-        return FileStore(self.path, timeout=self.timeout)
+        with self._exclusive(Deadline(self.timeout)):
+            return FileStore(self.path, timeout=self.timeout, descriptor=self._log.fileno())
 
     def close(self) -> None:
         """Close the file, once a request in progress is done with it; wakes threads that wait."""

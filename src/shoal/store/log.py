@@ -31,21 +31,20 @@ class Log:
     """One process's view of the file.
 
     Args:
-        path: where it is; made when it does not exist.
-
-    Raises:
-        StoreError: the file cannot be opened, or is something else.
+        path: where it is.
+        descriptor: of the open file, which the log owns from now on (see ``trusted.py``).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._offset = len(_MAGIC)
         self._checked = False
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
+        self._fd = descriptor
         close_in_forked_child(self)  # the lock goes with the file: a child must not keep it
+
+    def fileno(self) -> int:
+        """The descriptor, -1 when closed."""
+        return self._fd
 
     @contextlib.contextmanager
     def locked(self, deadline: Deadline) -> Iterator[None]:
