@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.errors import UsageError, WireError, WireTimeout
+from shoal.errors import AuthenticationError, UsageError, WireError, WireTimeout
 from shoal.wire import (
+    Acceptor,
     Connection,
     Deadline,
     accept,
@@ -20,6 +22,7 @@ from shoal.wire import (
     recv_fds,
     send_fds,
 )
+from tests.support.other_user import as_nobody, needs_root
 
 
 @pytest.fixture
@@ -118,3 +121,35 @@ def test_nobody_listening_is_an_error_that_names_it(name: str) -> None:
 def test_a_name_that_cannot_be_is_a_usage_error(bad: str) -> None:
     with pytest.raises(UsageError, match="1 to 107 bytes"):
         listen_unix(bad)
+
+
+@needs_root
+def test_another_user_is_refused_though_it_holds_the_secret(name: str) -> None:
+    def connect() -> None:
+        connect_unix(name, secret=b"s", purpose="test", timeout=10)
+
+    with Acceptor(listen_unix(name), secret=b"s", purpose="test") as acceptor, ThreadPoolExecutor(1) as pool:
+        stranger = pool.submit(as_nobody, connect)
+        while not stranger.done():
+            with pytest.raises(WireTimeout):
+                acceptor.accept(0.02)
+        assert isinstance(stranger.result(), AuthenticationError)  # it refuses us as well
+        assert acceptor.refused == "" or "user 65534" in acceptor.refused
+        connecting = pool.submit(connect_unix, name, secret=b"s", purpose="test", timeout=10)
+        acceptor.accept(10).close()
+        connecting.result(10).close()
+
+
+@needs_root
+def test_a_stranger_of_another_user_that_does_not_look_is_refused_by_the_listener(name: str) -> None:
+    def connect() -> bytes:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(30)
+            sock.connect(b"\0" + name.encode())
+            return sock.recv(1)  # nothing, not even a greeting
+
+    with listen_unix(name) as listener, ThreadPoolExecutor(1) as pool:
+        stranger = pool.submit(as_nobody, connect)
+        with pytest.raises(AuthenticationError, match="of user 65534 is at the other end"):
+            accept(listener, secret=b"s", purpose="test", timeout=10)
+        assert stranger.result(30) == b""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import struct
 from types import TracebackType
 
 from ..errors import UsageError, WireError, WireTimeout
+from .credentials import peer_credentials
 from .deadline import Deadline
 from .frames import FrameReader, frame_header
 from .inherit import close_in_forked_child
@@ -212,6 +212,5 @@ def _peer_name(sock: socket.socket) -> str:
         host, port = name[0], name[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if sock.family == socket.AF_UNIX:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return f"process {struct.unpack('3i', credentials)[0]}"
+        return f"process {peer_credentials(sock)[0]}"
     return str(name)

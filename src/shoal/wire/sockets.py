@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import UsageError, WireError, WireTimeout
 from .connection import DEFAULT_LIMIT, Connection
+from .credentials import refuse_other_users
 from .deadline import Deadline
 from .handshake import HANDSHAKE_TIMEOUT, Handshake
 from .inherit import close_in_forked_child
@@ -90,7 +91,11 @@ def accept(
         raise WireTimeout(f"nobody connected within {timeout:g} s") from error
     except OSError as error:
         raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
-    prepare(sock)
+    try:
+        prepare(sock)
+    except BaseException:
+        sock.close()
+        raise
     handshake = Deadline(min(deadline.remaining(), HANDSHAKE_TIMEOUT))
     return authenticate(sock, False, secret, purpose, handshake, limit)
 
@@ -122,8 +127,13 @@ def authenticate(
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set what every connected TCP socket of shoal has: no delay, and probes of a silent host."""
+    """Set what every connected TCP socket of shoal has: no delay, and probes of a silent host.
+
+    Raises:
+        AuthenticationError: it is a unix socket, and another user's process is at the other end.
+    """
     if sock.family == socket.AF_UNIX:
+        refuse_other_users(sock)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
 """Unix sockets in the abstract namespace: for processes of one host to hand over descriptors.
 
 Such a socket has a name but no file, so nothing is left behind after a kill -9.  Names are seen by
-every user of the host; what protects the connection is the handshake, as everywhere.
+every user of the host; both sides refuse processes of another user, then comes the handshake, as everywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import array
 import os
 import socket
-import struct
 from collections.abc import Sequence
 
-from ..errors import UsageError, WireError, WireTimeout
+from ..errors import AuthenticationError, UsageError, WireError, WireTimeout
 from .connection import DEFAULT_LIMIT, Connection
+from .credentials import peer_credentials, refuse_other_users
 from .deadline import Deadline
 from .inherit import close_in_forked_child
 from .sockets import BACKLOG, authenticate
@@ -49,8 +49,8 @@ def connect_unix(
 ) -> Connection:
     """Connect to the abstract ``name`` and authenticate.  Arguments and errors as of ``connect``.
 
-    That nobody listens there usually means that the other process is on another host (or in
-    another network namespace).
+    That nobody listens there usually means that the other process is on another host (or in another
+    network namespace).  A listener of another user raises AuthenticationError.
     """
     deadline = Deadline(timeout)
     address = _address(name)
@@ -58,9 +58,13 @@ def connect_unix(
     try:
         sock.settimeout(max(deadline.remaining(), 1e-6))
         sock.connect(address)
+        refuse_other_users(sock)
     except TimeoutError as error:
         sock.close()
         raise WireTimeout(f"no connection to unix socket {name!r} within {timeout:g} s") from error
+    except AuthenticationError:
+        sock.close()
+        raise
     except OSError as error:
         sock.close()
         raise WireError(f"cannot connect to unix socket {name!r}: {error.strerror or error}") from error
@@ -72,11 +76,7 @@ def peer_pid(connection: Connection) -> int:
 
     It is the process that connected or listened; 0 if it lives in another pid namespace.
     """
-    size = struct.calcsize("3i")
-    pid: int = struct.unpack("3i", connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[
-        0
-    ]
-    return pid
+    return peer_credentials(connection.socket)[0]
 
 
 def send_fds(connection: Connection, fds: Sequence[int], timeout: float) -> None:
