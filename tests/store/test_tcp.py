@@ -295,6 +295,21 @@ def test_a_server_without_descriptors_serves_those_it_has_and_takes_others_later
             assert other.add("counter", 1) == 2
 
 
+def test_of_too_many_strangers_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.store.tcp_server._MOST_STRANGERS", 8)
+    with TCPStoreServer(secret=SECRET) as server, _client(server) as store, contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            for _ in range(50)
+        ]
+        for stranger in strangers[:42]:
+            while stranger.recv(1000):
+                pass  # its end
+        assert server.clients <= 8 + store.connections
+        with _client(server) as other:  # the newest is the last to be dropped
+            assert other.add("counter", 1) == 1
+
+
 def test_a_store_can_be_hosted_in_the_foreground() -> None:
     stop, urls = threading.Event(), list[str]()
     announced = threading.Event()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import AuthenticationError, WireTimeout
-from shoal.wire import Acceptor, Connection, connect, listen
+from shoal.wire import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
+from shoal.wire.sockets import authenticate
 
 SECRET = b"secret"
 
@@ -95,3 +98,61 @@ def test_closing_drops_those_that_were_not_given_out() -> None:
     with silent:
         while silent.recv(1000):
             pass
+
+
+def test_of_too_many_strangers_the_oldest_are_dropped() -> None:
+    listener = listen("127.0.0.1", secret=SECRET)
+    with (
+        Acceptor(listener, secret=SECRET, purpose="test", most_pending=4) as acceptor,
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=30))
+            for _ in range(20)
+        ]
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(WireTimeout, match="too many others came"):
+            acceptor.accept(0.2)
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
+        for stranger in silent[:16]:
+            while stranger.recv(1000):
+                pass  # its end
+        connecting = pool.submit(_connect, acceptor)
+        acceptor.accept(30).close()
+        connecting.result(30).close()
+
+
+def test_strangers_that_hold_all_descriptors_are_dropped(acceptor: Acceptor) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", _port(acceptor)))) for _ in range(9)
+        ]
+        honest = stack.enter_context(socket.create_connection(("127.0.0.1", _port(acceptor))))
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, hard))
+        try:
+            connection = pool.submit(authenticate, honest, True, SECRET, "test", Deadline(30), DEFAULT_LIMIT)
+            acceptor.accept(30).close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        connection.result(30).close()
+        assert len(strangers) == 9
+
+
+def test_a_stranger_that_says_a_byte_at_a_time_has_one_deadline_for_all() -> None:
+    greeting = Handshake(connecting=True, secret=b"guess", purpose="test").greeting
+    listener = listen("127.0.0.1", secret=SECRET)
+    with (
+        Acceptor(listener, secret=SECRET, purpose="test", handshake_timeout=0.05) as acceptor,
+        socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=30) as slow,
+    ):
+        deadline = Deadline(30)
+        with contextlib.suppress(OSError):  # the end that this test waits for
+            for byte in itertools.cycle(greeting):
+                slow.send(bytes([byte]))
+                with contextlib.suppress(WireTimeout):
+                    acceptor.accept(0.01)
+                assert not deadline.expired
+        assert acceptor.refused

@@ -220,7 +220,12 @@ class _Builder:
 
     def _accept_all(self, listener: socket.socket) -> None:
         """Take in the ranks above, on one of the two listeners, until all have come on either."""
-        acceptor = wire.Acceptor(listener, secret=self._me.secret, purpose=_PURPOSE)
+        acceptor = wire.Acceptor(
+            listener,
+            secret=self._me.secret,
+            purpose=_PURPOSE,
+            most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
+        )
         try:
             while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
                 if self._deadline.remaining() <= 0:
@@ -244,6 +249,8 @@ class _Builder:
             unix = connection.socket.family == socket.AF_UNIX
             if expected is not None:
                 self._say_hello(connection, expected)
+            else:
+                timeout = min(timeout, wire.HANDSHAKE_TIMEOUT)  # others wait to be accepted
             theirs = msgspec.msgpack.decode(connection.recv(timeout), type=_Hello)
             if (theirs.job, theirs.epoch) != (me.job, me.epoch):
                 raise WireError(

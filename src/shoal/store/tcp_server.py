@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 #: connections accepted in one go before the clients that are there get their turn
 _ACCEPT_BATCH = 64
 
+#: clients kept that have not proved themselves yet; more than a job's ranks that come at one moment
+_MOST_STRANGERS = 4096
+
 
 class TCPStoreServer:
     """Hosts a store on a TCP port, in a daemon thread.
@@ -73,6 +76,7 @@ class TCPStoreServer:
         self._waiting: Waiting[Session] = Waiting()
         self._alarms: Alarms[Session] = Alarms()
         self._sessions: set[Session] = set()
+        self._strangers: dict[Session, None] = {}  # those that have not proved themselves, the oldest first
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._pid = os.getpid()
@@ -166,6 +170,9 @@ class TCPStoreServer:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not _raise_descriptor_limit():
+                    if self._strangers:
+                        self._drop_oldest_stranger()
+                        continue
                     logger.warning("store: no descriptors left, new clients wait until others leave")
                     self._selector.unregister(self._listener)
                     self._accepting = False
@@ -184,6 +191,12 @@ class TCPStoreServer:
         self._sessions.add(session)
         self._selector.register(sock, selectors.EVENT_READ, session)
         self._alarms.set(session, time.monotonic() + self._handshake_timeout)
+        self._strangers[session] = None
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._drop_oldest_stranger()
+
+    def _drop_oldest_stranger(self) -> None:
+        self._drop(next(iter(self._strangers)), "it had not proved itself when too many others came")
 
     def _serve(self, session: Session) -> None:
         """Do what can be done for one client; whatever it did wrong ends that client alone."""
@@ -206,6 +219,7 @@ class TCPStoreServer:
         message = session.receive()
         if fresh and session.authenticated:
             self._alarms.cancel(session)
+            self._strangers.pop(session, None)
         if message is not None:
             self._handle(session, decode(message))
 
@@ -270,6 +284,7 @@ class TCPStoreServer:
         session.closed = True
         logger.info("store: client %s dropped: %s", session.name, reason)
         self._sessions.discard(session)
+        self._strangers.pop(session, None)
         self._waiting.remove(session)
         self._alarms.cancel(session)
         self._selector.unregister(session.sock)

@@ -15,7 +15,7 @@ Every call has one deadline for all that it does.  Every descriptor is close-on-
 child closes the sockets that it inherits, so that the death of the parent is seen at once.
 """
 
-from .acceptor import Acceptor, PendingHandshake
+from .acceptor import MOST_PENDING, Acceptor, PendingHandshake
 from .connection import DEFAULT_LIMIT, Connection
 from .deadline import Deadline
 from .frames import FrameReader, frame_header
@@ -27,6 +27,7 @@ from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
 __all__ = [
     "DEFAULT_LIMIT",
     "HANDSHAKE_TIMEOUT",
+    "MOST_PENDING",
     "PROTOCOL_VERSION",
     "Acceptor",
     "Connection",

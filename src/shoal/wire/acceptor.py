@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import time
@@ -13,6 +14,9 @@ from .deadline import Deadline
 from .handshake import HANDSHAKE_TIMEOUT, Handshake
 from .inherit import close_in_forked_child
 from .sockets import prepare
+
+#: handshakes that an acceptor keeps at once: strangers must not use up the process's descriptors
+MOST_PENDING = 256
 
 
 class PendingHandshake:
@@ -61,15 +65,17 @@ class PendingHandshake:
 
 
 class Acceptor:
-    """Gives out authenticated connections; who fails or stays silent delays nobody.
+    """Gives out authenticated connections; a stranger that fails or stays silent delays nobody.
 
-    Unlike :func:`~shoal.wire.accept` it runs any number of handshakes side by side and passes over
-    those that fail.  One thread may use it at a time.
+    Unlike :func:`~shoal.wire.accept` it runs many handshakes side by side and passes over those that fail.
+    If one more comes than it keeps, or than the process has descriptors for, the oldest is dropped: a peer
+    needs milliseconds for its handshake.  One thread may use it at a time.
 
     Args:
         listener: a listening socket, TCP or unix; the acceptor owns it from now on.
         secret, purpose, limit: as of ``accept``.
         handshake_timeout: seconds that each stranger gets to prove itself.
+        most_pending: how many of them are kept at once; more than the peers that may come at one moment.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Acceptor:
         purpose: str,
         limit: int = DEFAULT_LIMIT,
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
+        most_pending: int = MOST_PENDING,
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
@@ -87,6 +94,7 @@ class Acceptor:
         self._purpose = purpose
         self._limit = limit
         self._handshake_timeout = handshake_timeout
+        self._most_pending = most_pending
         # In the order in which they came, which is that of their deadlines.
         self._pending: dict[PendingHandshake, float] = {}
         self._ready: deque[Connection] = deque()
@@ -144,6 +152,9 @@ class Acceptor:
         except BlockingIOError:
             return  # who knocked has left
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
+                self._refuse_oldest()
+                return
             raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
         try:
             prepare(sock)
@@ -154,8 +165,15 @@ class Acceptor:
             return
         self._pending[pending] = time.monotonic() + self._handshake_timeout
         self._selector.register(sock, selectors.EVENT_READ, pending)
+        if len(self._pending) > self._most_pending:
+            self._refuse_oldest()
+
+    def _refuse_oldest(self) -> None:
+        self._refuse(next(iter(self._pending)), "it had not proved itself when too many others came")
 
     def _step(self, pending: PendingHandshake) -> None:
+        if pending not in self._pending:
+            return  # dropped for a newer one in the same round
         try:
             if pending.step():
                 self._selector.unregister(pending.sock)
