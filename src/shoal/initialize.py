@@ -60,7 +60,8 @@ def init(
         size: number of processes; None: as the launcher says, else as the job's record in the store.
         timeout: seconds until all must have come, and the group's default for operations; None:
             ``SHOAL_TIMEOUT`` (300 s).
-        secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names.
+        secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names; else, on one
+            host, what only its user can read (``docs/security.md``).
         backend: name of the data channel: "native", or one given to :func:`shoal.register_backend`.
         name: of the group, for errors and logs.
         concurrency: lanes: how many operations of a group may be in progress at once; None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from shoal.rendezvous import job_record
+from shoal.errors import AuthenticationError
+from shoal.rendezvous import job_record, rendezvous, user_secret
 from shoal.store import open_store
 
 from .conftest import Workshop
@@ -26,6 +28,28 @@ def test_a_store_prints_its_address_serves_and_ends_on_a_signal(
             assert store.get(key) == value
         host.send_signal(number)
         assert workshop.end(host) == (0, b"", b"")
+
+
+def test_without_a_secret_it_serves_its_user_alone(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    monkeypatch.delenv("SHOAL_SECRET_FILE", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    host = workshop.shoal("store", "--size", "1")
+    assert host.stdout is not None
+    url = host.stdout.readline().decode().split()[-1]
+    with pytest.raises(AuthenticationError):
+        open_store(url, timeout=30)
+    with open_store(url, secret=user_secret(), timeout=30) as store:
+        assert store.num_keys() > 0
+    membership = rendezvous(url, timeout=30)  # it needs no more than the address
+    assert membership.size == 1
+    membership.release(10.0)
+    host.send_signal(signal.SIGTERM)
+    assert workshop.end(host) == (0, b"", b"")
+    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 def test_beyond_loopback_a_store_needs_a_secret_and_says_how_to_set_one(

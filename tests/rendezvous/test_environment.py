@@ -134,7 +134,8 @@ def test_ranks_meet_in_the_environment_of(environment: Maker, private_files_in: 
         members[0].store.set("x", b"1")
         assert members[-1].store.get("x") == b"1"
         release_all(members)
-    assert [path for path in private_files_in.rglob("*") if path.is_file()] == []
+    left = {path.name for path in private_files_in.rglob("*") if path.is_file()}
+    assert left <= {"secret"}  # which the jobs of this user share
 
 
 @pytest.mark.parametrize("environment", ALL)
@@ -248,7 +249,7 @@ def test_a_launcher_that_forgot_a_variable_is_named() -> None:
 
 def test_several_hosts_without_a_secret_are_told_how_to_set_one() -> None:
     environ = {**_by_hand(1, 2, 29500), "MASTER_ADDR": "192.0.2.7"}
-    with pytest.raises(ConfigurationError, match=r"torchrun: .* has no secret: set SHOAL_SECRET"):
+    with pytest.raises(ConfigurationError, match=r"torchrun: .* has no secret: .*openssl rand"):
         meet_at("env://", environ=environ)
 
 

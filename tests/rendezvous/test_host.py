@@ -57,5 +57,5 @@ def test_ranks_on_several_machines_listen_where_the_store_is_reached() -> None:
     venue = Venue(None, address="192.0.2.1")  # type: ignore[arg-type]
     alone = [member("a"), member("a")]
     spread = [member("a"), member("b")]
-    assert _interface(alone, venue, b"", None) == "127.0.0.1"
-    assert _interface(spread, venue, b"s", None) == address_towards("192.0.2.1")
+    assert _interface(alone, venue, None) == "127.0.0.1"
+    assert _interface(spread, venue, None) == address_towards("192.0.2.1")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from .. import config
 from .. import store as stores
 from ..errors import UsageError
+from ..rendezvous import default_secret
 from ..rendezvous.host import resolve
 from .arguments import Duration, default_pg_timeout, seconds
 
@@ -58,7 +58,7 @@ class TCPStore(_TorchNames, stores.TCPStore):
         multi_tenant, use_libuv: not used.
         master_listen_fd: must be None.
 
-    The job's secret is ``SHOAL_SECRET``; without one the store is on loopback only.
+    The job's secret is ``SHOAL_SECRET``; without one the store is on loopback only, for one user.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TCPStore(_TorchNames, stores.TCPStore):
             raise UsageError(
                 f"TCPStore: master_listen_fd={master_listen_fd!r}: the store opens its own socket"
             )
-        secret = config.secret()
+        secret = default_secret(host_name)
         self._server = None
         if is_master:
             address = resolve(host_name, port)[0]

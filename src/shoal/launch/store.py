@@ -8,8 +8,8 @@ from contextlib import suppress
 import click
 
 from .. import config
-from ..rendezvous import job_record
-from ..store import serve
+from ..rendezvous import default_secret, job_record
+from ..store import parse_address, serve
 
 
 @click.command(short_help="Host a store for ranks that are started by other means.")
@@ -23,15 +23,16 @@ def store(listen: str, size: int | None) -> int:
     """Host a TCP store until SIGINT or SIGTERM. Port 0 takes a free one; the address is printed.
 
     The secret comes from SHOAL_SECRET, or from the file that SHOAL_SECRET_FILE names; without one,
-    only loopback is served. With --size, `shoal.init("tcp://host:port")` gives ranks by arrival in
-    the job that SHOAL_JOB names.
+    only loopback is served, and only processes of the same user. With --size,
+    `shoal.init("tcp://host:port")` gives ranks by arrival in the job that SHOAL_JOB names.
     """
+    host, _ = parse_address(listen)
     records = job_record(size, config.JOB.get(), config.EPOCH.get()) if size is not None else {}
     # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        serve(listen, secret=config.secret(), records=records, announce=_announce)
+        serve(listen, secret=default_secret(host), records=records, announce=_announce)
     return 0
 
 

@@ -10,6 +10,7 @@ URL names, ``meeting`` is the protocol by which the ranks meet there, and ``meet
 from .environment import Launch
 from .meet import attend, rendezvous
 from .membership import Membership
+from .private import default_secret, user_secret
 from .record import job_record
 from .schemes import env, file, tcp
 from .venue import Handler, Request, Venue, register_rendezvous, unregister_rendezvous
@@ -25,8 +26,10 @@ __all__ = [
     "Request",
     "Venue",
     "attend",
+    "default_secret",
     "job_record",
     "register_rendezvous",
     "rendezvous",
     "unregister_rendezvous",
+    "user_secret",
 ]

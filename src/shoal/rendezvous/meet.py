@@ -22,6 +22,7 @@ from .given import given
 from .host import LOOPBACK, address_towards, here, is_mine, resolve
 from .meeting import Meeting
 from .membership import Membership
+from .private import user_secret
 from .record import Descriptor
 from .venue import Request, Venue, open_venue, parse_url
 
@@ -138,9 +139,7 @@ def attend(venue: Venue, request: Request) -> Membership:
             meeting.call_off(error)
         raise
     venue.met()
-    secret = request.secret
-    if venue.private and not secret and meeting.size > 1:
-        secret = meeting.agree_on_secret()
+    secret = _secret(meeting, venue, request)
     together = [rank for rank, member in enumerate(meeting.members) if member.host == host]
     return Membership(
         rank=meeting.rank,
@@ -151,7 +150,7 @@ def attend(venue: Venue, request: Request) -> Membership:
         job=job,
         epoch=epoch,
         secret=secret,
-        interface=_interface(meeting.members, venue, secret, config.INTERFACE.get(environ)),
+        interface=_interface(meeting.members, venue, config.INTERFACE.get(environ)),
         host=host,
         release=_release(meeting, venue),
     )
@@ -166,7 +165,24 @@ def _check_numbers(rank: int | None, size: int | None) -> None:
         )
 
 
-def _interface(members: Sequence[Descriptor], venue: Venue, secret: bytes, configured: str | None) -> str:
+def _secret(meeting: Meeting, venue: Venue, request: Request) -> bytes:
+    """The secret of the job: no two ranks talk without one."""
+    secret = request.secret or venue.secret
+    if secret or meeting.size == 1:
+        return secret
+    if venue.private:
+        return meeting.agree_on_secret()
+    machines = sorted({member.machine for member in meeting.members})
+    if len(machines) == 1:
+        return user_secret()
+    names = ", ".join(machine.split("/")[0] for machine in machines)
+    raise ConfigurationError(
+        f"the ranks of this job run on several hosts ({names}) and the job has no secret: set the same one "
+        "for all, SHOAL_SECRET=$(openssl rand -hex 16) (or SHOAL_SECRET_FILE, the path of a file)"
+    )
+
+
+def _interface(members: Sequence[Descriptor], venue: Venue, configured: str | None) -> str:
     """The address that this rank's listeners bind to."""
     if configured is not None:
         try:
@@ -176,15 +192,8 @@ def _interface(members: Sequence[Descriptor], venue: Venue, secret: bytes, confi
         if not is_mine(address):
             raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
         return address
-    machines = sorted({member.machine for member in members})
-    if len(machines) == 1:
+    if len({member.machine for member in members}) == 1:
         return LOOPBACK
-    if not secret:
-        names = ", ".join(machine.split("/")[0] for machine in machines)
-        raise ConfigurationError(
-            f"the ranks of this job run on several hosts ({names}) and the job has no secret: set "
-            "SHOAL_SECRET (or SHOAL_SECRET_FILE, the path of a file) to the same long random value for all"
-        )
     return address_towards(venue.address or LOOPBACK)
 
 

@@ -21,7 +21,7 @@ class Membership:
         local_rank, local_size: among the ranks that run on this host.
         store: already prefixed by job id and epoch, shared by all ranks.
         job, epoch: identify this incarnation of the job; traffic of another one is refused.
-        secret: the job's secret, b"" for a group of one and for a job on loopback that has none.
+        secret: the job's secret; b"" at most for a group of one.
         interface: the address that listeners bind to (loopback unless ranks are elsewhere).
         host: identity of the host; ranks with equal values try shared memory first.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in

@@ -1,7 +1,10 @@
-"""A meeting point for ranks on one host whose launcher offers none: a file that only its user can read.
+"""What the processes of one user share on a host, in a directory that nobody else can enter.
 
-The file has a name only until all ranks have met in it.  So nothing is left behind whatever happens to
-them later, and when the same ranks meet again, they do so in a new file.
+:class:`PrivateFile` is a meeting point for ranks whose launcher offers none.  The file has a name only until
+all ranks have met in it.  So nothing is left behind whatever happens to them later, and when the same ranks
+meet again, they do so in a new file.
+
+:func:`user_secret` is the secret of jobs that were given none and stay on this host.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import stat
 import tempfile
 import zlib
@@ -17,9 +22,56 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import ConfigurationError
+from .. import config
+from ..errors import ConfigurationError, StoreError, StoreTimeout
 from ..store import FileStore
 from ..store.trusted import open_trusted
+from .host import is_loopback, resolve
+
+#: what to do where no secret is and none can be agreed on
+SET_A_SECRET = (
+    "start the processes with `shoal run`, or set the same secret for all of them: "
+    "SHOAL_SECRET=$(openssl rand -hex 16)"
+)
+
+#: seconds that another process of this user may take for writing the secret down
+_WRITING = 10.0
+
+
+def user_secret() -> bytes:
+    """The secret that all processes of this user share on this host; the first one to ask makes it.
+
+    It lies in ``shoal-<uid>/secret`` in the temporary directory, where only this user can read it.
+
+    Raises:
+        ConfigurationError: the directory or the file is not this user's alone, or cannot be written.
+    """
+    path = _private_directory() / "secret"
+    try:
+        with FileStore(path, timeout=_WRITING) as store:
+            try:
+                return store.get("secret", 0.0)
+            except StoreTimeout:
+                return store.compare_set("secret", b"", secrets.token_hex(32).encode())
+    except StoreError as error:
+        raise ConfigurationError(
+            f"no secret was given and none can be kept: {error}; {SET_A_SECRET}"
+        ) from error
+
+
+def default_secret(host: str) -> bytes:
+    """The secret for a store at ``host`` if none is given: the configured one, or the user's on loopback.
+
+    Returns:
+        b"" if there is neither.
+    """
+    secret = config.secret()
+    if secret:
+        return secret
+    with contextlib.suppress(OSError):  # an unknown host is named when it is connected to
+        if is_loopback(resolve(host, 0)[0]):
+            return user_secret()
+    return b""
 
 
 class PrivateFile:
@@ -73,9 +125,16 @@ def _start(process: psutil.Process) -> int:
 
 
 def _private_directory() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"shoal-{os.geteuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    found = directory.lstat()
+    try:
+        directory = Path(tempfile.gettempdir()) / f"shoal-{os.geteuid()}"
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+    except OSError as error:
+        raise ConfigurationError(
+            f"there is no directory for what the processes of this user share: {error}; "
+            f"set TMPDIR to one that can be written, or {SET_A_SECRET}"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigurationError(
             f"{directory} must be a directory that only user {os.geteuid()} can enter; remove it, "
@@ -87,9 +146,11 @@ def _private_directory() -> Path:
 def _sweep(directory: Path) -> None:
     """Remove the files of launchers that are gone: their ranks ended before all had met."""
     for path in directory.iterdir():
-        pid, start, _ = path.name.split("-")
+        named = re.fullmatch(r"(\d+)-(\d+)-[0-9a-f]{8}", path.name)
+        if named is None:
+            continue
         try:
-            alive = _start(psutil.Process(int(pid))) == int(start)
+            alive = _start(psutil.Process(int(named[1]))) == int(named[2])
         except psutil.NoSuchProcess:
             alive = False
         if not alive:

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlunsplit
 
 from ..errors import (
+    AuthenticationError,
     ConfigurationError,
     RendezvousError,
     RendezvousTimeout,
@@ -18,7 +19,7 @@ from ..errors import (
 from ..store import FileStore, MemoryStore, TCPStore, TCPStoreServer
 from .environment import Launch, read
 from .host import address_towards, is_loopback, is_mine, resolve
-from .private import PrivateFile
+from .private import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url
 
 
@@ -78,23 +79,35 @@ def file(request: Request) -> Venue:
 
 
 def tcp(request: Request) -> Venue:
-    """``tcp://host:port``: a store server, which rank 0 starts when none listens there."""
+    """``tcp://host:port``: a store server, which rank 0 starts when none listens there.
+
+    Over loopback a job that was given no secret uses that of its user.
+    """
     host, port = _host_and_port(request)
     address = _address(host, port, request.secret)
+    secret = request.secret or user_secret()
     server = None
     if request.rank == 0 and request.size is not None and is_mine(address):
-        server = _serve(address, port, request.secret)
+        server = _serve(address, port, secret)
     try:
-        store = TCPStore(address, port, request.secret, timeout=request.deadline.remaining())
+        store = TCPStore(address, port, secret, timeout=request.deadline.remaining())
     except StoreTimeout as error:
         raise RendezvousTimeout(
             f"rendezvous: rank 0, or whoever starts the store, is late or gone: {error}"
+        ) from error
+    except AuthenticationError as error:
+        if request.secret:
+            raise
+        raise AuthenticationError(
+            f"{error}. This process was given no secret, so it used the one that the processes of its user "
+            "share on this host; another user started the store there, or one with a secret, or with another "
+            f"TMPDIR: {SET_A_SECRET}"
         ) from error
     except BaseException:
         if server is not None:
             server.close()
         raise
-    venue = Venue(store, request.rank, request.size, address=address)
+    venue = Venue(store, request.rank, request.size, secret=secret, address=address)
     if server is None:
         return venue
     hosted = server
@@ -123,9 +136,9 @@ def _address(host: str, port: int, secret: bytes) -> str:
         return address_towards(address)
     if not secret and not is_loopback(address):
         raise ConfigurationError(
-            f"rendezvous at {host}:{port} is beyond this host and the job has no secret: set SHOAL_SECRET "
-            "(or SHOAL_SECRET_FILE, the path of a file) to the same long random value for every process, "
-            "or give shoal.init secret="
+            f"rendezvous at {host}:{port} is beyond this host and the job has no secret: set the same one "
+            "for every process, SHOAL_SECRET=$(openssl rand -hex 16) (or SHOAL_SECRET_FILE, the path of a "
+            "file), or give shoal.init secret="
         )
     return address
 

@@ -49,6 +49,7 @@ class Venue:
         rank, size: of this process; None where the store has to say.
         local_rank, local_size: None where they have to be found from the hosts of all ranks.
         job, epoch: identity of this incarnation of the job; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+        secret: of the place, for a job that was given none; b"" if the place has none.
         private: nobody but this job's user can read the store, so that a secret can be agreed in it.
         address: numeric network address of the store, where it has one; ranks on other hosts listen on
             the interface that leads there.
@@ -65,6 +66,7 @@ class Venue:
     local_size: int | None = None
     job: str | None = None
     epoch: int | None = None
+    secret: bytes = field(default=b"", repr=False)
     private: bool = False
     address: str | None = None
     alone: Callable[[], bool] | None = None

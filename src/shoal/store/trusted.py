@@ -67,11 +67,13 @@ def reopen_trusted(descriptor: int, path: Path) -> int:
         path: how to name the file in messages.
 
     Raises:
-        ConfigurationError: as of :func:`open_trusted`.
-        OSError: it cannot be opened.
+        ConfigurationError, StoreError: as of :func:`open_trusted`.
     """
     refuse_untrusted(descriptor, path)
-    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
 
 
 def refuse_untrusted(descriptor: int, path: Path) -> None:

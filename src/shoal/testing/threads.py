@@ -86,7 +86,7 @@ def run_threads(
                 environ={},
                 host=None if hosts is None else hosts[rank],
             )
-            venue = Venue(store.clone(), rank, size, job="threads", epoch=0)
+            venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
             membership = attend(venue, request)
             try:
                 engine = factory(membership, timeout=seconds, **options)
