@@ -30,6 +30,16 @@ def test_every_link_leads_to_a_file() -> None:
     assert not dead
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = {
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(r"`(tests/[\w/]+(?:\.py)?)", page.read_text())
+    }
+    assert ("security.md", "tests/rendezvous/test_secret.py") in named
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
 def _programs(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
