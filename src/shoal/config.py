@@ -114,7 +114,8 @@ LOCAL_SIZE: Variable[int | None] = Variable(
 )  # fmt: skip
 STORE: Variable[str | None] = Variable(
     "SHOAL_STORE", "a URL such as tcp://127.0.0.1:29400", str, None,
-    "Where the processes meet: `tcp://host:port` or `file:///path`. Not set: a group of one.",
+    "Where the processes meet: `tcp://host:port`, `file:///path`, or a registered scheme. "
+    "Not set: a group of one.",
 )  # fmt: skip
 JOB: Variable[str] = Variable(
     "SHOAL_JOB", "any text", str, "default",

@@ -51,7 +51,7 @@ def init(
     Args:
         url: where to meet: ``env://`` (the default: what the launcher's environment says; a group of one
             without a launcher), ``tcp://host:port``, ``file:///path``, or a scheme of
-            :func:`shoal.register_rendezvous`.
+            :func:`shoal.register_store` or :func:`shoal.register_rendezvous`.
         store: where to meet instead of at a url: a :class:`shoal.Store`, or a ``torch.distributed.Store``.
             It must be the same one for all ranks, stays the caller's and is not closed; it must serve until
             all groups are closed.  Without ``secret`` the ranks agree on one in it: whoever can read the

@@ -116,7 +116,7 @@ def test_a_failed_beginning_leaves_nothing_behind(tmp_path: Path) -> None:
             "expected one place to meet",
         ),
         ({"store": dist.HashStore(), "rank": 0}, shoal.UsageError, "rank and world_size must be given"),
-        ({"init_method": "carrier://pigeon"}, shoal.UsageError, "no handler for carrier://"),
+        ({"init_method": "carrier://pigeon"}, shoal.UsageError, "registered for carrier://"),
     ],
 )
 def test_arguments_that_cannot_be_right_are_refused(

@@ -7,9 +7,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult
 
 import pytest
+import torch
 
+import shoal
 from shoal import (
     AuthenticationError,
     ConfigurationError,
@@ -17,9 +20,11 @@ from shoal import (
     MemoryStore,
     RendezvousError,
     RendezvousTimeout,
+    Store,
     TCPStoreServer,
     UsageError,
     WireError,
+    register_store,
 )
 from shoal.rendezvous import (
     Request,
@@ -28,8 +33,11 @@ from shoal.rendezvous import (
     register_rendezvous,
     rendezvous,
     unregister_rendezvous,
+    user_secret,
 )
+from shoal.store import open_store, opener
 from shoal.testing import no_leaks
+from tests.support.dictionary_store import DictionaryStore
 
 from .together import all_well, meet_at, release_all, together
 
@@ -211,11 +219,82 @@ def test_a_scheme_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
             register_rendezvous("memory", handler)
     finally:
         unregister_rendezvous("memory")
-    with pytest.raises(UsageError, match="no handler for memory://; registered are env://, file://, tcp://"):
+    with pytest.raises(UsageError, match="registered for memory://; known are env://, file://, tcp://"):
         rendezvous("memory://here")
 
 
+@pytest.fixture
+def dictionary(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Registers ``dictionary://name``; the secrets with which its opener was called."""
+    monkeypatch.setattr(opener, "_openers", dict(opener._openers))
+    monkeypatch.setattr(DictionaryStore, "tables", {})
+    secrets: list[bytes] = []
+
+    def open_dictionary(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
+        secrets.append(secret)
+        return DictionaryStore(url.netloc, timeout)
+
+    register_store("dictionary", open_dictionary)
+    return secrets
+
+
+def test_a_registered_store_is_a_place_to_meet(dictionary: list[bytes]) -> None:
+    members = _meet_all("dictionary://here", 3, secret=b"given")
+    assert {member.secret for member in members} == {b"given"}
+    assert dictionary == [b"given"] * 3
+    members[0].store.set("x", b"1")
+    assert members[2].store.get("x") == b"1"
+    release_all(members)
+    with open_store("dictionary://here") as store:  # the same one
+        assert isinstance(store, DictionaryStore)
+        assert store.num_keys() > 0
+    assert open_store("dictionary://there").num_keys() == 0
+
+
+def test_in_a_registered_store_ranks_may_come_as_they_arrive(dictionary: list[bytes]) -> None:
+    with open_store("dictionary://here") as store:
+        store.multi_set(*zip(*job_record(2).items(), strict=True))
+    members = all_well(together(*[lambda: meet_at("dictionary://here")] * 2))
+    assert sorted(member.rank for member in members) == [0, 1]
+    assert members[0].secret == members[1].secret == user_secret()
+    release_all(members)
+
+
+def test_launchers_can_name_a_registered_store(dictionary: list[bytes]) -> None:
+    def meet(rank: int) -> Membership:
+        variables = {"SHOAL_STORE": "dictionary://here", "SHOAL_RANK": str(rank), "SHOAL_SIZE": "2"}
+        return meet_at("env://", environ=variables)
+
+    members = all_well(together(lambda: meet(0), lambda: meet(1)))
+    assert [(member.rank, member.size) for member in members] == [(0, 2), (1, 2)]
+    release_all(members)
+
+
+def test_a_group_stands_on_a_registered_store(dictionary: list[bytes], store_backend: str) -> None:
+    def rank(number: int) -> float:
+        with shoal.init("dictionary://here", rank=number, size=2, backend=store_backend, timeout=20) as group:
+            return group.all_reduce(torch.ones(1)).wait().item()
+
+    assert together(lambda: rank(0), lambda: rank(1)) == [2.0, 2.0]
+
+
+def test_a_handler_goes_before_a_store_of_the_same_scheme(dictionary: list[bytes]) -> None:
+    register_rendezvous("dictionary", lambda request: Venue(MemoryStore(), 0, 1))
+    try:
+        assert meet_at("dictionary://here").size == 1
+    finally:
+        unregister_rendezvous("dictionary")
+    assert dictionary == []
+
+
+def test_an_unknown_scheme_is_told_which_handlers_and_stores_there_are(dictionary: list[bytes]) -> None:
+    with pytest.raises(UsageError, match="for carrier://; known are dictionary://, env://, file://, tcp://"):
+        rendezvous("carrier://roof")
+
+
 def test_a_malformed_scheme_is_refused() -> None:
+    with pytest.raises(UsageError, match="store scheme 'My Scheme'"):
+        register_store("My Scheme", lambda url, *, secret, timeout: MemoryStore(timeout))
     with pytest.raises(UsageError, match="rendezvous scheme 'My Scheme'"):
         register_rendezvous("My Scheme", lambda request: Venue(MemoryStore()))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..store import PrefixStore, Store, adopt
-from .host import resolve
+from ..store import adopt
 from .venue import Request, Venue
+from .venue import store_address as store_address
 
 
 def given(store: object, request: Request) -> Venue:
@@ -19,16 +19,3 @@ def given(store: object, request: Request) -> Venue:
     ours = adopt(store)
     # Whoever can read it is trusted, as the caller says by handing it over.
     return Venue(ours.clone(), request.rank, request.size, private=True, address=store_address(ours))
-
-
-def store_address(store: Store) -> str | None:
-    """Numeric address of the host that serves ``store``, where that is known."""
-    while isinstance(store, PrefixStore):
-        store = store.store
-    host = getattr(store, "host", None)
-    if not host:
-        return None
-    try:
-        return resolve(host, 0)[0]
-    except OSError:
-        return None

@@ -45,7 +45,7 @@ def rendezvous(
 
     Args:
         url: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a scheme given to
-            :func:`register_rendezvous`.
+            :func:`register_store` or :func:`register_rendezvous`.
         store: where to meet instead: a store of ours or of ``torch.distributed``, which stays the
             caller's.  Without a secret the ranks agree on one in it.
         rank: of this process; None: as the launcher says, else in order of arrival.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from ..errors import UsageError
-from ..store import Store
+from ..store import PrefixStore, Store
+from ..store.opener import check_scheme, open_parts, store_schemes
 from ..wire import Deadline
+from .host import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,7 @@ def register_rendezvous(scheme: str, handler: Handler) -> None:
     Raises:
         UsageError: the scheme is malformed, or has a handler already.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
-        raise UsageError(f"rendezvous scheme {scheme!r}: expected lower-case letters, digits, '+', '-', '.'")
+    check_scheme("rendezvous", scheme)
     if scheme in _handlers:
         raise UsageError(f"rendezvous scheme {scheme!r} has a handler already; choose another name")
     _handlers[scheme] = handler
@@ -118,14 +118,35 @@ def parse_url(url: str) -> SplitResult:
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(f"rendezvous url {url!r}: {error}") from None
-    known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+    schemes = {*_handlers, *store_schemes()}
+    known = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
     if "://" not in url:
         raise UsageError(f"rendezvous url {url!r}: expected one that starts with {known}")
-    if parts.scheme not in _handlers:
-        raise UsageError(f"rendezvous url {url!r}: no handler for {parts.scheme}://; registered are {known}")
+    if parts.scheme not in schemes:
+        raise UsageError(
+            f"rendezvous url {url!r}: neither a handler nor a store is registered for {parts.scheme}://; "
+            f"known are {known}"
+        )
     return parts
 
 
 def open_venue(request: Request) -> Venue:
-    """The venue that the request's URL names."""
-    return _handlers[request.url.scheme](request)
+    """The venue that the request's URL names: what its scheme's handler opens, or a store of that scheme."""
+    handler = _handlers.get(request.url.scheme)
+    if handler is not None:
+        return handler(request)
+    store = open_parts(request.url, secret=request.secret, timeout=request.deadline.timeout)
+    return Venue(store, request.rank, request.size, address=store_address(store))
+
+
+def store_address(store: Store) -> str | None:
+    """Numeric address of the host that serves ``store``, where that is known."""
+    while isinstance(store, PrefixStore):
+        store = store.store
+    host = getattr(store, "host", None)
+    if not host:
+        return None
+    try:
+        return resolve(host, 0)[0]
+    except OSError:
+        return None

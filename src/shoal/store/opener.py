@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -21,14 +22,34 @@ _openers: dict[str, Opener] = {}
 
 
 def register_store(scheme: str, opener: Opener) -> None:
-    """Let :func:`open_store` open URLs of ``scheme`` with ``opener``.
+    """Give URLs that start with ``scheme://`` a meaning, wherever a store or a place to meet is named.
+
+    That is :func:`open_store`, :func:`shoal.init` and ``SHOAL_STORE``.  A scheme that has a handler of
+    :func:`shoal.register_rendezvous` too is met at by that one.
+
+    Args:
+        scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, a letter first.
+        opener: called once in each rank, with the job's secret (b"" if none was given) and the time
+            that requests to the store may take.
 
     Raises:
-        UsageError: the scheme is taken.
+        UsageError: the scheme is malformed, or taken.
     """
+    check_scheme("store", scheme)
     if scheme in _openers:
         raise UsageError(f"stores of scheme {scheme!r} are registered already")
     _openers[scheme] = opener
+
+
+def check_scheme(what: str, scheme: str) -> None:
+    """Raise UsageError unless a URL can have the scheme; ``what`` it is for stands in the message."""
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
+        raise UsageError(f"{what} scheme {scheme!r}: expected lower-case letters, digits, '+', '-', '.'")
+
+
+def store_schemes() -> list[str]:
+    """Every scheme that :func:`open_store` knows."""
+    return sorted(_openers)
 
 
 def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -> Store:
@@ -44,11 +65,15 @@ def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -
         StoreError, WireError: what the store raises when it cannot be opened.
     """
     parts = urlsplit(url)
-    opener = _openers.get(parts.scheme)
-    if opener is None:
-        known = ", ".join(f"{scheme}://" for scheme in sorted(_openers))
+    if parts.scheme not in _openers:
+        known = ", ".join(f"{scheme}://" for scheme in store_schemes())
         raise UsageError(f"store {url!r}: unknown scheme, expected one of {known}")
-    return opener(parts, secret=secret, timeout=timeout)
+    return open_parts(parts, secret=secret, timeout=timeout)
+
+
+def open_parts(parts: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
+    """:func:`open_store` of a URL that was taken apart; its scheme is one of :func:`store_schemes`."""
+    return _openers[parts.scheme](parts, secret=secret, timeout=timeout)
 
 
 def _open_tcp(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
