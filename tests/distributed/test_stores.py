@@ -69,3 +69,14 @@ def test_a_store_on_the_network_waits_for_its_workers() -> None:
         dist.TCPStore("localhost", 0, 2, True, timedelta(milliseconds=30))
     with pytest.raises(shoal.UsageError, match="opens its own socket"):
         dist.TCPStore("localhost", 0, master_listen_fd=3)
+
+
+def test_a_store_on_the_network_is_its_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    monkeypatch.delenv("SHOAL_SECRET_FILE", raising=False)
+    with dist.TCPStore("localhost", 0, None, True, timedelta(seconds=20)) as store:
+        with pytest.raises(shoal.AuthenticationError):
+            shoal.TCPStore("localhost", store.port, timeout=20)
+        with dist.TCPStore("localhost", store.port, timeout=timedelta(seconds=20)) as other:
+            other.set("key", "value")
+        assert store.get("key") == b"value"

@@ -77,6 +77,22 @@ def test_a_file_that_another_user_keeps_to_itself_is_refused_with_the_same_reaso
     assert re.search(rf"belongs to user .*{os.geteuid()}.* runs as user .*{NOBODY}", str(error))
 
 
+@needs_root
+def test_a_file_that_another_user_puts_in_the_place_of_ours_is_refused(public: Path) -> None:
+    public.chmod(0o777)  # without the sticky bit everybody may remove it
+    path = public / "store"
+
+    def exchange() -> None:
+        path.unlink()
+        path.touch(0o600)
+
+    with FileStore(path) as store:
+        assert as_nobody(exchange) is None
+        _refused(path, rf"belongs to user .*{NOBODY}", "directory of your own")
+        store.set("secret", b"of the ranks that came before")
+    assert path.stat().st_size == 0
+
+
 @pytest.mark.parametrize("mode", [0o666, 0o644, 0o640, 0o602, 0o610])
 def test_a_file_that_others_may_use_is_refused(path: Path, mode: int) -> None:
     path.touch()
