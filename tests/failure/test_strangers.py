@@ -19,6 +19,7 @@ from shoal.rendezvous import rendezvous, user_secret
 from shoal.wire import HANDSHAKE_TIMEOUT, Deadline, Handshake
 from shoal.wire.sockets import authenticate
 from tests.leaks import nothing_left_behind
+from tests.support.other_user import as_nobody, needs_root
 
 SIZE = 3
 #: of each kind on each listener
@@ -135,6 +136,23 @@ def test_strangers_on_every_listener_delay_a_meeting_by_less_than_their_deadline
         leaving = [pool.submit(member.release, 10.0) for member in members]
         for each in leaving:
             each.result(30)
+
+
+@needs_root
+def test_ranks_of_two_users_that_hold_one_secret_share_no_memory(port: int, memory: mesh.Memory) -> None:
+    def connect(rank: int) -> tuple[int, int]:
+        url = f"tcp://127.0.0.1:{port}"
+        member = rendezvous(url, rank=rank, size=2, secret="of both", timeout=60)
+        connected = mesh.connect(member, memory, transport="auto", timeout=60)
+        counts = (len(connected.local), len(connected.remote))
+        connected.close()
+        member.release(10.0)
+        return counts
+
+    with nothing_left_behind(), ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(connect, 0)
+        assert as_nobody(lambda: connect(1)) == (0, 1)
+        assert mine.result(60) == (0, 1)
 
 
 def test_a_rank_that_stops_in_the_middle_of_its_introduction_does_not_keep_the_others_out(

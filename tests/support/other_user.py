@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import pytest
 
+from shoal.wire import build_version
+
 T = TypeVar("T")
 
 #: "nobody" on most systems; any user without rights will do
@@ -23,6 +25,8 @@ def as_nobody(fn: Callable[[], T]) -> T | BaseException:
 
     Import beforehand what it needs: that user may have no way to the sources.
     """
+    build_version()  # it and the codec are imported when they are used first
+    "localhost".encode("idna")
     readable, writable = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
