@@ -1,7 +1,7 @@
 """The flight recorder: the last operations of a group, for the moment when something hangs or fails.
 
 It is always on, so recording costs next to nothing: one list of plain values per operation, appended
-to a ring.  No group or engine marks completion: the future itself appends the time and what failed to
+to a ring.  No group or engine marks completion: the future itself writes the time and what failed into
 that list (its ``record``) when somebody first sees it complete; and for operations that nobody waited
 for, reading the record asks the future.  A record refers to its future weakly: it keeps no tensor alive.
 """
@@ -22,7 +22,7 @@ import torch
 from .future import Future
 from .spec import OpKind
 
-#: Elements of a record when :meth:`FlightRecorder.add` makes it; time and failure follow at the end.
+#: Elements of a record before the last two, which the future fills in: time and failure.
 _FIELDS = 10
 
 
@@ -83,11 +83,9 @@ class FlightRecorder:
         tag: int = -1,
     ) -> None:
         """Record that an operation was submitted; the arguments are as in :class:`Entry`."""
-        record = [monotonic_ns(), kind, number, key, dtype, count, root, peer, tag, ref(future)]
+        record = [monotonic_ns(), kind, number, key, dtype, count, root, peer, tag, ref(future), 0, None]
         self._ring.append(record)
-        future.record = record
-        if future._source is None and future.done():  # its channel is eager: it was complete before
-            future._take_note(record)
+        future.note_in(record)
 
     def entries(self) -> list[Entry]:
         """The operations, oldest first, in their present state."""
@@ -130,9 +128,9 @@ def _entry(record: list[Any]) -> Entry:
     future = reference()
     if future is not None:
         future.done()  # the future takes note of a completion that nobody has seen yet
-    outcome = record[_FIELDS:]
-    if outcome:
-        state = "completed" if outcome[1] is None else "failed"
+    ended, failure = record[_FIELDS:]
+    if ended:
+        state = "completed" if failure is None else "failed"
     elif future is None:
         state = "released"
     else:
@@ -148,8 +146,8 @@ def _entry(record: list[Any]) -> Entry:
         tag=tag,
         state=state,
         submitted=submitted,
-        ended=outcome[0] if outcome else 0,
-        failure=(outcome[1] or "") if outcome else "",
+        ended=ended,
+        failure=failure or "",
     )
 
 

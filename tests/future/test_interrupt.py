@@ -86,12 +86,13 @@ def test_ctrl_c_while_completing_reaches_every_subscriber() -> None:
 
     def interrupted(_: Future[int]) -> None:
         seen.append(1)
-        signal.raise_signal(signal.SIGINT)
+        if len(seen) == 1:
+            signal.raise_signal(signal.SIGINT)
 
     future._subscribe(interrupted)
     future._subscribe(lambda _: seen.append(2))
     child = future.then(lambda f: f.value())
     with pytest.raises(KeyboardInterrupt):
         future.set_result(3)
-    assert seen == [1, 2]
     assert child.wait(10) == 3
+    assert seen == [1, 1, 2]

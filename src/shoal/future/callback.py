@@ -14,15 +14,21 @@ if TYPE_CHECKING:
 class Callback:
     """A callback that a user registered: its function, its index, and the future of its result."""
 
-    __slots__ = ("_child", "_fn", "_index")
+    __slots__ = ("_child", "_fn", "_index", "_turns")
 
     def __init__(self, fn: Callable[[Future[Any]], Any], index: int, child: Future[Any] | None) -> None:
         self._fn = fn
         self._index = index
         self._child = child
+        #: Ctrl-C may have it queued twice; only who takes this away runs it.
+        self._turns = [1]
 
     def run(self, future: Future[Any]) -> None:
         """Call the function in its scope and complete the child.  In a thread of the pool."""
+        try:
+            self._turns.pop()
+        except IndexError:
+            return
         token = enter_scope(None if future.key is None else CallbackScope(future.key, self._index))
         try:
             device = future._device

@@ -1,11 +1,18 @@
 """The future of one operation.
 
-Its life is PENDING, SETTLING (one thread has claimed the source's outcome and runs ``finish``), DONE.
-All futures and the callback pool share one lock.  Under it an outcome is claimed and subscribers are
-queued and called; an outcome is published without it: whoever publishes writes the state and then
-reads the subscribers, whoever subscribes writes the subscribers and then reads the state, so one of
-the two sees the other.  Subscribers are internal and run on the completing thread, so they only wake
-or enqueue.  The callbacks that users register run in :mod:`shoal.future.pool`.
+Any number of threads may find a source complete at once.  One of them claims the outcome: each appends a
+list of its own to the future's claims, and the first in there is the owner.  Only the owner runs ``finish``
+and publishes.  Neither takes a lock, which would cost more than the rest: that an append is atomic and an
+attribute is read and written whole is all that is taken for granted.
+
+Subscribers are queued and called under one lock, which all futures and the callback pool share.  Who
+publishes writes the state and then reads the subscribers, who subscribes writes the subscribers and then
+reads the state, so one of the two sees the other.  The flight recorder's list is handed over the same way.
+Subscribers are internal and run on the completing thread, so they only wake or enqueue.  The callbacks
+that users register run in :mod:`shoal.future.pool`.
+
+Ctrl-C may strike the main thread between any two steps here.  A thread of the pool then takes up what was
+cut off, with the claim that the interrupted thread made, so each step can be repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +24,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from itertools import starmap
+from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
@@ -32,7 +41,8 @@ U = TypeVar("U")
 
 _logger = logging.getLogger("shoal")
 
-_PENDING, _SETTLING, _DONE = range(3)
+#: The argument lists of one call without arguments.
+_ONCE: tuple[tuple[()], ...] = ((),)
 
 #: Seconds that a source is asked to block for at a time, without the GIL: Ctrl-C is seen in between.
 WAIT_SLICE = 0.1
@@ -44,8 +54,8 @@ class Future(Generic[T]):
     Args:
         source: the operation, if an engine answers for it; else somebody calls :meth:`set_result` or
             :meth:`set_exception`.
-        finish: gives the value once ``source`` is complete.  Runs exactly once, before anybody sees
-            the completion, in whichever thread meets it first.
+        finish: gives the value once ``source`` is complete.  Runs to its end exactly once, before anybody
+            sees the completion, in whichever thread meets it first; a run that Ctrl-C cuts off is repeated.
         value: without ``finish``, what the future has once ``source`` is complete.
         key: the identity of the operation, equal on all ranks, from which those of operations issued
             in callbacks are derived (see :mod:`shoal.callbacks`).  May be assigned until the first
@@ -55,8 +65,7 @@ class Future(Generic[T]):
         device: for results on devices.
 
     Attributes:
-        record: the flight recorder's list, to which completion appends the time (of
-            ``time.monotonic_ns``) and the failure in words, or None.
+        record: the flight recorder's list (see :meth:`note_in`).
 
     Giving up a wait (a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
     """
@@ -64,12 +73,13 @@ class Future(Generic[T]):
     __slots__ = (
         "__weakref__",
         "_callbacks",
+        "_claims",
         "_device",
+        "_done",
         "_error",
         "_finish",
         "_keep",
         "_source",
-        "_state",
         "_subscribers",
         "_value",
         "key",
@@ -88,7 +98,9 @@ class Future(Generic[T]):
         keep: object = None,
         device: DeviceEvents | None = None,
     ) -> None:
-        self._state = _PENDING
+        self._done = False
+        #: What the threads brought that met the completion; the first of them settles it.
+        self._claims: list[list[Any]] = []
         self._source = source
         self._finish = finish
         self._value = cast(T, value)
@@ -114,26 +126,12 @@ class Future(Generic[T]):
         Raises:
             WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
         """
-        if self._state != _DONE:
-            # The common case: nothing is left that must run once, so whoever sees the success may say so.
+        if not self._done:
             source = self._source
-            if (
-                timeout is None
-                and source is not None
-                and self._finish is None
-                and self._device is None
-                and source.wait(WAIT_SLICE)
-                and source.exception() is None
-            ):
-                if self.record is not None:
-                    self._take_note(self.record)
-                self._state = _DONE
-                self._source = self._keep = None
-                if self._subscribers is not None:
-                    self._drain()
-                return self._value
+            if timeout is None and source is not None and source.wait(WAIT_SLICE):
+                self._settle()
             del source
-            if not self._complete(timeout):
+            if not self._done and not self._complete(timeout):
                 raise WaitTimeout(
                     f"gave up waiting after {timeout} s for {self!r}; "
                     "the operation goes on, wait again for it"
@@ -157,11 +155,11 @@ class Future(Generic[T]):
 
     def done(self) -> bool:
         """Whether the operation is complete, well or not (for devices: enqueued).  Never blocks."""
-        if self._state == _PENDING:
+        if not self._done:
             source = self._source
             if source is not None and source.done():
                 self._settle()
-        return self._state == _DONE
+        return self._done
 
     def value(self) -> T:
         """The value of a completed future; does not wait, nor make streams wait.
@@ -265,7 +263,7 @@ class Future(Generic[T]):
         self._set(None, error, None)
 
     def __repr__(self) -> str:
-        if self._state != _DONE:
+        if not self._done:
             state = "pending"
         elif self._error is not None:
             state = f"failed with {type(self._error).__name__}"
@@ -293,7 +291,7 @@ class Future(Generic[T]):
                     return False
         self._settle()
         # Another thread may be in the middle of `finish`.
-        return self._state == _DONE or self._block(None)
+        return self._done or self._block(None)
 
     def _block(self, timeout: float | None) -> bool:
         """Wait until some other thread has completed the future; False when time ran out."""
@@ -309,24 +307,25 @@ class Future(Generic[T]):
             self._unsubscribe(wake)
 
     def _settle(self) -> None:
-        """Take over the outcome of the completed source, unless another thread does."""
-        claimed = False
+        """Take over the outcome of the completed source, unless another thread does or did."""
+        source, claims = self._source, self._claims
+        if claims or source is None:
+            return
+        claim: list[Any] = []
         try:
-            with pool.lock:
-                if self._state == _PENDING:
-                    self._state = _SETTLING
-                    claimed = True
-            if claimed:
-                self._conclude()
+            claims.append(claim)
+            if claims[0] is claim:
+                if self._finish is None and self._device is None and source.exception() is None:
+                    self._publish(self._value, None, None)
+                else:
+                    self._conclude(source, claim)
         except KeyboardInterrupt:
-            # Ctrl-C ends this thread's waiting, but the claim must not die with it.
-            if claimed and self._state == _SETTLING:
-                pool.submit(self._conclude)
+            pool.submit(partial(self._take_up, source, claim))
             raise
 
-    def _conclude(self) -> None:
-        # The locals let go of source and tensors outside the lock.
-        source, finish, keep = cast(Source, self._source), self._finish, self._keep
+    def _conclude(self, source: Source, claim: list[Any]) -> None:
+        """Publish the outcome of ``source``.  ``claim`` is empty or, the second time, has the value."""
+        finish, keep = self._finish, self._keep
         value: T | None = self._value
         events = None
         try:
@@ -336,7 +335,10 @@ class Future(Generic[T]):
                 error.__traceback__ = None
             else:
                 if finish is not None:
-                    value = finish()
+                    if not claim:
+                        # One call of C, so that no Ctrl-C comes between the end of `finish` and its value.
+                        claim.extend(starmap(finish, _ONCE))
+                    value = claim[0]
                 if self._device is not None:
                     events = events_behind(value, self._device, keep)
         except BaseException as raised:
@@ -345,58 +347,111 @@ class Future(Generic[T]):
             error = without_frames(raised, 1)
         self._publish(value, error, events)
 
+    def _take_up(self, source: Source, claim: list[Any]) -> None:
+        """Go on where Ctrl-C cut :meth:`_settle` off."""
+        if self._done:
+            self._source = self._finish = self._keep = None
+            self._drain()
+        elif self._claims and self._claims[0] is claim:
+            self._conclude(source, claim)
+        else:
+            self._settle()
+
     def _set(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
         """Publish an outcome that does not come from a source."""
-        with pool.lock:
-            self._refuse_second_outcome()
-            self._publish(value, error, device)
+        self._refuse_second_outcome()
+        claim: list[Any] = []
+        try:
+            self._claims.append(claim)
+            if self._claims[0] is claim:
+                self._publish(value, error, device)
+                return
+        except KeyboardInterrupt:
+            if self._done:
+                pool.submit(self._drain)
+            elif self._claims and self._claims[0] is claim:
+                pool.submit(partial(self._publish, value, error, device))
+            raise
+        self._refuse_second_outcome()
 
     def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
-        # A failed future keeps the traceback with which its error arrived: raising the same object
-        # again and again would otherwise make it longer every time.
-        self._value = cast(T, value if error is None else error.__traceback__)
+        """Make the outcome known.  Only the owner of the outcome comes here."""
+        if error is not None:
+            # A failed future keeps the traceback with which its error arrived: raising the same object
+            # again and again would otherwise make it longer every time.
+            value = cast(T, error.__traceback__)
+        self._value = cast(T, value)
         self._error = error
-        if self.record is not None:
-            self._take_note(self.record)
         self._device = device
+        record = self.record
+        if record is not None:
+            if error is not None:
+                record[-1] = _in_words(error)
+            record[-2] = monotonic_ns()
+        self._done = True
         self._source = self._finish = self._keep = None
-        self._state = _DONE
+        if self.record is not record:  # it was handed over meanwhile
+            self._note_late()
         if self._subscribers is not None:
             self._drain()
 
-    def _take_note(self, record: list[Any]) -> None:
-        # In words: an exception would keep alive what its traceback refers to.
-        error = self._error
-        record.extend((time.monotonic_ns(), None if error is None else f"{type(error).__name__}: {error}"))
+    # -- the flight recorder -------------------------------------------------------------------
+
+    def note_in(self, record: list[Any]) -> None:
+        """Have completion noted in ``record``, once; at once if the future is complete.
+
+        Its last two elements, 0 and None before, become the time of ``time.monotonic_ns`` and the failure in
+        words, or None.
+        """
+        # In words, because an exception would keep alive what its traceback refers to.
+        self.record = record
+        if self._done:
+            self._note_late()
+
+    def _note_late(self) -> None:
+        """Note a completion that met the handing over of the record."""
+        with pool.lock:
+            record = self.record
+            if record is not None and not record[-2]:
+                if self._error is not None:
+                    record[-1] = _in_words(self._error)
+                record[-2] = monotonic_ns()
+
+    # -- subscribers ---------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Call the subscribers, in order."""
-        interrupt: KeyboardInterrupt | None = None
+        """Call the subscribers, in order; the one that Ctrl-C cuts off is called again."""
         with pool.lock:
             while self._subscribers:
+                subscriber = self._subscribers[0]
                 try:
-                    self._subscribers.pop(0)(self)
-                except KeyboardInterrupt as raised:
-                    interrupt = raised
+                    subscriber(self)
                 except Exception:
                     _logger.exception("could not pass on the completion of %r", self)
+                if self._subscribers and self._subscribers[0] is subscriber:
+                    del self._subscribers[0]
             self._subscribers = None
-        if interrupt is not None:
-            raise interrupt
 
     def _subscribe(self, subscriber: Callable[[Future[T]], None]) -> None:
         """Have ``subscriber(self)`` called on completion, by the completing thread; at once if done."""
         source = None
-        with pool.lock:
-            if self._subscribers is None:
-                self._subscribers = []
-                if self._state == _PENDING:
-                    source = self._source
-            self._subscribers.append(subscriber)
-            if self._state == _DONE:
-                self._drain()
-        if source is not None:
-            source.notify(self._settle)
+        try:
+            with pool.lock:
+                if self._subscribers is None:
+                    if not self._claims:
+                        source = self._source
+                    self._subscribers = []
+                self._subscribers.append(subscriber)
+                if self._done:
+                    self._drain()
+            if source is not None:
+                source.notify(self._settle)
+        except KeyboardInterrupt:
+            if self._done:
+                pool.submit(self._drain)
+            elif source is not None:
+                pool.submit(partial(source.notify, self._settle))
+            raise
 
     def _unsubscribe(self, subscriber: Callable[[Future[T]], None]) -> None:
         with pool.lock:
@@ -415,7 +470,7 @@ class Future(Generic[T]):
     def _refuse_second_outcome(self) -> None:
         if self._source is not None:
             raise InvalidFutureState(f"{self!r} is completed by its engine; nobody else may set its outcome")
-        if self._state != _PENDING:
+        if self._claims:
             raise InvalidFutureState(f"{self!r} has an outcome already; it can be set only once")
 
     def _payload(self) -> object:
@@ -429,6 +484,13 @@ class Future(Generic[T]):
 def _resolve(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _in_words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # what a user's exception says of itself must not keep the future from completing
+        return type(error).__name__
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
@@ -95,14 +96,13 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     result: Future[list[Future[T]]] = Future()
     if all(key is not None for key in keys):
         result.key = derive_key(b"all", *(cast(int, key) for key in keys))
-    remaining = len(futures)
+    pending = set(range(len(futures)))
     counting = threading.Lock()
 
-    def count(future: Future[T]) -> None:
-        nonlocal remaining
+    def count(index: int, future: Future[T]) -> None:
         with counting:
-            remaining -= 1
-            last = remaining == 0
+            pending.discard(index)
+            last = not pending
         try:
             if future._error is not None:
                 result.set_exception(future._error)
@@ -111,8 +111,8 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
         except InvalidFutureState:
             pass  # an earlier failure was first
 
-    for future in futures:
-        future._subscribe(count)
+    for index, future in enumerate(futures):
+        future._subscribe(partial(count, index))
     if not futures:
         result.set_result([])
     return result
