@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from shoal.backend.base import DataChannel
 from shoal.errors import UsageError
 from shoal.future import wait_all
 from shoal.group import Message, ProcessGroup
+from shoal.spec import Operation, OpKind
 
 from .null_backend import null_group
 from .worlds import Worlds
@@ -127,3 +129,35 @@ def test_a_shape_that_no_header_holds_is_refused(worlds: Worlds) -> None:
         return group.state
 
     assert worlds(2).run(send) == ["open", "open"]
+
+
+@pytest.mark.parametrize("wrong", ["send", "recv"])
+def test_a_batch_sends_nothing_if_the_channel_refuses_one_message(worlds: Worlds, wrong: str) -> None:
+    def exchange(group: ProcessGroup) -> list[int]:
+        flat, peer = torch.ones((1,) * 64), 1 - group.rank
+        if group.rank == 0:
+            batch = group.batch()
+            batch.send(torch.tensor([1]), peer)
+            with pytest.raises(UsageError, match="send a view of fewer dimensions"), batch:
+                batch.send(flat, peer) if wrong == "send" else batch.recv(flat, peer)
+            group.send(torch.tensor([2]), peer).wait()
+            return []
+        return group.recv(None, peer).wait().tolist()  # of the refused batch it would be [1]
+
+    assert worlds(2).run(exchange) == [[], [2]]
+
+
+def test_a_channel_may_refuse_a_collective_before_it_gets_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: DataChannel, operation: Operation) -> None:
+        if operation.kind is OpKind.BARRIER:
+            raise UsageError("this channel has no barrier")
+
+    group, channel = null_group()
+    monkeypatch.setattr(type(channel), "check", refuse)
+    with pytest.raises(UsageError, match="no barrier"):
+        group.barrier()
+    group.all_reduce(torch.ones(1))
+    assert [(operation.kind, operation.number) for operation in channel.operations] == [
+        (OpKind.ALL_REDUCE, 0)
+    ]
+    group.close()

@@ -102,6 +102,16 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
         "x has 4 elements, expected 12",
     ),
     ("gather elsewhere", lambda g: g.gather(ones, four, root=0), "only root, rank 0, passes out"),
+    (
+        "gather sizes",
+        lambda g: g.gather(ones, root=1, sizes=[2**64, 4, 4, 4]),
+        "which no memory has so many of",
+    ),
+    (
+        "gather sizes",
+        lambda g: g.gather(ones, sizes=[4.5, 4, 4, 4]),
+        "sizes must be 4 integers, one per rank",
+    ),
     ("gather sizes", lambda g: g.gather(ones, sizes=[4, 3, 4, 4]), "x has 4 elements, but sizes[1] is 3"),
     ("scatter nothing", lambda g: g.scatter(ones, root=1), "root must pass inputs, a list of 4 tensors"),
     ("scatter elsewhere", lambda g: g.scatter(ones, four, 0), "only root, rank 0, passes inputs"),

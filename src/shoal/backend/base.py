@@ -63,6 +63,17 @@ class DataChannel(abc.ABC):
         :class:`~shoal.errors.GroupError` family.
         """
 
+    def check(self, operation: Operation) -> None:
+        """Refuse an operation that the channel cannot carry, because of its arguments.
+
+        The group calls it before ``submit``, and for all operations of a batch before any of them is
+        submitted, so that a refused batch has sent nothing.  A channel that carries whatever the
+        group allows, which is the default, has nothing to say here.
+
+        Raises:
+            UsageError: what cannot be carried, and what to do instead.
+        """
+
     def usual(
         self,
         kind: OpKind,

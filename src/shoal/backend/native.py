@@ -181,6 +181,11 @@ class NativeChannel(DataChannel):
         self._remember(source)
         return future
 
+    def check(self, operation: Operation) -> None:
+        if operation.kind is OpKind.SEND or operation.kind is OpKind.RECV:
+            for x in (*operation.inputs, *operation.outputs):
+                _dims(x)
+
     def usual(
         self,
         kind: OpKind,
@@ -235,7 +240,7 @@ class NativeChannel(DataChannel):
         if tensors:
             x = tensors[0]
             dtype = DTYPE_CODES[x.dtype]
-            dims = list(x.shape) if x.dim() <= _MAX_DIMS else _packed(x.shape)
+            dims = _dims(x)
         core = self._core.message(
             operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
         )
@@ -367,6 +372,11 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     dims = _unpacked(dims)
     raw = from_dlpack(data)
     return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
+
+
+def _dims(x: torch.Tensor) -> list[int]:
+    """The words of a message's header that tell the shape of ``x``."""
+    return list(x.shape) if x.dim() <= _MAX_DIMS else _packed(x.shape)
 
 
 def _packed(shape: Sequence[int]) -> list[int]:

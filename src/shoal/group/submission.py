@@ -77,9 +77,9 @@ class Submitter:
                 number, key = self._number, 0
             else:
                 number, key = -1, scope.next_key()
-            future = channel.submit(
-                Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
-            )
+            operation = Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
+            channel.check(operation)
+            future = channel.submit(operation)
             if scope is None:
                 self._number = number + 1
                 future.key = (self._spec.ident + number * _ODD) & _MASK
@@ -116,7 +116,7 @@ class Submitter:
         return future
 
     def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
-        """Submit point-to-point operations together, in order.
+        """Submit point-to-point operations together, in order; :meth:`_message` has checked each of them.
 
         Their futures have no key: no two ranks see the same messages, so there is nothing from which keys
         of operations in their callbacks could be derived.  Such operations are numbered like all others.
@@ -145,7 +145,9 @@ class Submitter:
         tag: int,
     ) -> Operation:
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
-        return Operation(kind, -1, 0, inputs, outputs, seconds, SUM, -1, peer, tag, ())
+        operation = Operation(kind, -1, 0, inputs, outputs, seconds, SUM, -1, peer, tag, ())
+        self._channel.check(operation)
+        return operation
 
     # -- refusals ------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ expected and what was given.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,9 @@ from ..spec import DTYPE_CODES, LEGAL_REDUCTIONS, ReduceOp
 
 #: Tags of users; larger ones are for the group's own messages.
 MAX_TAG = 2**30 - 1
+
+#: Elements of a tensor: what a message can say of its length in bytes, whatever the dtype.
+MAX_COUNT = 2**63 // 16 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +165,14 @@ class Call:
         return parts
 
     def counts(self, values: Sequence[int], what: str) -> list[int]:
-        counts = [int(value) for value in values]
+        try:
+            counts = [operator.index(value) for value in values]
+        except TypeError:
+            self.refuse(f"{what} must be {self.size} integers, one per rank, got {values!r}")
         if len(counts) != self.size or any(count < 0 for count in counts):
             self.refuse(f"{what} must be {self.size} counts, one per rank and none negative, got {counts}")
+        if any(count > MAX_COUNT for count in counts):
+            self.refuse(f"{what} must be counts of elements, which no memory has so many of: {counts}")
         return counts
 
 
