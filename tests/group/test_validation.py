@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shoal.errors import UnsupportedOperation, UsageError
 from shoal.group import ProcessGroup
-from shoal.group.validation import overlaps_itself
 from shoal.spec import ReduceOp
 
 from .null_backend import null_group
@@ -187,12 +184,3 @@ def test_what_has_no_meaning_is_an_unsupported_operation() -> None:
         with pytest.raises(UnsupportedOperation):
             call()
     group.close()
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=3))
-def test_tensors_that_overlap_themselves_are_recognised(dims: list[tuple[int, int]]) -> None:
-    sizes, strides = zip(*dims, strict=True)
-    x = torch.arange(100).as_strided(sizes, strides)
-    addresses = x.flatten().tolist()
-    assert overlaps_itself(x) == (len(set(addresses)) < len(addresses))

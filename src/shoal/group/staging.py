@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .validation import share_memory
+from .overlap import share_memory
 
 
 def is_plain(x: torch.Tensor) -> bool:

@@ -8,15 +8,15 @@ expected and what was given.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NoReturn
 
 import torch
 
 from ..errors import UnsupportedOperation, UsageError
 from ..spec import DTYPE_CODES, LEGAL_REDUCTIONS, ReduceOp
+from .overlap import TooHard, overlapping_pair, overlaps_itself
 
 #: Tags of users; larger ones are for the group's own messages.
 MAX_TAG = 2**30 - 1
@@ -73,10 +73,20 @@ class Call:
     def output(self, x: torch.Tensor, what: str) -> None:
         """``x`` can be written to: a tensor whose elements do not share memory."""
         self.tensor(x, what)
-        if not x.is_contiguous() and overlaps_itself(x):
+        if x.is_contiguous():
+            return
+        layout = f"{what} (shape {tuple(x.shape)}, stride {x.stride()})"
+        try:
+            overlaps = overlaps_itself(x)
+        except TooHard:
             self.refuse(
-                f"{what} (shape {tuple(x.shape)}, stride {x.stride()}) has several elements at one address, "
-                "as expanded tensors do, and cannot be written to; pass x.contiguous()"
+                f"{layout} is laid out so that it takes too long to find out whether every element has an "
+                "address of its own; pass x.contiguous()"
+            )
+        if overlaps:
+            self.refuse(
+                f"{layout} has several elements at one address, as expanded tensors do, and cannot be "
+                "written to; pass x.contiguous()"
             )
 
     def tensors(self, xs: Sequence[torch.Tensor], what: str, *, outputs: bool = False) -> None:
@@ -88,7 +98,7 @@ class Call:
         for i, x in enumerate(xs):
             (self.output if outputs else self.tensor)(x, f"{what}[{i}]")
             self.same_dtype(x, f"{what}[{i}]", xs[0], f"{what}[0]")
-        if outputs and (pair := _overlapping_pair(xs)):
+        if outputs and (pair := overlapping_pair(xs)):
             self.refuse(
                 f"{what}[{pair[0]}] and {what}[{pair[1]}] lie in the same memory; every rank's part needs "
                 f"a tensor of its own ([torch.empty(...)] * {self.size} makes only one)"
@@ -187,48 +197,6 @@ def has_address(x: torch.Tensor) -> bool:
         return x.data_ptr() != 0 or x.numel() == 0
     except RuntimeError:
         return False
-
-
-def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of the dense tensor ``x`` share an address."""
-    if x.numel() == 0:
-        return False
-    dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
-    extent = 0
-    nested = True
-    for stride, size in dims:
-        if stride == 0:
-            return True
-        nested = nested and stride > extent
-        extent += stride * (size - 1)
-    if nested:
-        return False
-    # Interleaved strides: rare enough to look at every address.
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for stride, size in dims:
-        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
-    return len(set(offsets.tolist())) < len(offsets)
-
-
-def share_memory(xs: Iterable[torch.Tensor], ys: Iterable[torch.Tensor]) -> bool:
-    """Whether some contiguous tensor of ``xs`` and one of ``ys`` have bytes in common."""
-    spans = [_span(y) for y in ys]
-    return any(low < end and start < high for low, high in map(_span, xs) for start, end in spans)
-
-
-def _overlapping_pair(xs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    # Only contiguous tensors fill their span; others are staged through memory of their own, and
-    # interleaved columns of one matrix are legitimate.
-    spans = sorted((*_span(x), i) for i, x in enumerate(xs) if x.is_contiguous() and x.numel())
-    for (_, end, i), (start, _, j) in pairwise(spans):
-        if start < end:
-            return (min(i, j), max(i, j))
-    return None
-
-
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    start = x.data_ptr()
-    return start, start + x.numel() * x.element_size()
 
 
 def _listed(words: Sequence[str]) -> str:
