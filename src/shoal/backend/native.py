@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -78,7 +79,7 @@ class NativeBackend(Backend):
         self._ticket = 0
         self._lock = threading.Lock()
         self._dispatcher: threading.Thread | None = None
-        self._closed = False
+        self._stopped = False
         if membership.size > 1:
             self._connect(config.TRANSPORT.get() if transport is None else transport, timeout)
         self._context.start()
@@ -107,12 +108,14 @@ class NativeBackend(Backend):
         return NativeChannel(self, core, group)
 
     def close(self, timeout: float) -> None:
-        with self._lock:
-            self._closed = True
-            dispatcher = self._dispatcher
+        deadline = time.monotonic() + timeout
         self._context.close(timeout)
-        if dispatcher is not None:
-            dispatcher.join()
+        with self._lock:
+            self._stopped = True
+            dispatcher = self._dispatcher
+        # The dispatcher may be here itself, in a finalizer; and what it calls may take longer than we have.
+        if dispatcher is not None and dispatcher is not threading.current_thread():
+            dispatcher.join(max(deadline - time.monotonic(), 0.1))
         # Whoever keeps the group must not keep all of its host's shared memory mapped.
         self._context = _CLOSED
 
@@ -125,7 +128,7 @@ class NativeBackend(Backend):
             self._ticket += 1
             ticket = self._ticket
             self._callbacks[ticket] = fn
-            if self._dispatcher is None and not self._closed:
+            if self._dispatcher is None and not self._stopped:
                 self._dispatcher = threading.Thread(
                     target=self._dispatch, name=f"shoal-dispatch-{self._me.rank}", daemon=True
                 )
@@ -136,15 +139,17 @@ class NativeBackend(Backend):
             fn()
 
     def _dispatch(self) -> None:
+        context = self._context
         while True:
-            for ticket in self._context.completions(_DISPATCH):
+            tickets = context.completions(_DISPATCH)
+            for ticket in tickets:
                 with self._lock:
                     fn = self._callbacks.pop(ticket)
                 fn()
                 del fn  # what it refers to must not live until the next one comes
-            with self._lock:
-                if self._closed and not self._callbacks:
-                    return
+            # In a closed context every operation is complete: what is announced now is so at once.
+            if not tickets and self._stopped:
+                return
 
     # -- fault injection, for shoal.testing ----------------------------------------------------
 
@@ -286,6 +291,9 @@ class _Closed:
         pass
 
     abort = close = disown = ignore
+
+    def __getattr__(self, name: str) -> Any:
+        raise GroupClosed(f"the group was closed while {name}() was on its way; make a new group to go on")
 
 
 _CLOSED: Any = _Closed()

@@ -22,7 +22,7 @@ import torch
 
 from .. import objects
 from ..backend.base import Backend, DataChannel, GroupSpec
-from ..errors import GroupAborted
+from ..errors import GroupAborted, GroupClosed
 from ..future import Future
 from ..recorder import FlightRecorder
 from ..spec import ANY_SOURCE, DTYPE_CODES
@@ -30,6 +30,7 @@ from ..store import PrefixStore, Store
 from . import fork
 from .batch import Batch
 from .collectives import Collectives
+from .family import Family
 from .monitored_barrier import monitored_barrier
 from .point_to_point import PointToPoint
 
@@ -74,7 +75,7 @@ class ProcessGroup(Collectives, PointToPoint):
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
         #: The open groups that use the world's connections, without the world; shared among them.
-        self._family: set[ProcessGroup] = set()
+        self._family = Family()
         fork.watch(self)
 
     # -- identity ------------------------------------------------------------------------------
@@ -228,6 +229,9 @@ class ProcessGroup(Collectives, PointToPoint):
 
         Returns:
             The new group that this rank is in, or None without a color.
+
+        Raises:
+            GroupClosed: this rank or another one closed the group meanwhile.
         """
         call = self._call("split")
         for what, value in (("color", color), ("key", key)):
@@ -286,6 +290,12 @@ class ProcessGroup(Collectives, PointToPoint):
             concurrency=self._spec.concurrency,
             options=self._spec.options,
         )
+        group = self._family.add(lambda: self._member(spec, label, timeout))
+        if group is None:  # the world was closed meanwhile
+            raise GroupClosed(f"{name!r} cannot be made on rank {self.rank}: its world is closed")
+        return group
+
+    def _member(self, spec: GroupSpec, label: str, timeout: float | None) -> ProcessGroup:
         group = ProcessGroup(
             spec,
             self._backend.channel(spec),
@@ -295,7 +305,6 @@ class ProcessGroup(Collectives, PointToPoint):
             local_rank=self._local_rank,
         )
         group._family = self._family
-        self._family.add(group)
         return group
 
     @property
@@ -341,7 +350,7 @@ class ProcessGroup(Collectives, PointToPoint):
                 self._state = "closing"
             try:
                 if self._owner is not None:
-                    for group in list(self._family):
+                    for group in self._family.end():
                         group.close(_remaining(deadline))
                 self._channel.close(_remaining(deadline))
             finally:
@@ -355,6 +364,7 @@ class ProcessGroup(Collectives, PointToPoint):
         # The locks may have been held by threads that the child does not have.
         self._submitting = threading.Lock()
         self._closing = threading.Lock()
+        self._family.forget_threads()
         if self._state != "closed":
             self._state = "forked"
 
@@ -367,7 +377,7 @@ class ProcessGroup(Collectives, PointToPoint):
         orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
         if not orderly and self._state == "open":
             reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
-            for group in [*(self._family if self._owner is not None else ()), self]:
+            for group in [*(self._family.members() if self._owner is not None else ()), self]:
                 group.abort(reason)
         self.close()
 
