@@ -6,12 +6,18 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .lists import ListWatch
+
 if TYPE_CHECKING:
     from .process_group import ProcessGroup
 
 
 class Family:
-    """The open groups that were made from a world, without the world; all of them share it."""
+    """The open groups that were made from a world, without the world; all of them share it.
+
+    Attributes:
+        lists: finds out that members gave different lists.
+    """
 
     def __init__(self) -> None:
         self.forget_threads()
@@ -19,8 +25,9 @@ class Family:
         self._ended = False
 
     def forget_threads(self) -> None:
-        """In a forked child: the lock may have been held by a thread that the child does not have."""
+        """In a forked child: locks may have been held by threads that the child does not have."""
         self._lock = threading.Lock()
+        self.lists = ListWatch()
 
     def add(self, make: Callable[[], ProcessGroup]) -> ProcessGroup | None:
         """Make a group that belongs to the family, unless that has :meth:`ended <end>`: then None."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,7 @@ from . import fork
 from .batch import Batch
 from .collectives import Collectives
 from .family import Family
+from .lists import Given
 from .monitored_barrier import monitored_barrier
 from .point_to_point import PointToPoint
 
@@ -262,6 +264,9 @@ class ProcessGroup(Collectives, PointToPoint):
                 every member.  Members that call it several times do so in the same order.
             name: part of the new group's name.
             timeout: the new group's default for operations, in seconds; None: that of this group.
+
+        Members that gave different lists wait for one another in different groups.  About a second after
+        the first collective of each, both raise GroupAborted with the two lists.
         """
         call = self._call("subgroup")
         seconds = None if timeout is None else self._checked_timeout(timeout)
@@ -277,7 +282,11 @@ class ProcessGroup(Collectives, PointToPoint):
             self._made[identity] += 1
             count = self._made[identity]
         listed = ",".join(map(str, members))
-        return self._make(members, f"{name or 'subgroup'}:{listed}:{count}", seconds)
+        group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", seconds)
+        if len(members) > 1:
+            given = Given(name, tuple(members), count)
+            group._on_first = partial(self._family.lists.first_operation, self, group, given)
+        return group
 
     def _make(self, members: list[int], label: str, timeout: float | None = None) -> ProcessGroup:
         name = f"{self.name}/{label}"
@@ -350,6 +359,7 @@ class ProcessGroup(Collectives, PointToPoint):
                 self._state = "closing"
             try:
                 if self._owner is not None:
+                    self._family.lists.end(_remaining(deadline))
                     for group in self._family.end():
                         group.close(_remaining(deadline))
                 self._channel.close(_remaining(deadline))

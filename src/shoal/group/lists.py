@@ -1,0 +1,170 @@
+"""Finds out that the members of a subgroup gave different lists of ranks.
+
+``subgroup`` does not communicate, so ranks that give different lists make different groups, and each waits
+for members that never come to its own.  While the first numbered operation of a subgroup is pending, its
+rank therefore tells in the parent's store which subgroups it made, and looks at what the other members made.
+A program that is well pays for a thread that sleeps: the store is not used before an operation has waited
+for :data:`PATIENCE` seconds.
+
+Another rank gave another list if it waits in a subgroup that this rank is said to be in and has not made,
+and has not made the one that this rank waits in.  Members make their common subgroups in the same order, so
+neither of the two could go on.  Whoever finds out first aborts both subgroups with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from ..errors import ShoalError
+from ..future import Future
+
+if TYPE_CHECKING:
+    from .process_group import ProcessGroup
+
+#: Seconds that the first operation of a subgroup may take before anybody asks, and then between questions.
+PATIENCE = 0.5
+_LONGEST_INTERVAL = 8.0
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was given to one call of ``subgroup``, and that it was the ``count``-th such call."""
+
+    name: str | None
+    members: tuple[int, ...]
+    count: int
+
+
+@dataclass
+class _Wait:
+    """A subgroup whose first operation is pending."""
+
+    parent: ProcessGroup
+    group: ProcessGroup
+    given: Given
+    future: ref[Future[Any]]
+    due: float
+    interval: float = PATIENCE
+
+    def over(self) -> bool:
+        future = self.future()
+        return future is None or self.group.state != "open" or future.done()
+
+
+class ListWatch:
+    """Watches the subgroups of one world on one rank, from a thread that runs while any of them waits."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waits: list[_Wait] = []
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def first_operation(
+        self, parent: ProcessGroup, group: ProcessGroup, given: Given, future: Future[Any]
+    ) -> None:
+        """``future`` is of the first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
+        with self._condition:
+            if self._ended:
+                return
+            self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
+                self._thread.start()
+
+    def end(self, timeout: float) -> None:
+        """Stop watching."""
+        with self._condition:
+            self._ended = True
+            self._condition.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if not self._ended and self._waits:
+                    self._condition.wait(max(min(wait.due for wait in self._waits) - time.monotonic(), 0.0))
+                if self._ended or not self._waits:
+                    self._waits.clear()
+                    self._thread = None
+                    return
+                now = time.monotonic()
+                due = [wait for wait in self._waits if wait.due <= now]
+            finished = [wait for wait in due if wait.over() or self._look(wait)]
+            with self._condition:
+                self._waits = [wait for wait in self._waits if not any(wait is each for each in finished)]
+            del due, finished  # they must not keep groups alive until the next one is due
+
+    def _look(self, wait: _Wait) -> bool:
+        """Ask what the other members made; whether that settled it."""
+        try:
+            others = self._exchange(wait)
+        except Exception:
+            return True  # the store is gone, and with it the way to find out; the operation has its timeout
+        difference = _difference(wait, others)
+        if difference is None:
+            wait.interval = min(2 * wait.interval, _LONGEST_INTERVAL)
+            wait.due = time.monotonic() + wait.interval
+            return False
+        reason, theirs = difference
+        # First the group that this rank never wanted: its members must hear the reason before they can hear
+        # that this rank, told the same, has left.
+        with contextlib.suppress(ShoalError):
+            foreign = wait.parent.subgroup(theirs.members, theirs.name)
+            foreign.abort(reason)
+            foreign.close(PATIENCE)
+        wait.group.abort(reason)
+        return True
+
+    def _exchange(self, wait: _Wait) -> dict[int, Any]:
+        """Tell the other members of the subgroup what this rank made; what they told."""
+        self._tell(wait)
+        store, me = wait.parent.store, wait.parent.rank
+        members = [rank for rank in wait.given.members if rank != me and store.check([_key(rank)])]
+        return {rank: json.loads(store.get(_key(rank), timeout=PATIENCE)) for rank in members}
+
+    def _tell(self, wait: _Wait) -> None:
+        with self._condition:
+            waits = [other for other in self._waits if other.parent is wait.parent]
+        made = [[*identity, count] for identity, count in wait.parent._made.copy().items()]
+        waiting = [[other.given.name, *other.given.members, other.given.count] for other in waits]
+        wait.parent.store.set(_key(wait.parent.rank), json.dumps({"made": made, "waiting": waiting}))
+
+
+def _key(rank: int) -> str:
+    return f"subgroups of rank {rank}"
+
+
+def _parsed(entries: Iterable[list[Any]]) -> list[Given]:
+    return [Given(name, tuple(members), count) for name, *members, count in entries]
+
+
+def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None:
+    """Which rank gave another list, in words, and what it gave; None if no rank did."""
+    parent, given = wait.parent, wait.given
+    for rank, theirs in others.items():
+        if any(_same(other, given) and other.count >= given.count for other in _parsed(theirs["made"])):
+            continue
+        for other in _parsed(theirs["waiting"]):
+            made = parent._made.get((other.name, *other.members), 0)
+            if other.name == given.name and parent.rank in other.members and made + 1 == other.count:
+                named = "" if given.name is None else f" {given.name!r}"
+                return (
+                    f"the members of a subgroup{named} of group {parent.name!r} gave different lists: "
+                    f"rank {parent.rank} gave {list(given.members)}, rank {rank} gave {list(other.members)}; "
+                    "every member gives the same list, in the same order"
+                ), other
+    return None
+
+
+def _same(one: Given, other: Given) -> bool:
+    return (one.name, one.members) == (other.name, other.members)

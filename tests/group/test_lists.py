@@ -1,0 +1,78 @@
+"""Members that give different lists to ``subgroup`` are told who gave which."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+
+from shoal.errors import GroupAborted
+from shoal.group import ProcessGroup, lists
+from shoal.testing import run_threads
+
+
+def _ended_by(group: ProcessGroup) -> str:
+    with pytest.raises(GroupAborted) as caught:
+        group.all_reduce(torch.ones(1)).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [None, "tensor parallel"])
+def test_both_sides_are_told_the_two_lists(name: str | None) -> None:
+    def rank(group: ProcessGroup) -> str:
+        if group.rank == 2:
+            return ""
+        return _ended_by(group.subgroup([0, 1] if group.rank == 0 else [1, 0], name, timeout=50))
+
+    zero, one, _ = run_threads(rank, 3, timeout=40)
+    for message in (zero, one):
+        assert "rank 0 gave [0, 1]" in message
+        assert "rank 1 gave [1, 0]" in message
+        assert f"a subgroup{'' if name is None else repr(name).join((' ', ''))} of group 'world'" in message
+
+
+def test_a_member_with_the_right_list_is_told_too() -> None:
+    def rank(group: ProcessGroup) -> str:
+        return _ended_by(group.subgroup([0, 1] if group.rank == 1 else [0, 1, 2], timeout=50))
+
+    for message in run_threads(rank, 3, timeout=40):
+        assert re.search(r"rank (0|2) gave \[0, 1, 2\]", message)
+        assert "rank 1 gave [0, 1]" in message
+
+
+def test_members_that_are_only_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Event()
+    exchange = lists.ListWatch._exchange
+
+    def look(self: lists.ListWatch, wait: lists._Wait) -> object:
+        others = exchange(self, wait)
+        if others:
+            looked.set()
+        return others
+
+    monkeypatch.setattr(lists.ListWatch, "_exchange", look)
+
+    def rank(group: ProcessGroup) -> list[float]:
+        first, second = group.subgroup([0, 1]), group.subgroup([1, 0])
+        groups = [first, second] if group.rank == 0 else [second, first]  # each waits in another one
+        futures = [groups[0].all_reduce(torch.ones(1))]
+        assert looked.wait(30)
+        futures.append(groups[1].all_reduce(torch.ones(1)))
+        return [future.wait().item() for future in futures]
+
+    assert run_threads(rank, 2, timeout=40) == [[2.0, 2.0]] * 2
+
+
+def test_nobody_watches_when_all_is_well() -> None:
+    def rank(group: ProcessGroup) -> bool:
+        part = group.subgroup([0, 1])
+        for _ in range(3):
+            part.all_reduce(torch.ones(1)).wait()
+        thread = group._family.lists._thread
+        if thread is not None:
+            thread.join(30)
+        return group._family.lists._thread is None and not group.store.list_keys("subgroups")
+
+    assert run_threads(rank, 2, timeout=40) == [True, True]
