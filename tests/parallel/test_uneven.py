@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import shoal
-from shoal.errors import UnevenInputs, UnusedParameterError, UsageError
+from shoal.errors import GroupAborted, UnevenInputs, UnusedParameterError, UsageError
 from shoal.parallel.hooks import GradBucket
 from tests.parallel.models import SMALL_MB, assert_same_parameters, batches, loss_of, mlp, on_ranks, sgd
 from tests.parallel.test_unused import Experts
@@ -214,5 +215,39 @@ def test_without_a_join_nothing_is_asked_of_the_others() -> None:
         inside = group._number - before
         loss_of(model, batches(1)[0]).backward()
         assert group._number - before - inside <= inside
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_forward_does_not_wait_for_the_other_ranks(synchronised: bool) -> None:
+    forward_returned = threading.Event()
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        with model.join(), contextlib.nullcontext() if synchronised else model.no_sync():
+            if group.rank == 1:
+                assert forward_returned.wait(30), "rank 0 waits in forward for this rank's"
+            loss = loss_of(model, batches(1)[0])
+            if group.rank == 0:
+                forward_returned.set()
+            loss.backward()
+
+    on_ranks(2, rank)
+
+
+def test_ranks_that_treat_a_batch_differently_are_named_in_backward() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+
+        def differently() -> None:
+            with model.join(), model.no_sync() if group.rank else contextlib.nullcontext():
+                for batch in batches(2):
+                    loss_of(model, batch).backward()
+
+        with pytest.raises(
+            (UsageError, GroupAborted), match=r"rank 0: reduce_after_buffers(\n|\\n)  rank 1: local"
+        ):
+            differently()
 
     on_ranks(2, rank)

@@ -26,6 +26,11 @@ class BufferSync:
         self._parcel: Parcel | None = None
         self._step = -1
 
+    @property
+    def any(self) -> bool:
+        """Whether the module has buffers."""
+        return bool(self._places)
+
     def refresh(self, step: int, root: int = 0) -> None:
         """Broadcast the buffers of rank ``root``, unless that was done in this ``step``.
 

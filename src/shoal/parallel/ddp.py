@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,14 +27,7 @@ from .model_check import ModelWatch, check_same_model, check_trainable
 from .parcel import broadcast_all
 from .reducer import Reducer
 from .split import move
-from .uneven import Intent, Roll, Shadow, call_roll
-
-
-class _Share(NamedTuple):
-    """For one forward pass: a rank that runs it too, and what averages are multiplied with."""
-
-    lead: int = 0
-    scale: float = 1.0
+from .uneven import Intent, Roll, Shadow, Share, call_roll
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -179,7 +172,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducer.after_pass.append(partial(_forget_gradients, carrying))
         self._buffers_in_step = BufferSync(group, module) if broadcast_buffers else None
         self._watch = ModelWatch(module, group.rank)
-        self._share = _Share()
+        self._share = Share()
         self._synchronised = True
         self._divide_by_initial_world_size = True
 
@@ -202,21 +195,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             return True
         reducer.settle()
         self._watch.check()
-        self._share = _Share()
+        self._end_of_batch()
         if self._join_config.enable:
             Join.notify_join_context(self)
-            roll = call_roll(self.group, self._intent())
-            self._share = _Share(roll.lead, self._scale(roll))
+            self._share = Share(partial(self._found, call_roll(self.group, self._intent())))
         if self._intent() is Intent.REDUCE_AFTER_BUFFERS:
-            self._refresh_buffers(self._share.lead)
+            self._refresh_buffers(self._share)
         return False
 
     @_disable_dynamo
     def _after(self, output: Any) -> None:
-        lead, scale = self._share
         if self._synchronised:
             ran = self._copies.ran if self._copies is not None else None
-            self._active_reducer().expect(output, counts=self.training, lead=lead, scale=scale, copies=ran)
+            self._active_reducer().expect(output, counts=self.training, share=self._share, copies=ran)
         else:
             self._active_reducer().ignore(output)
 
@@ -325,14 +316,24 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _scale(self, roll: Roll) -> float:
         return 1.0 if self._divide_by_initial_world_size else self.group.size / roll.active
 
+    def _found(self, roll: Callable[[], Roll]) -> tuple[int, float]:
+        called = roll()
+        return called.lead, self._scale(called)
+
+    def _end_of_batch(self) -> None:
+        # A pass that is not reduced has not asked yet whether the others treated their batches alike.
+        share, self._share = self._share, Share()
+        share.get()
+
     def _shadow(self, roll: Roll) -> None:
         """Do what the other ranks do in this step."""
         reducer = self._active_reducer()
         reducer.settle()
+        share = Share(lambda: (roll.lead, self._scale(roll)))
         if roll.intent is Intent.REDUCE_AFTER_BUFFERS:
-            self._refresh_buffers(roll.lead)
+            self._refresh_buffers(share)
         if roll.intent is not Intent.LOCAL:
-            reducer.shadow(lead=roll.lead, scale=self._scale(roll))
+            reducer.shadow(share)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -347,9 +348,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             copies.insert(1, self._precision.counterparts(copies[0]))
         return copies
 
-    def _refresh_buffers(self, root: int) -> None:
-        if self._buffers_in_step is not None:
-            self._buffers_in_step.refresh(self._active_reducer().passes, root)
+    def _refresh_buffers(self, share: Share) -> None:
+        if self._buffers_in_step is not None and self._buffers_in_step.any:
+            self._buffers_in_step.refresh(self._active_reducer().passes, share.lead)
 
     def _active_reducer(self) -> Reducer:
         if self._reducer is None:
@@ -363,7 +364,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         del state["group"]
         inactive = ("_reducer", "_buffers_in_step", "_watch", "_copies", "_precision", "_inputs_to")
-        return state | dict.fromkeys(inactive)
+        return state | dict.fromkeys(inactive) | {"_share": Share()}
 
 
 def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:

@@ -79,6 +79,9 @@ class Joinable(ABC):
             kwargs: all keyword arguments that the Join was given; those of other joinables are among them.
         """
 
+    def _end_of_batch(self) -> None:
+        """Raise what is still unsaid of the last batch; called when this rank has no more of them."""
+
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
@@ -190,6 +193,8 @@ class Join:
             self._leave_behind(error)
             return
         try:
+            for joinable in self._joinables:
+                joinable._end_of_batch()
             was_last = self._shadow(hooks)
             for hook in hooks:
                 hook.post_hook(was_last)

@@ -37,6 +37,7 @@ from .hooks.bucket import CommHook, GradBucket
 from .hooks.calling import HookedReduction
 from .report import explain
 from .sparse import SparseReduction
+from .uneven import Share
 from .usage import Graph, outputs_with_graph, reachable
 from .verdict import Flags, Tail
 
@@ -50,8 +51,8 @@ class _Pass:
         entered: the graphs that backward went into.
         copies: how many copies of the model took part in them.
         reaches: what was reachable on any rank, one for each forward pass.
-        scale: what averages are multiplied with, because fewer ranks than all gave gradients.
-        lead: a rank that gave gradients, the same on all ranks.
+        share: a rank that gave gradients, and what averages are multiplied with, because fewer ranks than
+            all gave some.  Asked for when everything is sent.
         gaps: some gradients may not come, so buckets are looked through before they are sent.
         sent: one for each bucket whose reduction was started; None for one that nobody needs.
     """
@@ -60,8 +61,7 @@ class _Pass:
     entered: list[Graph] = field(default_factory=list)
     copies: int = 0
     reaches: list[Future[torch.Tensor]] = field(default_factory=list)
-    scale: float = 1.0
-    lead: int = 0
+    share: Share = field(default_factory=Share)
     gaps: bool = False
     sent: list[Future[Any] | HookedReduction | SparseReduction | None] = field(default_factory=list)
 
@@ -172,23 +172,20 @@ class Reducer:
         output: Any,
         *,
         counts: bool = True,
-        lead: int = 0,
-        scale: float = 1.0,
+        share: Share | None = None,
         copies: int | None = None,
     ) -> None:
         """Reduce the backward pass that comes through ``output``.
 
         Args:
             counts: every rank runs this forward pass.
-            lead: a rank that runs it, the same on all ranks.
-            scale: multiply the averages with it.
+            share: a rank that runs it, and what to multiply averages with; only within a Join.
             copies: how many copies of the model took part, if not all.
         """
         now = self._pass
         now.forwards += counts
-        now.lead = lead
         now.copies = max(now.copies, copies or self._width)
-        now.scale = scale
+        now.share = share or Share()
         self._readiness.arm()
         graph = self._follow(output, output_hook)
         if self._options.skip_unused:
@@ -214,16 +211,14 @@ class Reducer:
         self._hooks.registered(len(outputs))
         return graph
 
-    def shadow(self, *, lead: int, scale: float = 1.0) -> None:
+    def shadow(self, share: Share) -> None:
         """Take part in a pass of the other ranks with gradients of zero.  Its parameters get the averages
         too, because this rank may own some of them (ZeroRedundancyOptimizer).
 
         Args:
-            lead: as for :meth:`expect`.
-            scale: as for :meth:`expect`.
+            share: as for :meth:`expect`.
         """
-        self._pass.lead = lead
-        self._pass.scale = scale
+        self._pass.share = share
         if self._options.skip_unused:
             self._tell_reach(())
         self._gradients.drop_copies()
@@ -409,11 +404,12 @@ class Reducer:
         for sent in now.sent:
             if isinstance(sent, SparseReduction):
                 sent.start()
+        scale = now.share.scale
         for bucket, sent in zip(self._gradients.set.buckets, now.sent, strict=True):
             if sent is not None and not bucket.sparse:
                 sent.wait()
-                if now.scale != 1.0:
-                    bucket.body.mul_(now.scale)
+                if scale != 1.0:
+                    bucket.body.mul_(scale)
         if separate:
             return self._flags.hear()
         return Tail(self._gradients.set.tail).well(), self._used
@@ -438,7 +434,7 @@ class Reducer:
         now = self._pass
         for bucket, sent in zip(self._gradients.set.buckets, now.sent, strict=True):
             if isinstance(sent, SparseReduction) and used[bucket.members[0]]:
-                self._gradients.deliver_sparse(bucket.members[0], sent.wait().mul_(now.scale))
+                self._gradients.deliver_sparse(bucket.members[0], sent.wait().mul_(now.share.scale))
         self._gradients.deliver(used, gaps=now.gaps)
 
     # -- what the first pass shows ---------------------------------------------------------------
@@ -457,7 +453,7 @@ class Reducer:
         arrived = set(order)
         order += [index for index in range(count - 1, -1, -1) if index not in arrived]
         chosen = torch.tensor(order, dtype=torch.int64)
-        self._group.broadcast(chosen, root=self._pass.lead).wait()
+        self._group.broadcast(chosen, root=self._pass.share.lead).wait()
         self._gradients.arrange(chosen.tolist())
         self._given = {}
         self._readiness.rebuild(self._gradients.set.members(), self._expected)
