@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import hashlib
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import config
@@ -84,12 +85,19 @@ def init(
     membership = rendezvous(
         url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id
     )
-    try:
-        engine = factory(membership, timeout=seconds, **options)
-    except BaseException:
-        membership.release(_FAILED_TIMEOUT)
-        raise
+    engine = connect(membership, factory, timeout=seconds, options=options)
     return world(membership, engine, name=name, timeout=seconds, concurrency=count, options=options)
+
+
+def connect(
+    membership: Membership, factory: Callable[..., Backend], *, timeout: float, options: Mapping[str, Any]
+) -> Backend:
+    """The backend that ``factory`` makes; when it fails, the other ranks are told."""
+    try:
+        return factory(membership, timeout=timeout, **options)
+    except BaseException as error:
+        membership.abandon(error)
+        raise
 
 
 def world(

@@ -6,7 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import pytest
+
+from shoal.rendezvous import host
 from shoal.rendezvous.host import (
     address_towards,
     here,
@@ -37,6 +42,45 @@ def test_a_process_is_gone_when_it_ended_or_its_number_was_used_again() -> None:
     ended.wait()
     assert process_is_gone(f"{namespace}/{ended.pid}/1.0")
     assert not process_is_gone(f"pid:[1]/{pid}/1.0")  # of another container: unknown
+
+
+def test_a_process_that_nobody_waited_for_is_gone() -> None:
+    namespace = here().process.split("/")[0]
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    start = host._state(child)
+    assert start is not None
+    assert process_is_gone(f"{namespace}/{child}/{start[0]}")
+    os.waitpid(child, 0)
+
+
+def test_a_process_whose_first_thread_ended_is_not_gone() -> None:
+    program = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start();"
+        "ctypes.PyDLL(None).pthread_exit(0)"  # keeps the lock of the interpreter, which does no harm here
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        stat = Path(f"/proc/{process.pid}/stat")
+        deadline = time.monotonic() + 30
+        while ") Z " not in stat.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        state = host._state(process.pid)
+        assert state is not None
+        assert not process_is_gone(f"{here().process.split('/')[0]}/{process.pid}/{state[0]}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_that_proc_hides_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = here().process
+    monkeypatch.setattr(host, "_state", lambda pid: None)
+    assert not process_is_gone(mine)
+    assert not process_is_gone(here().process)  # with an unknown start
 
 
 def test_addresses() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from shoal import Membership, MemoryStore, RendezvousError, RendezvousTimeout, StoreError, VersionMismatch
-from shoal.rendezvous import job_record, record
-from shoal.rendezvous.host import here
+from shoal.rendezvous import job_record, meeting, record
+from shoal.rendezvous.host import here, now
 from shoal.rendezvous.meeting import Meeting
+from shoal.rendezvous.neighbours import Neighbours
 
 from .together import all_well, meet_in, release_all, together
 
@@ -74,10 +75,11 @@ def test_the_number_of_store_operations_does_not_depend_on_the_size(monkeypatch:
 
         with MemoryStore() as store, monkeypatch.context() as patch:
             patch.setattr(MemoryStore, "_execute", counted)
+            patch.setattr(meeting, "_FIRST_LOOK", 60.0)  # nobody is late
             _meet_all(store, size)
         return count // size
 
-    assert operations(2) == operations(16) <= 6
+    assert operations(2) == operations(16) <= 7
 
 
 def test_another_size_is_refused_and_both_sizes_are_named(store: MemoryStore) -> None:
@@ -279,6 +281,89 @@ def test_a_job_of_processes_elsewhere_is_not_taken_for_dead(store: MemoryStore) 
     store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2)))
     with pytest.raises(RendezvousError, match=r"rank 0 is given twice: process 1 on another .*SHOAL_JOB"):
         meet_in(store, 0, 2)
+
+
+def _dead_member(
+    store: MemoryStore, rank: int, size: int, machine: str = "", generation: int = 0, at: float = 0.0
+) -> None:
+    """What a process leaves in the store that claimed its rank and was killed."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    process = f"{here().process.split('/')[0]}/{ended.pid}/15"
+    me = record.Descriptor("h", machine or here().machine, process, True, f"dead {rank}", at=at)
+    room = record.room_of(record.root_of(store, "job", 0), generation)
+    room.compare_set("record", b"", record.msgspec.json.encode(record.Record(size)))
+    Neighbours(room, me).append(rank)
+    room.set(record.rank_key(rank), record.msgspec.json.encode(me))
+
+
+def test_the_death_of_a_member_is_told_to_those_that_wait(store: MemoryStore) -> None:
+    def killed() -> None:
+        store.wait(["job/0/0/rank/0", "job/0/0/rank/1"])
+        _dead_member(store, 3, 4)
+
+    first, second, _ = together(lambda: meet_in(store, 0, 4), lambda: meet_in(store, 1, 4), killed)
+    for error in (first, second):
+        assert isinstance(error, RendezvousError)
+        assert not isinstance(error, RendezvousTimeout)
+        assert "rank 3 (process " in str(error)
+        assert "died while the ranks were meeting" in str(error)
+    release_all(_meet_all(store, 4))
+    assert store.list_keys() == ["job/0/ended/1", "job/0/generation"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_member_that_died_before_all_had_come_is_in_nobodys_way(store: MemoryStore, named: bool) -> None:
+    _write_record(store, 2)
+    for generation in range(3):
+        _dead_member(store, 0, 2, generation=generation)
+        calls = [lambda rank=rank: meet_in(store, rank if named else None) for rank in range(2)]
+        members = all_well(together(*calls))
+        assert members[0].store is not members[1].store
+        release_all(members)
+        store.set("job/0/generation", str(generation + 1))
+        store.delete(f"job/0/ended/{generation + 1}")
+
+
+def test_a_late_comer_hears_once_of_the_death_of_a_rank_that_was_started_with_it(store: MemoryStore) -> None:
+    _dead_member(store, 0, 2, at=now())
+    for size in (2, 2):
+        with pytest.raises(RendezvousError, match=r"rank 0 \(process .* died while the ranks were meeting"):
+            meet_in(store, 1, size)
+        release_all(_meet_all(store, size))  # a second try waits for the others
+        _dead_member(store, 0, 2, at=now(), generation=int(store.get("job/0/generation")))
+
+
+def test_a_member_that_died_on_another_machine_is_waited_for(store: MemoryStore) -> None:
+    _dead_member(store, 1, 3, machine="another/boot/net")
+    with pytest.raises(RendezvousTimeout, match=r"waited .* for rank\(s\) 2; 2 did not come"):
+        meet_in(store, 0, 3, timeout=0.5)
+
+
+def test_a_job_that_lost_a_rank_is_waited_for_until_the_others_are_gone(store: MemoryStore) -> None:
+    first = _meet_all(store, 2)
+    _dead_member(store, 1, 2)  # in the place of the member that is there
+    with pytest.raises(RendezvousTimeout, match=r"an earlier job .* its rank\(s\) 0 did not leave"):
+        meet_in(store, 1, 2, timeout=0.2)
+
+    def late() -> None:
+        first[0].release(1.0)
+
+    newcomers = together(lambda: meet_in(store, 0, 2), lambda: meet_in(store, 1, 2), late)
+    assert len(all_well(newcomers[:2])) == 2
+
+
+def test_a_rank_that_cannot_connect_tells_the_others(store: MemoryStore) -> None:
+    members = _meet_all(store, 3)
+    for member in members:
+        member.look()
+    members[1].abandon(OSError("no descriptors"))
+    for member in (members[0], members[2]):
+        with pytest.raises(RendezvousError, match="rank 1 could not connect: OSError: no descriptors"):
+            member.look()
+        member.abandon(RendezvousError("heard of it"))
+    release_all(_meet_all(store, 3))
+    assert store.list_keys() == ["job/0/ended/1", "job/0/generation"]
 
 
 def test_a_secret_agreed_in_the_store_is_the_same_for_all(store: MemoryStore) -> None:

@@ -11,25 +11,37 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import socket
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
 from .. import wire
-from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout, UsageError, WireError
+from ..errors import (
+    AuthenticationError,
+    RendezvousError,
+    RendezvousTimeout,
+    StoreError,
+    StoreTimeout,
+    UsageError,
+    VersionMismatch,
+    WireError,
+    WireTimeout,
+)
 from ..wire import Connection, Deadline
 from .base import Membership
 
 #: how a rank may be told to reach others on its host
 TRANSPORTS = ("auto", "shm", "tcp")
 
-T = TypeVar("T")
-
 _PURPOSE = "mesh"
 _ATTEMPT = 0.02  # seconds between looks at whether accepting is still needed
+_LOOK = 0.25  # seconds between looks at whether the ranks that are awaited live
+_PATIENCE = 1.0  # seconds in which the reason is found why a rank went away
 
 
 class _Address(msgspec.Struct):
@@ -61,6 +73,16 @@ class LocalPeer:
     capacity: int
     out: int
     in_: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedMemory:
+    """What a rank on this host handed over: its memory, and where the ring for this rank lies in it."""
+
+    fd: int
+    capacity: int
+    ring: int
     pid: int
 
 
@@ -114,7 +136,8 @@ class _Builder:
         self._memory = memory
         self._transport = transport
         self._deadline = deadline
-        self._mesh = Mesh()
+        self._links: dict[int, Connection] = {}
+        self._memories: dict[int, _SharedMemory] = {}
         self._addresses: list[_Address] = []
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -124,7 +147,7 @@ class _Builder:
         name = f"shoal-{secrets.token_hex(12)}"
         with wire.listen_unix(name) as unix, wire.listen(me.interface, secret=me.secret) as tcp:
             mine = _Address(me.host, self._transport, name, me.interface, tcp.getsockname()[1])
-            self._addresses = self._share("mesh", mine, _Address)
+            self._addresses = self._share(mine)
             self._check_transports()
             acceptors = [
                 threading.Thread(target=self._accept_all, args=(listener,), daemon=True)
@@ -139,32 +162,61 @@ class _Builder:
                 self._failure = error
             for acceptor in acceptors:
                 acceptor.join()
-        if self._failure is not None:
-            self._mesh.close()
-            raise self._failure
         try:
-            self._mesh.hosts = self._partition()
+            if self._failure is not None:
+                raise self._failure
+            hosts = self._partition(self._agree())
         except BaseException:
-            self._mesh.close()
+            self._close()
             raise
-        return self._mesh
+        return self._hand_over(hosts)
+
+    def _hand_over(self, hosts: list[int]) -> Mesh:
+        mesh = Mesh(hosts=hosts)
+        for rank, link in self._links.items():
+            memory = self._memories.get(rank)
+            if memory is None:
+                mesh.remote[rank] = link.detach()
+            else:
+                mesh.local[rank] = LocalPeer(
+                    link.detach(),
+                    memory.fd,
+                    memory.capacity,
+                    self._memory.rings[rank],
+                    memory.ring,
+                    memory.pid,
+                )
+        return mesh
+
+    def _close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for memory in self._memories.values():
+            os.close(memory.fd)
 
     # -- store ---------------------------------------------------------------------------------
 
-    def _share(self, key: str, value: object, kind: type[T]) -> list[T]:
-        """Publish ``value`` and collect everybody's, in two store operations."""
+    def _share(self, mine: _Address) -> list[_Address]:
+        """Publish where this rank listens and collect where the others do: all that the store is used for."""
         store = self._me.store
-        store.set(f"{key}/{self._me.rank}", msgspec.msgpack.encode(value))
-        keys = [f"{key}/{rank}" for rank in range(self._me.size)]
+        keys = [f"mesh/{rank}" for rank in range(self._me.size)]
         try:
-            values = store.multi_get(keys, max(self._deadline.remaining(), 0.001))
-        except StoreTimeout as error:
-            missing = [rank for rank, k in enumerate(keys) if not store.check([k])]
-            raise RendezvousTimeout(
-                f"rank {self._me.rank}: ranks {_names(missing)} did not connect within "
-                f"{self._deadline.timeout:g} s; they are late or have died"
-            ) from error
-        return [msgspec.msgpack.decode(value, type=kind) for value in values]
+            store.set(f"mesh/{self._me.rank}", msgspec.msgpack.encode(mine))
+            while True:
+                with contextlib.suppress(StoreTimeout):
+                    values = store.multi_get(keys, min(_LOOK, self._deadline.remaining()))
+                    return [msgspec.msgpack.decode(value, type=_Address) for value in values]
+                self._me.look()
+                if self._deadline.expired:
+                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                    raise RendezvousTimeout(
+                        f"rank {self._me.rank}: ranks {_names(missing)} did not connect within "
+                        f"{self._deadline.timeout:g} s; they are late or hang"
+                    )
+        except StoreError:
+            # It may have gone with a rank that died, whose sockets end a moment before it does.
+            self._look_for_reason(range(self._me.size))
+            raise
 
     def _check_transports(self) -> None:
         for rank, address in enumerate(self._addresses):
@@ -174,10 +226,43 @@ class _Builder:
                     f"{address.transport!r}: give all ranks the same (SHOAL_TRANSPORT)"
                 )
 
-    def _partition(self) -> list[int]:
+    def _agree(self) -> dict[int, set[int]]:
+        """With which ranks each rank shares memory, exchanged over the connections themselves.
+
+        It is also the end of connecting.  A rank says its part when it needs neither the store nor any
+        other rank's help any more, and returns when all have said theirs: from then on every rank gets
+        through with what is on its way already, whatever becomes of this one.
+        """
+        mine = sorted(self._memories)
+        self._me.connected()
+        said = {self._me.rank: set(mine)}
+        poll = select.poll()
+        rank_of = {}
+        for rank, link in self._links.items():
+            try:
+                link.send(msgspec.msgpack.encode(mine), self._remaining(rank))
+            except WireError as error:
+                raise self._lost(rank) from error
+            rank_of[link.fileno()] = rank
+            poll.register(link.fileno(), select.POLLIN)
+        while rank_of:
+            for fd, _ in poll.poll(self._deadline.milliseconds()):
+                rank = rank_of.pop(fd)
+                poll.unregister(fd)
+                try:
+                    message = self._links[rank].recv(self._deadline.remaining())
+                    said[rank] = set(msgspec.msgpack.decode(message, type=list[int]))
+                except (WireError, msgspec.MsgspecError) as error:
+                    raise self._lost(rank) from error
+            if rank_of and self._deadline.expired:
+                raise RendezvousTimeout(
+                    f"rank {self._me.rank}: ranks {_names([*rank_of.values()])} were not connected to all "
+                    f"others within {self._deadline.timeout:g} s"
+                )
+        return said
+
+    def _partition(self, shared: dict[int, set[int]]) -> list[int]:
         """Which ranks share a host; all of a host's pairs must have succeeded, or none counts."""
-        mine = sorted(self._mesh.local)
-        shared = [set(ranks) for ranks in self._share("mesh-local", mine, list[int])]
         hosts: dict[str, list[int]] = {}
         for rank, address in enumerate(self._addresses):
             hosts.setdefault(address.host, []).append(rank)
@@ -209,14 +294,21 @@ class _Builder:
                 )
                 self._introduce(connection, rank)
                 return
-        connection = wire.connect(
-            address.address,
-            address.port,
-            secret=self._me.secret,
-            purpose=_PURPOSE,
-            timeout=self._remaining(rank),
-        )
-        self._introduce(connection, rank)
+        try:
+            connection = wire.connect(
+                address.address,
+                address.port,
+                secret=self._me.secret,
+                purpose=_PURPOSE,
+                timeout=self._remaining(rank),
+            )
+            self._introduce(connection, rank)
+        except (AuthenticationError, VersionMismatch):
+            raise
+        except WireTimeout as error:
+            raise self._late() from error
+        except WireError as error:
+            raise self._lost(rank) from error
 
     def _accept_all(self, listener: socket.socket) -> None:
         """Take in the ranks above, on one of the two listeners, until all have come on either."""
@@ -226,10 +318,14 @@ class _Builder:
             purpose=_PURPOSE,
             most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
         )
+        looked = Deadline(_LOOK)
         try:
             while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
                 if self._deadline.remaining() <= 0:
                     raise self._late(acceptor.refused)
+                if looked.expired:
+                    self._me.look()
+                    looked = Deadline(_LOOK)
                 # Strangers, and peers that will try another way, are passed over.
                 with contextlib.suppress(WireError, msgspec.MsgspecError):
                     self._introduce(acceptor.accept(_ATTEMPT), None)
@@ -240,48 +336,84 @@ class _Builder:
 
     def _absent(self, ranks: range) -> list[int]:
         with self._lock:
-            return [rank for rank in ranks if rank not in self._mesh.local and rank not in self._mesh.remote]
+            return [rank for rank in ranks if rank not in self._links]
 
     def _introduce(self, connection: Connection, expected: int | None) -> None:
         """Exchange names, and memory over a unix socket; then the connection belongs to the mesh."""
-        with connection:
-            me, timeout = self._me, self._deadline.remaining()
-            unix = connection.socket.family == socket.AF_UNIX
-            if expected is not None:
-                self._say_hello(connection, expected)
-            else:
-                timeout = min(timeout, wire.HANDSHAKE_TIMEOUT)  # others wait to be accepted
-            theirs = msgspec.msgpack.decode(connection.recv(timeout), type=_Hello)
-            if (theirs.job, theirs.epoch) != (me.job, me.epoch):
-                raise WireError(
-                    f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job"
-                )
-            if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
-                raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
-            if expected is None:
-                self._say_hello(connection, theirs.rank)
-            if not unix:
-                with self._lock:
-                    self._mesh.remote[theirs.rank] = connection.detach()
-                return
-            pid = wire.peer_pid(connection)
-            wire.send_fds(connection, [self._memory.fd], timeout)
-            (memory_fd,) = wire.recv_fds(connection, 1, timeout)
-            peer = LocalPeer(
-                connection.detach(),
-                memory_fd,
-                theirs.capacity,
-                self._memory.rings[theirs.rank],
-                theirs.ring,
-                pid,
+        try:
+            theirs, memory = self._meet(connection, expected)
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(theirs, connection, memory)
+
+    def _meet(self, connection: Connection, expected: int | None) -> tuple[int, _SharedMemory | None]:
+        me, timeout = self._me, self._deadline.remaining()
+        if expected is not None:
+            self._say_hello(connection, expected)
+        else:
+            timeout = min(timeout, wire.HANDSHAKE_TIMEOUT)  # others wait to be accepted
+        theirs = msgspec.msgpack.decode(connection.recv(timeout), type=_Hello)
+        if (theirs.job, theirs.epoch) != (me.job, me.epoch):
+            raise WireError(
+                f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job"
             )
-            with self._lock:
-                self._mesh.local[theirs.rank] = peer
+        if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
+            raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
+        if expected is None:
+            self._say_hello(connection, theirs.rank)
+        if connection.socket.family != socket.AF_UNIX:
+            return theirs.rank, None
+        pid = wire.peer_pid(connection)
+        wire.send_fds(connection, [self._memory.fd], timeout)
+        (fd,) = wire.recv_fds(connection, 1, timeout)
+        return theirs.rank, _SharedMemory(fd, theirs.capacity, theirs.ring, pid)
+
+    def _keep(self, rank: int, link: Connection, memory: _SharedMemory | None) -> None:
+        """Take a link into the mesh.
+
+        A rank that comes over both transports gave up sharing memory at its end: the socket counts.
+        """
+        with self._lock:
+            spare: tuple[Connection, _SharedMemory | None] | None = None
+            if rank not in self._links or memory is None:
+                if rank in self._links:
+                    spare = self._links[rank], self._memories.pop(rank, None)
+                self._links[rank] = link
+                if memory is not None:
+                    self._memories[rank] = memory
+            else:
+                spare = link, memory
+        if spare is not None:
+            spare[0].close()
+            if spare[1] is not None:
+                os.close(spare[1].fd)
 
     def _say_hello(self, connection: Connection, to: int) -> None:
         me = self._me
         hello = _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
         connection.send(msgspec.msgpack.encode(hello), self._deadline.remaining())
+
+    def _lost(self, rank: int) -> RendezvousError:
+        """The error to raise when ``rank`` cannot be reached, or went, before the ranks were connected.
+
+        Raises:
+            RendezvousError: with the reason, as soon as it is known.
+        """
+        self._look_for_reason([rank])
+        return RendezvousError(
+            f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
+            "prints, and start the job again"
+        )
+
+    def _look_for_reason(self, ranks: Sequence[int]) -> None:
+        """Raise the reason why one of the ranks went, if it is found in a moment."""
+        patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
+        while True:
+            self._me.look(ranks)
+            if patience.expired:
+                return
+            time.sleep(_ATTEMPT)
 
     def _remaining(self, rank: int) -> float:
         remaining = self._deadline.remaining()

@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from .. import config
 from ..backend.registry import NATIVE, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..initialize import lanes, world
+from ..initialize import connect, lanes, world
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.given import store_address
 from ..store import PrefixStore, adopt
@@ -29,8 +30,10 @@ from .devices import others
 from .process_group import TorchProcessGroup
 from .registration import NAME
 
-#: seconds for a goodbye after the backend could not be made
+#: seconds for a goodbye after the group could not be made
 _FAILED = 5.0
+#: seconds for leaving the meeting, which waits for nobody
+_LEAVING = 5.0
 
 
 def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | None) -> TorchProcessGroup:
@@ -94,11 +97,14 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     membership = attend(venue, request)
     try:
         incarnation = membership.store.compare_set("incarnation", b"", secrets.token_hex(8).encode()).decode()
-        engine = backend_factory(NATIVE)(membership, timeout=limit, **extra)
-    finally:
-        # The meeting ends here and not with the group: by then the store may be gone with rank 0, which torch
-        # lets serve it, and torch's C++ prints a stack whenever a store is gone.
-        membership.release(_FAILED)
+    except BaseException as error:
+        membership.abandon(error)
+        raise
+    # The meeting ends here and not with the group: by then the store may be gone with rank 0, which torch
+    # lets serve it, and torch's C++ prints a stack whenever a store is gone.
+    leaving = replace(membership, connected=partial(membership.release, _LEAVING))
+    engine = connect(leaving, backend_factory(NATIVE), timeout=limit, options=extra)
+    membership.release(_LEAVING)
     own = PrefixStore(incarnation, adopt(options.store))
     membership = replace(membership, store=own, release=lambda _: own.close())
     name = options.group_id if options.global_ranks_in_group else "world"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import socket
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 LOOPBACK = "127.0.0.1"
+
+#: stands for what /proc does not tell; a process with such an identity is never judged
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class Here:
     Attributes:
         machine: identity of the kernel and network namespace.  Processes with equal values reach each
             other over loopback, whatever ``SHOAL_HOST_ID`` says.
-        process: identity of the process, never used twice: PID namespace, PID and start time.
+        process: identity of the process, never used twice: PID namespace, PID and start time (in ticks
+            since the machine started, which no change of its clock moves).
     """
 
     machine: str
@@ -30,8 +34,19 @@ class Here:
 
 def here() -> Here:
     """Where the calling process runs."""
-    start = psutil.Process().create_time()
-    return Here(machine_id(), f"{_namespace('pid')}/{os.getpid()}/{start}")
+    state = _state(os.getpid())
+    return Here(machine_id(), f"{_pid_namespace()}/{os.getpid()}/{_UNKNOWN if state is None else state[0]}")
+
+
+def now() -> float:
+    """Seconds since this machine started, those of its sleep among them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def started() -> float:
+    """The moment, as of :func:`now`, at which this process was started; infinity when unknown."""
+    state = _state(os.getpid())
+    return math.inf if state is None else int(state[0]) / os.sysconf("SC_CLK_TCK")
 
 
 @cache
@@ -52,21 +67,54 @@ def _namespace(kind: str) -> str:
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
-        return f"{kind}:unknown"
+        return f"{kind}:{_UNKNOWN}"
+
+
+def _pid_namespace() -> str:
+    """The namespace whose numbers both ``os.getpid`` and ``/proc`` use; unknown when they differ."""
+    try:
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return _namespace("pid")
+    except OSError:
+        pass
+    return f"pid:{_UNKNOWN}"
 
 
 def process_is_gone(process: str) -> bool:
-    """Whether ``process`` (of :class:`Here`, on this machine) has ended; False when unknown."""
+    """Whether ``process`` (of :class:`Here`, on this machine) has ended; False when unknown.
+
+    A zombie has ended, unless it is a program whose first thread ended before the others.
+    """
     namespace, pid, start = process.rsplit("/", 2)
-    if namespace != _namespace("pid"):
+    if namespace != _pid_namespace() or _UNKNOWN in (namespace.partition(":")[2], start):
         return False
+    state = _state(int(pid))
+    if state is None:
+        # It ended, or /proc hides the processes of other users.
+        return not _exists(int(pid))
+    found, ended = state
+    return ended or found != start
+
+
+def _exists(pid: int) -> bool:
     try:
-        found = psutil.Process(int(pid))
-        return found.create_time() != float(start) or found.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.AccessDenied:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _state(pid: int) -> tuple[str, bool] | None:
+    """Start time of a process in ticks, and whether it has ended and was not yet waited for."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The second field is the program's name, in brackets, and may hold spaces and brackets itself.
+    fields = text.rpartition(")")[2].split()
+    return fields[19], fields[0] in "ZXx" and int(fields[17]) <= 1
 
 
 def resolve(host: str, port: int) -> list[str]:

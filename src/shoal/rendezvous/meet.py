@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,8 @@ from .venue import Request, Venue, open_venue, parse_url
 #: seconds for the change from one job's server to the next one's at the same address
 _SETTLING_TIME = 5.0
 _PAUSE = 0.02
+#: seconds for the others to hear why the meeting failed, before the store goes with this rank
+_LETTING_GO = 3.0
 
 
 def rendezvous(
@@ -137,10 +140,24 @@ def attend(venue: Venue, request: Request) -> Membership:
     except BaseException as error:
         if venue.alone is not None:
             meeting.call_off(error)
+            _let_go(venue.alone)
         raise
-    venue.met()
-    secret = _secret(meeting, venue, request)
+    try:
+        venue.met()
+        secret = _secret(meeting, venue, request)
+        interface = _interface(meeting.members, venue, config.INTERFACE.get(environ))
+    except BaseException as error:
+        meeting.fail(error)
+        if venue.alone is not None:
+            _let_go(venue.alone)
+        raise
     together = [rank for rank, member in enumerate(meeting.members) if member.host == host]
+    release = _release(meeting, venue)
+
+    def abandon(error: BaseException) -> None:
+        meeting.fail(error)
+        release(_LETTING_GO)
+
     return Membership(
         rank=meeting.rank,
         size=meeting.size,
@@ -150,10 +167,19 @@ def attend(venue: Venue, request: Request) -> Membership:
         job=job,
         epoch=epoch,
         secret=secret,
-        interface=_interface(meeting.members, venue, config.INTERFACE.get(environ)),
+        interface=interface,
         host=host,
-        release=_release(meeting, venue),
+        release=release,
+        abandon=abandon,
+        look=meeting.look,
     )
+
+
+def _let_go(alone: Callable[[], bool]) -> None:
+    """Serve the store until the others have read why the meeting failed."""
+    deadline = Deadline(_LETTING_GO)
+    while not (alone() or deadline.expired):
+        time.sleep(_PAUSE)
 
 
 def _check_numbers(rank: int | None, size: int | None) -> None:
@@ -198,7 +224,12 @@ def _interface(members: Sequence[Descriptor], venue: Venue, configured: str | No
 
 
 def _release(meeting: Meeting, venue: Venue) -> Callable[[float], None]:
+    released = threading.Event()
+
     def release(timeout: float) -> None:
+        if released.is_set():
+            return
+        released.set()
         try:
             # The store may be gone with its host, and there is nobody left to tell.
             with contextlib.suppress(StoreError, WireError):

@@ -4,25 +4,33 @@ Everything lives under the prefix ``job/epoch``.  Within it, each world group th
 *generation*, a room of its own, so that a job may follow another one at the same place::
 
     generation            number of the current room
-    ended/<generation>    set when everybody left that room
+    ended/<generation>    set when that room ended: 1, or why the meeting in it failed
     <generation>/record   size and version: what all members must agree on
     <generation>/arrivals counter: the rank of those that come without one
+    <generation>/machine/ the processes of each machine, so that each can see who of its own is dead
     <generation>/rank/<r> descriptor of the member that is rank r, or why nobody will be it
     <generation>/left     counter of members that closed their group
     <generation>/store/   the group's own keys
 
 A rank looks up the room, compares the record, claims its rank with one ``compare_set``, and waits for
-all descriptors at once: the number of its store operations does not depend on the size of the job.
-The last to leave opens the next room and deletes the old one's keys.  A newcomer who finds the room
-full while its members leave waits for the next one; if the members died without leaving (all of them
-on this machine, so that it can tell), it opens the next room itself.
+all descriptors at once: the number of its store operations does not depend on the size of the job, but for
+a look now and then, while it waits, at whether a process of its machine died.  The last to leave opens the
+next room and deletes the old one's keys.
+
+A member that dies before all ranks are connected, or cannot connect, has *failed* the meeting for all:
+whoever notices says so in the store and opens the next room, where those who start again meet.  A newcomer
+who finds a room that cannot succeed any more does the same.  If it ran already when the member came that
+died, it was started together with it, and is told; else it belongs to a new start and goes on to the next
+room.  A newcomer who finds the room full while its members leave, or after one of them died, waits for the
+next one; if all of them are dead it opens that itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -36,11 +44,21 @@ from ..errors import (
 )
 from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
-from .host import Here, process_is_gone
-from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, room_of, root_of
+from .host import Here, now
+from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, root_of
+from .room import Room, died
 
 #: seconds between two looks at members that are leaving
 _LEAVING_CHECK = 0.5
+#: seconds between two looks at those that wait too: the first one, and the longest
+_FIRST_LOOK, _LOOK = 0.03, 0.25
+#: the same for each rank of the job, so that thousands do not keep the store busy
+_LOOK_PER_RANK = 0.0005
+
+#: seconds for a process whose store went away to be seen dead, and between two looks at it
+_PATIENCE, _PAUSE = 0.2, 0.01
+
+_ANOTHER_PLACE = "another job name (shoal.init(job=...) or SHOAL_JOB), or another place to meet"
 
 
 class Meeting:
@@ -72,13 +90,14 @@ class Meeting:
     ) -> None:
         self._root = root_of(store, job, epoch)
         self._where = f"job {job!r}, epoch {epoch}"
+        self._prefix = f"rendezvous ({self._where}): "
         self._rank = rank
         self._size = size
-        self._me = Descriptor(host, here.machine, here.process, rank is not None, secrets.token_hex(8))
+        self._me = Descriptor(
+            host, here.machine, here.process, rank is not None, secrets.token_hex(8), at=now()
+        )
         self._deadline = deadline
-        self._generation = -1
-        self._room: Store = self._root
-        self._fixed = False
+        self._room = Room(self._root, self._me, -1)
         self.rank = -1
         self.size = -1
         self.members: list[Descriptor] = []
@@ -94,15 +113,40 @@ class Meeting:
         while not self._enter():
             self._await_next_room()
         try:
-            values = self._room.multi_get([rank_key(r) for r in range(self.size)], self._deadline.remaining())
-        except StoreTimeout:
-            missing = self._missing()
-            self._withdraw()
-            raise missing from None
+            values = self._await_all()
         except BaseException:
             self._withdraw()
             raise
         self.members = [decode_member(value) for value in values]
+
+    def look(self, ranks: Collection[int] | None = None) -> None:
+        """Find out, while waiting for other ranks, whether the meeting can still succeed.
+
+        Args:
+            ranks: those whose death counts; None: all.  A rank that is connected to all others may end in
+                good order while this one is not.
+
+        Raises:
+            RendezvousError: the meeting failed; the message names the member that died, or the reason.
+        """
+        if dead := self._dead_now(ranks):
+            reason = died(dead)
+            with contextlib.suppress(StoreError, WireError):
+                self._room.fail(reason, at=max(each.at for each in dead.values()))
+                self._room.why_failed()
+            raise self._failed(reason)
+        with contextlib.suppress(StoreError, WireError):
+            if (why := self._room.why_failed()) is not None:
+                raise self._failed(why)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank could not connect because of ``error``."""
+        reason = str(error) or type(error).__name__
+        if not isinstance(error, RendezvousError):
+            reason = f"rank {self.rank} could not connect: {type(error).__name__}: {reason}"
+        with contextlib.suppress(StoreError, WireError):
+            self._room.fail(reason, at=self._me.at)
+            self._room.why_failed()  # this process has heard of it
 
     def call_off(self, error: BaseException) -> None:
         """The store goes with this rank, which gave up with ``error``: tell those who wait here.
@@ -112,26 +156,26 @@ class Meeting:
         reason = f"the rank that serves the store gave up: {error or type(error).__name__}"
         notice = msgspec.json.encode(CalledOff(reason, isinstance(error, RendezvousTimeout)))
         with contextlib.suppress(StoreError, WireError):
-            record = decode(self._room.get("record", 0.0), Record)
-            for rank in range(record.size):
-                self._room.compare_set(rank_key(rank), b"", notice)
+            record = self._room.record()
+            for rank in range(0 if record is None else record.size):
+                self._room.store.compare_set(rank_key(rank), b"", notice)
 
     @property
     def store(self) -> Store:
         """The group's own keys."""
-        return PrefixStore("store", self._room)
+        return PrefixStore("store", self._room.store)
 
     def agree_on_secret(self) -> bytes:
         """A secret that all ranks share through the store.  Only for stores that nobody else can read."""
         mine = secrets.token_hex(32).encode()
-        return self._room.compare_set("secret", b"", mine)
+        return self._room.store.compare_set("secret", b"", mine)
 
     def leave(self) -> None:
         """Say that this rank is done; the last one opens the next room and clears this one."""
         gone = msgspec.structs.replace(self._me, left=True)
-        self._room.set(rank_key(self.rank), msgspec.json.encode(gone))
-        if self._room.add("left", 1) >= self.size:
-            self._open_next_room()
+        self._room.store.set(rank_key(self.rank), msgspec.json.encode(gone))
+        if self._room.store.add("left", 1) >= self.size:
+            self._room.close()
 
     def wait_until_all_left(self, timeout: float, alone: Callable[[], bool]) -> None:
         """Block until every member left the room, is dead, or ``timeout`` ran out.
@@ -141,33 +185,74 @@ class Meeting:
             alone: whether nobody else is connected to the store; those that died never leave.
         """
         deadline = Deadline(timeout)
-        while not (self._has_ended() or alone() or deadline.expired):
-            self._watch(min(_LEAVING_CHECK, deadline.remaining()))
+        while not (self._room.has_ended() or alone() or deadline.expired):
+            self._room.watch(min(_LEAVING_CHECK, deadline.remaining()))
+
+    def _await_all(self) -> list[bytes]:
+        """Everybody's descriptor."""
+        try:
+            return self._look_until_all_came()
+        except StoreError as error:
+            # It may have gone with the rank that served it, whose sockets end a moment before it does.
+            patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
+            while not (gone := self._room.neighbours.gone_of_known()):
+                if patience.expired:
+                    raise
+                time.sleep(_PAUSE)
+            named = ", ".join(map(str, gone))
+            raise self._failed(
+                f"{named} died while the ranks were meeting, and the store is gone; start the job again"
+            ) from error
+
+    def _look_until_all_came(self) -> list[bytes]:
+        keys = [rank_key(rank) for rank in range(self.size)]
+        pause, longest = _FIRST_LOOK, max(_LOOK, _LOOK_PER_RANK * self.size)
+        while True:
+            with contextlib.suppress(StoreTimeout):
+                return self._room.store.multi_get(keys, min(pause, self._deadline.remaining()))
+            self.look()
+            if self._deadline.expired:
+                raise self._missing()
+            pause = min(2 * pause, longest)
+
+    def _dead_now(self, ranks: Collection[int] | None) -> dict[int, Descriptor]:
+        """The members known to be dead."""
+        if not self.members:
+            return self._room.dead()
+        return {
+            rank: each
+            for rank, each in enumerate(self.members)
+            if (ranks is None or rank in ranks) and self._room.is_dead(each)
+        }
 
     def _enter(self) -> bool:
         """Claim a rank in the current room; False when the room is full or about to end."""
-        self._generation = self._root.add("generation", 0)
-        self._room = room_of(self._root, self._generation)
+        self._room = Room(self._root, self._me, self._root.add("generation", 0))
+        if (why := self._room.why_failed_before()) is not None:
+            raise self._failed(why)
+        if self._room.fail_if_doomed():
+            return False
         record = self._agree_on_record()
         if record is None:
             return False
-        self.size, self._fixed = record.size, record.fixed
+        self.size = record.size
         if self._rank is not None:
             self._check_rank(self._rank)
+        self._room.neighbours.append(self._rank)
         rank = self._claim()
         if rank is None:
             return False
-        if self._has_ended():
+        if self._room.has_ended():
             # The room ended, and was cleared, between our look at its number and our claim.
-            self._clear()
-            return self._enter()
+            self._room.clear()
+            return False
         self.rank = rank
         return True
 
     def _agree_on_record(self) -> Record | None:
         if self._size is None:
             try:
-                raw = self._room.get("record", self._deadline.remaining())
+                raw = self._room.store.get("record", self._deadline.remaining())
             except StoreTimeout:
                 raise RendezvousTimeout(
                     f"rendezvous ({self._where}): within {self._deadline.timeout:g} s nobody wrote the job's "
@@ -175,10 +260,10 @@ class Meeting:
                     "`shoal store --size N`, or give every rank the size"
                 ) from None
         else:
-            raw = self._room.compare_set("record", b"", msgspec.json.encode(Record(self._size)))
+            raw = self._room.store.compare_set("record", b"", msgspec.json.encode(Record(self._size)))
         record = decode(raw, Record)
         if (record.protocol, record.version) != (PROTOCOL, build_version()):
-            if self._is_ending():
+            if self._room.is_ending():
                 return None
             raise VersionMismatch(
                 f"rendezvous ({self._where}): the job runs shoal {record.version} (rendezvous protocol "
@@ -186,7 +271,7 @@ class Meeting:
                 "same version everywhere"
             )
         if self._size is not None and self._size != record.size:
-            if self._is_ending():
+            if self._room.is_ending():
                 return None
             raise self._refuse(
                 f"this process{self._as_rank()} came with size {self._size}, but the job's size is "
@@ -204,47 +289,23 @@ class Meeting:
     def _claim(self) -> int | None:
         if self._rank is not None:
             return self._rank if self._take(self._rank) else None
-        arrival = self._room.add("arrivals", 1) - 1
+        arrival = self._room.store.add("arrivals", 1) - 1
         if arrival < self.size and self._take(arrival):
             return arrival
         # Somebody gave up and came again, or died on the way: its place is free.
-        taken = self._taken()
+        taken = self._room.members()
         free = (rank for rank in range(self.size) if rank not in taken)
         return next((rank for rank in free if self._take(rank)), None)
 
     def _take(self, rank: int) -> bool:
         mine = msgspec.json.encode(self._me)
-        return self._room.compare_set(rank_key(rank), b"", mine) == mine
-
-    def _taken(self) -> dict[int, Descriptor]:
-        """The members that are in the room now.  Not part of the way that a rank goes when all is well."""
-        found = {}
-        for key in self._room.list_keys("rank/"):
-            try:
-                raw = self._room.get(key, 0.001)
-            except StoreTimeout:
-                continue  # it withdrew in the meantime
-            found[int(key.removeprefix("rank/"))] = decode_member(raw)
-        return found
+        return self._room.store.compare_set(rank_key(rank), b"", mine) == mine
 
     def _withdraw(self) -> None:
         """Free the rank, so that a second try can have it."""
         with contextlib.suppress(StoreError, OSError):  # the store may be what failed
-            self._room.set(f"gave_up/{self.rank}", b"")
-            self._room.delete(rank_key(self.rank))
-
-    def _is_ending(self) -> bool:
-        """Whether members of this room left it already, or all of them are dead."""
-        return self._has_ended() or self._room.add("left", 0) > 0 or self._is_abandoned(self._taken())
-
-    def _has_ended(self) -> bool:
-        return self._root.add("generation", 0) != self._generation
-
-    def _is_abandoned(self, members: Mapping[int, Descriptor]) -> bool:
-        return bool(members) and all(
-            member.left or (member.machine == self._me.machine and process_is_gone(member.process))
-            for member in members.values()
-        )
+            self._room.store.set(f"gave_up/{self.rank}", b"")
+            self._room.store.delete(rank_key(self.rank))
 
     def _await_next_room(self) -> None:
         """Wait while the members of this room leave it.
@@ -252,37 +313,30 @@ class Meeting:
         Raises:
             RendezvousError: they do not.
         """
-        while not self._has_ended():
-            members = self._taken()
-            if self._is_abandoned(members):
-                self._open_next_room()
+        while not self._room.has_ended():
+            members = self._room.members()
+            if self._room.is_abandoned(members):
+                self._room.close()
                 return
-            if not self._is_ending():
+            if self._room.fail_if_doomed():
+                return
+            if not self._room.is_ending(members):
                 raise self._refuse(self._why_no_place(members))
             if self._deadline.expired:
-                still = [rank for rank, member in members.items() if not member.left]
+                gone = {rank for rank, each in members.items() if each.left or self._room.is_dead(each)}
                 raise RendezvousTimeout(
                     f"rendezvous ({self._where}): an earlier job at this place is ending, but its rank(s) "
-                    f"{_ranks(still)} did not leave it within {self._deadline.timeout:g} s; end them, or use "
-                    "another SHOAL_JOB or place"
+                    f"{_ranks(members.keys() - gone)} did not leave it within {self._deadline.timeout:g} s; "
+                    f"end them, or use {_ANOTHER_PLACE}"
                 )
-            self._watch(min(_LEAVING_CHECK, self._deadline.remaining()))
-
-    def _watch(self, timeout: float) -> None:
-        """Wait until the last member leaves the room, but no longer than ``timeout``."""
-        with contextlib.suppress(StoreTimeout):
-            self._root.wait([self._ended_key()], timeout)
+            self._room.watch(min(_LEAVING_CHECK, self._deadline.remaining()))
 
     def _why_no_place(self, members: Mapping[int, Descriptor]) -> str:
-        advice = (
-            "If that is an earlier job which ended without closing its group, use another SHOAL_JOB or "
-            "another place to meet"
-        )
         if self._rank is None:
             return (
                 f"the group of {self.size} is full, this process is one too many; each rank is taken: "
                 + "; ".join(f"rank {rank} by {member}" for rank, member in sorted(members.items()))
-                + f". {advice}"
+                + f". {self._advice(members.values())}"
             )
         holder = members.get(self._rank)
         if holder is None:
@@ -290,27 +344,19 @@ class Meeting:
         mixed = (
             "" if holder.named else " (that process came without a rank and was given this one on arrival)"
         )
-        return f"rank {self._rank} is given twice: {holder} has it already{mixed}. {advice}"
+        return f"rank {self._rank} is given twice: {holder} has it already{mixed}. {self._advice([holder])}"
 
-    def _open_next_room(self) -> None:
-        following = self._generation + 1
-        if self._fixed:
-            room_of(self._root, following).set("record", msgspec.json.encode(Record(self.size, fixed=True)))
-        self._root.compare_set("generation", str(self._generation).encode(), str(following).encode())
-        self._clear()
-        self._root.set(self._ended_key(), b"1")
-        self._root.delete(f"ended/{self._generation - 1}")
-
-    def _clear(self) -> None:
-        for key in self._room.list_keys():
-            self._room.delete(key)
-
-    def _ended_key(self) -> str:
-        return f"ended/{self._generation}"
+    def _advice(self, holders: Iterable[Descriptor]) -> str:
+        if any(holder.process == self._me.process for holder in holders):
+            return (
+                "It is this process itself: a second world in one process needs a job name of its own, "
+                "shoal.init(job=...), the same on all its ranks"
+            )
+        return f"If that is an earlier job which ended without closing its group, use {_ANOTHER_PLACE}"
 
     def _missing(self) -> RendezvousTimeout:
-        here = self._taken()
-        gave_up = {int(key.removeprefix("gave_up/")) for key in self._room.list_keys("gave_up/")} - {*here}
+        here, store = self._room.members(), self._room.store
+        gave_up = {int(key.removeprefix("gave_up/")) for key in store.list_keys("gave_up/")} - {*here}
         missing = [rank for rank in range(self.size) if rank not in here and rank not in gave_up]
         text = (
             f"rendezvous ({self._where}): rank {self.rank} of {self.size} waited "
@@ -320,16 +366,19 @@ class Meeting:
             text += f"; {_ranks(missing)} did not come"
         if gave_up:
             text += f"; {_ranks(gave_up)} came and gave up waiting"
-        refused = self._room.list_keys("refused/")
+        refused = store.list_keys("refused/")
         if refused:
-            reasons = "; ".join(value.decode() for value in self._room.multi_get(refused, 1.0))
+            reasons = "; ".join(value.decode() for value in store.multi_get(refused, 1.0))
             text += f". Refused meanwhile: {reasons}"
         return RendezvousTimeout(text)
 
     def _refuse(self, reason: str) -> RendezvousError:
         """The error to raise here; those that wait are told the reason when they give up."""
-        self._room.set(f"refused/{self._me.token}", f"{self._me}: {reason}".encode())
+        self._room.store.set(f"refused/{self._me.token}", f"{self._me}: {reason}".encode())
         return RendezvousError(f"rendezvous ({self._where}): {reason}")
+
+    def _failed(self, reason: str) -> RendezvousError:
+        return RendezvousError(self._prefix + reason.removeprefix(self._prefix))
 
     def _as_rank(self) -> str:
         return "" if self._rank is None else f" (rank {self._rank})"

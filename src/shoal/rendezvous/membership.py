@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ..store import Store
 
 
-def _nothing(timeout: float) -> None:
-    """Release nothing: the default of ``Membership.release``."""
+def _nothing(*_: object) -> None:
+    """Do nothing: the default of what a membership can be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,13 @@ class Membership:
         host: identity of the host; ranks with equal values try shared memory first.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in
             the store, closes it, and stops the server if this rank hosts it.
+        abandon: called in the place of ``release``, with the error, when this rank could not connect:
+            also tells the others, whose own connecting then fails with the reason.
+        look: for backends, to be called a few times a second while they wait for other ranks in order to
+            connect: raises RendezvousError when a rank died or abandoned the meeting.  Takes the ranks whose
+            death counts (all): those that are connected to all others may have ended in good order.
+        connected: for backends, called when this rank will not read the store any more in order to
+            connect, and before it tells the other ranks so.
     """
 
     rank: int
@@ -39,3 +46,6 @@ class Membership:
     interface: str
     host: str
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)
+    abandon: Callable[[BaseException], None] = field(default=_nothing, compare=False, repr=False)
+    look: Callable[..., None] = field(default=_nothing, compare=False, repr=False)
+    connected: Callable[[], None] = field(default=_nothing, compare=False, repr=False)

@@ -12,7 +12,7 @@ from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
 
 #: counts up when the protocol of ``meeting`` changes
-PROTOCOL = 1
+PROTOCOL = 2
 
 T = TypeVar("T")
 
@@ -33,8 +33,24 @@ class CalledOff(msgspec.Struct, frozen=True, tag=True):
     late: bool
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """Why a meeting failed.
+
+    Attributes:
+        reason: for the others.
+        machine, at: where, and when (see :func:`host.now`), the member came that made it fail.  Processes
+            that were running there by then were started together with it.
+        ident: tells failures apart.
+    """
+
+    reason: str
+    machine: str
+    at: float
+    ident: str
+
+
 class Descriptor(msgspec.Struct, frozen=True, tag=True):
-    """What a member tells the others about itself."""
+    """What a member tells the others about itself; ``at`` is when it came, as of :func:`host.now`."""
 
     host: str
     machine: str
@@ -42,9 +58,22 @@ class Descriptor(msgspec.Struct, frozen=True, tag=True):
     named: bool
     token: str
     left: bool = False
+    at: float = 0.0
 
     def __str__(self) -> str:
         return f"process {self.process.split('/')[1]} on {self.machine.split('/')[0]}"
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A process that is about to claim a rank, as the others on its machine are told."""
+
+    process: str
+    token: str
+    rank: int | None
+
+    def __str__(self) -> str:
+        rank = "a process without a rank" if self.rank is None else f"rank {self.rank}"
+        return f"{rank} (process {self.process.split('/')[1]})"
 
 
 def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from ..backend.registry import backend_factory
 from ..group import ProcessGroup
-from ..initialize import world
+from ..initialize import connect, world
 from ..rendezvous.meet import attend
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
@@ -88,11 +88,7 @@ def run_threads(
             )
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
             membership = attend(venue, request)
-            try:
-                engine = factory(membership, timeout=seconds, **options)
-            except BaseException:
-                membership.release(0.0)
-                raise
+            engine = connect(membership, factory, timeout=seconds, options=options)
             return world(
                 membership, engine, name="world", timeout=seconds, concurrency=concurrency, options=options
             )

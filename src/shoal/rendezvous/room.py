@@ -1,0 +1,191 @@
+"""One room of a meeting: the keys of one generation, who is in it, and how it ends.
+
+A room ends in one of two ways.  When all members left it (or are all dead), its keys are cleared.  When a
+meeting in it can never succeed, because a member died or could not connect, it has *failed*: the reason is
+kept for those who wait in it, and its keys are cleared when the room after it ends.  Either way the next
+room is open at once, so nothing that an earlier try left behind stands in the way of a later one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from ..errors import StoreTimeout
+from ..store import Store
+from .host import process_is_gone, started
+from .neighbours import Neighbours
+from .record import Descriptor, Failure, Record, decode, decode_member, rank_key, room_of
+
+#: the reason of a room that all members left
+_DONE = b"1"
+
+#: the failures that were told in this process: whoever tries again after one waits for the others
+_heard: set[str] = set()
+
+
+class Room:
+    """A room as one process sees it.
+
+    Args:
+        root: the job's keys.
+        me: the process.
+        generation: the room's number.
+    """
+
+    def __init__(self, root: Store, me: Descriptor, generation: int) -> None:
+        self._root = root
+        self._me = me
+        self._generation = generation
+        self._ended_key = f"ended/{generation}"
+        self.store: Store = room_of(root, generation)
+        self.neighbours = Neighbours(self.store, me)
+
+    # -- who is in it --------------------------------------------------------------------------
+
+    def members(self) -> dict[int, Descriptor]:
+        """The members that are in the room now.  Not part of the way that a rank goes when all is well."""
+        found = {}
+        for key in self.store.list_keys("rank/"):
+            with contextlib.suppress(StoreTimeout):  # it withdrew in the meantime
+                found[int(key.removeprefix("rank/"))] = decode_member(self.store.get(key, 0.0))
+        return found
+
+    def dead(self) -> dict[int, Descriptor]:
+        """The members that died on this machine."""
+        gone = {arrival.token for arrival in self.neighbours.gone()}
+        if not gone:
+            return {}
+        return {rank: each for rank, each in self.members().items() if each.token in gone and not each.left}
+
+    def is_dead(self, member: Descriptor) -> bool:
+        """Whether ``member`` has ended; False when it runs on another machine."""
+        return member.machine == self._me.machine and process_is_gone(member.process)
+
+    def is_complete(self) -> bool:
+        """Whether all ranks have come."""
+        record = self.record()
+        return record is not None and self.store.check([rank_key(rank) for rank in range(record.size)])
+
+    def record(self) -> Record | None:
+        """The record that is there now."""
+        try:
+            return decode(self.store.get("record", 0.0), Record)
+        except StoreTimeout:
+            return None
+
+    # -- its end -------------------------------------------------------------------------------
+
+    def has_ended(self) -> bool:
+        """Whether the next room is open."""
+        try:
+            return int(self._root.get("generation", 0.0)) != self._generation
+        except StoreTimeout:
+            return False  # the store was cleared by others
+
+    def why_failed(self) -> str | None:
+        """The reason for which the meeting in this room has failed, None if it has not."""
+        if not self.has_ended():
+            return None
+        failure = self._failure()
+        if failure is None:
+            return None
+        _heard.add(failure.ident)
+        return failure.reason
+
+    def why_failed_before(self) -> str | None:
+        """The reason for which the room before failed, if this process was to meet there and has not heard.
+
+        It was if it ran already when the member came that made the meeting fail.  Else it is a new start.
+        """
+        if self._generation == 0:
+            return None
+        failure = Room(self._root, self._me, self._generation - 1)._failure()
+        if failure is None or failure.ident in _heard:
+            return None
+        if failure.machine != self._me.machine or failure.at < started():
+            return None
+        _heard.add(failure.ident)
+        return failure.reason
+
+    def _failure(self) -> Failure | None:
+        try:
+            raw = self._root.get(self._ended_key, 0.0)
+        except StoreTimeout:
+            return None
+        return None if raw == _DONE else decode(raw, Failure)
+
+    def is_abandoned(self, members: Mapping[int, Descriptor]) -> bool:
+        """Whether every member left or is dead."""
+        return bool(members) and all(each.left or self.is_dead(each) for each in members.values())
+
+    def is_ending(self, members: Mapping[int, Descriptor] | None = None) -> bool:
+        """Whether some members left it already, or are dead."""
+        if self.has_ended() or self.store.add("left", 0) > 0:
+            return True
+        return any(self.is_dead(each) for each in (members or self.members()).values())
+
+    def fail_if_doomed(self) -> bool:
+        """Fail the room if a member died before all had come; whether the room has ended."""
+        # In this order: a room that is not complete after the death never was.
+        dead = self.dead()
+        if dead and not self.is_complete():
+            self.fail(died(dead), at=max(each.at for each in dead.values()))
+            return True
+        return False
+
+    def fail(self, reason: str, at: float) -> None:
+        """Tell those who wait here that they wait in vain, and open the next room.
+
+        Args:
+            reason: in words.
+            at: when the member of this machine came that made the meeting fail.
+        """
+        if self.has_ended():
+            return
+        failure = Failure(reason, self._me.machine, at, secrets.token_hex(8))
+        # The reason first: whoever sees that the room has ended finds it.
+        self._root.compare_set(self._ended_key, b"", msgspec.json.encode(failure))
+        if self._open_next():
+            self._forget_failure_before()
+
+    def close(self) -> None:
+        """Open the next room and clear this one, which all members have left."""
+        if self._open_next():
+            self._forget_failure_before()
+            self._root.delete(f"ended/{self._generation - 1}")
+            self._root.compare_set(self._ended_key, b"", _DONE)
+        self.clear()
+
+    def _forget_failure_before(self) -> None:
+        """Clear what the room before left if it failed; its reason stays until this one is closed."""
+        Room(self._root, self._me, self._generation - 1).clear()
+        self._root.delete(f"ended/{self._generation - 2}")
+
+    def _open_next(self) -> bool:
+        """Whether the room after this one is the current one now."""
+        following = self._generation + 1
+        record = self.record()
+        if record is not None and record.fixed and not self.has_ended():
+            room_of(self._root, following).set("record", msgspec.json.encode(record))
+        now = self._root.compare_set("generation", str(self._generation).encode(), str(following).encode())
+        return int(now) == following
+
+    def clear(self) -> None:
+        """Delete the room's keys."""
+        for key in self.store.list_keys():
+            self.store.delete(key)
+
+    def watch(self, timeout: float) -> None:
+        """Wait until the room has ended, but no longer than ``timeout``."""
+        with contextlib.suppress(StoreTimeout):
+            self._root.wait([self._ended_key], timeout)
+
+
+def died(members: Mapping[int, Descriptor]) -> str:
+    """The reason of a meeting that failed because these members died."""
+    named = ", ".join(f"rank {rank} ({each})" for rank, each in sorted(members.items()))
+    return f"{named} died while the ranks were meeting; start the job again"
