@@ -92,6 +92,21 @@ def _bytes(text: str) -> int:
     return value
 
 
+def job_name(text: str) -> str:
+    """``text`` itself, if it can name a job: it becomes part of keys, and of every message about the job.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not text.isprintable() or not 1 <= len(text.encode()) <= _LONGEST_JOB:
+        raise ValueError(text)
+    return text
+
+
+_LONGEST_JOB = 256
+#: what :func:`job_name` takes, in words
+JOB_NAME = f"1 to {_LONGEST_JOB} bytes of printable text"
+
 _RANK = "a whole number from 0"
 _COUNT = "a whole number from 1"
 _SECONDS = "a positive number of seconds"
@@ -118,8 +133,8 @@ STORE: Variable[str | None] = Variable(
     "Not set: a group of one.",
 )  # fmt: skip
 JOB: Variable[str] = Variable(
-    "SHOAL_JOB", "any text", str, "default",
-    "Identity of the job; keys of different jobs on one store do not meet.",
+    "SHOAL_JOB", JOB_NAME, job_name, "default",
+    "Name of the job; keys of different jobs on one store do not meet. `shoal.init(job=...)` overrides it.",
 )  # fmt: skip
 EPOCH: Variable[int] = Variable(
     "SHOAL_EPOCH", _RANK, _at_least(0), 0,

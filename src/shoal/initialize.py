@@ -43,6 +43,7 @@ def init(
     name: str = "world",
     concurrency: int | None = None,
     host_id: str | None = None,
+    job: str | None = None,
     **options: Any,
 ) -> ProcessGroup:
     """Meet the other processes of the job and connect to them.
@@ -69,6 +70,8 @@ def init(
             ``SHOAL_CONCURRENCY`` (1).
         host_id: identity of this host; ranks with different values do not share memory.  None:
             ``SHOAL_HOST_ID``, or the machine's own.
+        job: name of the job: processes that give the same one meet.  With a name for each, one process can
+            be in several worlds at one place.  None: ``SHOAL_JOB``, or as the launcher says.
         options: the backend's own; native takes ``transport="auto"``, ``"shm"`` or ``"tcp"``.
 
     Returns:
@@ -83,7 +86,7 @@ def init(
     count = lanes(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else timeout
     membership = rendezvous(
-        url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id
+        url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id, job=job
     )
     engine = connect(membership, factory, timeout=seconds, options=options)
     return world(membership, engine, name=name, timeout=seconds, concurrency=count, options=options)

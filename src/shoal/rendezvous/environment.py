@@ -99,7 +99,8 @@ def read(environ: Mapping[str, str]) -> Launch | None:
             missing = "WORLD_SIZE" if "RANK" in half else "RANK"
             raise ConfigurationError(f"{half.pop()} is set, but {missing} is not: set both, or neither")
         return None
-    url, job = config.STORE.get(environ), environ.get(config.JOB.name, "").strip()
+    url = config.STORE.get(environ)
+    job = config.JOB.get(environ) if environ.get(config.JOB.name, "").strip() else ""
     epoch = config.EPOCH.get(environ) if environ.get(config.EPOCH.name, "").strip() else launch.epoch
     launch = replace(launch, url=url or launch.url, job=job or launch.job, epoch=epoch)
     _check(launch)

@@ -43,6 +43,7 @@ def rendezvous(
     timeout: float | None = None,
     secret: str | bytes | None = None,
     host: str | None = None,
+    job: str | None = None,
 ) -> Membership:
     """Meet the other processes of the job.
 
@@ -56,6 +57,7 @@ def rendezvous(
         timeout: seconds until all must be there; None: ``SHOAL_TIMEOUT``.
         secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names.
         host: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
+        job: name of the job: those of one name meet; None: ``SHOAL_JOB``, or as the launcher says.
 
     Raises:
         UsageError, ConfigurationError: an argument or variable that cannot be right.
@@ -64,6 +66,8 @@ def rendezvous(
         AuthenticationError, VersionMismatch, StoreError: the store, or the others, are strangers.
     """
     _check_numbers(rank, size)
+    if job is not None:
+        _check_job(job)
     if url is not None and store is not None:
         raise UsageError(f"url={url!r} and store=: expected one place to meet")
     if isinstance(secret, str):
@@ -78,6 +82,7 @@ def rendezvous(
         config.secret() if secret is None else secret,
         Deadline(seconds),
         host=host,
+        job=job,
     )
     return meet(request) if store is None else _meet_in(given(store, request), request)
 
@@ -123,7 +128,9 @@ def attend(venue: Venue, request: Request) -> Membership:
     environ = request.environ
     machine = here()
     host = request.host or config.HOST_ID.get(environ) or machine.machine
-    job = config.JOB.get(environ) if venue.job is None else venue.job
+    named = venue.job if request.job is None else request.job
+    job = config.JOB.get(environ) if named is None else named
+    _check_job(job)
     epoch = config.EPOCH.get(environ) if venue.epoch is None else venue.epoch
     meeting = Meeting(
         venue.store,
@@ -180,6 +187,19 @@ def _let_go(alone: Callable[[], bool]) -> None:
     deadline = Deadline(_LETTING_GO)
     while not (alone() or deadline.expired):
         time.sleep(_PAUSE)
+
+
+def _check_job(job: str) -> None:
+    try:
+        if isinstance(job, str):
+            config.job_name(job)
+            return
+    except ValueError:
+        pass
+    shown = repr(job)
+    raise UsageError(
+        f"job={shown if len(shown) <= 80 else shown[:80] + '...'}: expected {config.JOB_NAME} as a job's name"
+    )
 
 
 def _check_numbers(rank: int | None, size: int | None) -> None:

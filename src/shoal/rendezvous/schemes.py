@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlunsplit
 
@@ -14,11 +15,11 @@ from ..errors import (
     RendezvousTimeout,
     StoreTimeout,
     UsageError,
-    WireError,
 )
-from ..store import FileStore, MemoryStore, TCPStore, TCPStoreServer
+from ..store import FileStore, MemoryStore, TCPStore
 from .environment import Launch, read
 from .host import address_towards, is_loopback, is_mine, resolve
+from .hosting import share
 from .private import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url
 
@@ -33,8 +34,12 @@ def env(request: Request) -> Venue:
                 "environment, so there is no place to meet; give shoal.init a url, or start with `shoal run`"
             )
         return Venue(MemoryStore(), 0, 1)
+    if request.job is not None:
+        launch = replace(launch, job=request.job)
     rank = launch.rank if request.rank is None else request.rank
     size = launch.size if request.size is None else request.size
+    if (rank, size) != (launch.rank, launch.size):
+        launch = replace(launch, local_rank=None, local_size=None)  # they belong to another group
     try:
         venue = _launched(launch, replace(request, rank=rank, size=size))
     except ConfigurationError as error:
@@ -86,32 +91,28 @@ def tcp(request: Request) -> Venue:
     host, port = _host_and_port(request)
     address = _address(host, port, request.secret)
     secret = request.secret or user_secret()
-    server = None
-    if request.rank == 0 and request.size is not None and is_mine(address):
-        server = _serve(address, port, secret)
+    serves = request.rank == 0 and request.size is not None and is_mine(address)
+    hosted = share(address, port, secret, start=serves)
     try:
         store = TCPStore(address, port, secret, timeout=request.deadline.remaining())
-    except StoreTimeout as error:
-        raise RendezvousTimeout(
-            f"rendezvous: rank 0, or whoever starts the store, is late or gone: {error}"
-        ) from error
-    except AuthenticationError as error:
-        if request.secret:
-            raise
-        raise AuthenticationError(
-            f"{error}. This process was given no secret, so it used the one that the processes of its user "
-            "share on this host; another user started the store there, or one with a secret, or with another "
-            f"TMPDIR: {SET_A_SECRET}"
-        ) from error
-    except BaseException:
-        if server is not None:
-            server.close()
+    except BaseException as error:
+        if hosted is not None:
+            hosted.close()
+        if isinstance(error, StoreTimeout):
+            raise RendezvousTimeout(
+                f"rendezvous: rank 0, or whoever starts the store, is late or gone: {error}"
+            ) from error
+        if isinstance(error, AuthenticationError) and not request.secret:
+            raise AuthenticationError(
+                f"{error}. This process was given no secret, so it used the one that the processes of its "
+                "user share on this host; another user started the store there, or one with a secret, or with "
+                f"another TMPDIR: {SET_A_SECRET}"
+            ) from error
         raise
     venue = Venue(store, request.rank, request.size, secret=secret, address=address)
-    if server is None:
+    if hosted is None:
         return venue
-    hosted = server
-    return replace(venue, alone=lambda: hosted.clients <= store.connections, close=hosted.close)
+    return replace(venue, alone=partial(hosted.alone, store), close=hosted.close)
 
 
 def _host_and_port(request: Request) -> tuple[str, int]:
@@ -150,10 +151,3 @@ def _means_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _serve(address: str, port: int, secret: bytes) -> TCPStoreServer | None:
-    try:
-        return TCPStoreServer(address, port, secret).start()
-    except WireError:
-        return None  # somebody listens there: a server that was started for the job

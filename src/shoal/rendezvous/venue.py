@@ -26,6 +26,7 @@ class Request:
         deadline: until when the meeting must have succeeded.
         environ: the launcher's variables.
         host: identity of the host if it is not the machine's own.
+        job: name of the job, in the place of what the environment says.
     """
 
     url: SplitResult
@@ -35,6 +36,7 @@ class Request:
     deadline: Deadline
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     host: str | None = None
+    job: str | None = None
 
 
 def _nothing() -> None:
@@ -49,7 +51,8 @@ class Venue:
         store: shared by all ranks of the job; closed with the group.
         rank, size: of this process; None where the store has to say.
         local_rank, local_size: None where they have to be found from the hosts of all ranks.
-        job, epoch: identity of this incarnation of the job; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+        job, epoch: identity of this incarnation of the job; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.  The
+            request's job comes first.
         secret: of the place, for a job that was given none; b"" if the place has none.
         private: nobody but this job's user can read the store, so that a secret can be agreed in it.
         address: numeric network address of the store, where it has one; ranks on other hosts listen on
