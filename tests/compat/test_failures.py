@@ -138,7 +138,6 @@ def refused(context):
     calls = [
         lambda: dist.all_gather_single(torch.zeros(3), ones),
         lambda: dist.all_gather_single(torch.zeros(4 * size, dtype=torch.int32), ones),
-        lambda: dist.all_gather([torch.zeros(4)] * size, ones),  # one tensor several times
         lambda: dist.all_gather([torch.zeros(4)], ones),
         lambda: dist.all_reduce(torch.ones(3).expand(2, 3)),
         lambda: dist.all_reduce(torch.ones(3, device="meta")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -246,3 +247,40 @@ def _who_was_late() -> object:
 
 def test_a_monitored_barrier_names_who_is_late(ranks: Pool) -> None:
     assert ranks.run(_who_was_late) == [(2,)] * SIZE
+
+
+def _outputs_that_share_memory() -> None:
+    rank, last = dist.get_rank(), SIZE - 1
+    x = _mine()
+
+    def buffer_of(fill: Callable[[list[torch.Tensor]], object]) -> list[float]:
+        buffer = torch.zeros(3)
+        fill([buffer] * SIZE)
+        return buffer.tolist()
+
+    expected = [10.0 * last + i for i in range(3)]
+    assert buffer_of(lambda out: dist.all_gather(out, x)) == expected
+    assert buffer_of(lambda out: dist.all_gather(out, x, async_op=True).wait()) == expected
+    got = buffer_of(lambda out: dist.gather(x, out if rank == 1 else None, 1))
+    assert got == (expected if rank == 1 else [0.0] * 3)
+    assert buffer_of(lambda out: dist.all_to_all(out, [x + r for r in range(SIZE)])) == [
+        value + rank for value in expected
+    ]
+    with pytest.warns(FutureWarning):
+        assert buffer_of(lambda out: dist.all_gather_coalesced([out[:1]] * SIZE, [x])) == expected
+    buffer = torch.zeros(SIZE + 2)
+    dist.all_gather([buffer[r : r + 3] for r in range(SIZE)], x)
+    assert buffer.tolist() == [0.0, 10.0, 20.0, *expected]
+    y, z = torch.ones(2), torch.ones(1)
+    with pytest.warns(FutureWarning):
+        dist.all_reduce_coalesced([y, z, y, y[1:]])
+    assert (y.tolist(), z.tolist()) == ([SIZE, SIZE], [SIZE])
+    with pytest.raises(shoal.UsageError, match="several elements at one address"):
+        dist.all_gather([torch.zeros(1).expand(3)] * SIZE, x)
+    with pytest.raises(shoal.UsageError, match=r"out\[1\] must be a torch.Tensor, got NoneType"):
+        dist.all_gather([x, None, x, x], x)
+    dist.barrier()
+
+
+def test_the_last_rank_stays_in_outputs_that_share_memory(ranks: Pool) -> None:
+    ranks.run(_outputs_that_share_memory)

@@ -128,7 +128,7 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     (
         "rows differ",
         lambda g: g.all_to_all_single(torch.ones(4, 2), torch.ones(4, 3)),
-        "all dimensions but the first",
+        "3 elements in x (shape (4, 3)), but 2 in out",
     ),
     ("no dimension", lambda g: g.all_to_all_single(torch.tensor(1.0), ones), "at least one dimension"),
     ("send to self", lambda g: g.send(ones, 1), "dst is this rank itself"),

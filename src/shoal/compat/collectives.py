@@ -8,13 +8,14 @@ with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..distributed.in_turn import in_turn
 from ..future import Future
 from ..group import ProcessGroup
 from ..group.validation import Call
@@ -65,21 +66,28 @@ class TorchCollectives(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
         op, _, limit = self._options(opts)
-        once = {id(x): real(x) for x in tensors}.values()
-        return self._together([self.group.all_reduce(x, op, timeout=limit) for x in once], list(tensors))
+        future = in_turn(
+            [real(x) for x in tensors],
+            lambda every: _all(self.group.all_reduce(x, op, timeout=limit) for x in every),
+            keep=True,
+        )
+        return self._work(future, list(tensors))
 
     @routed
     def allgather(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        """Bring every rank's tensor to all ranks; sizes may differ from rank to rank."""
+        """Bring every rank's tensor to all ranks; sizes may differ from rank to rank.
+
+        Outputs may share memory: the tensor of the last rank stays.
+        """
         _, _, limit = self._options(opts, timeout)
         if are_several(inputs):
             lists = [parts(out, "allgather") for out in outputs]
             here = parts(inputs, "allgather")
             return self._work(several.all_gather(self.group, lists, here, limit), lists)
-        out = parts(outputs, "allgather")
-        return self._work(self.group.all_gather(only(inputs, "allgather"), out, timeout=limit), out)
+        out, x = parts(outputs, "allgather"), only(inputs, "allgather")
+        return self._work(in_turn(out, lambda each: self.group.all_gather(x, each, timeout=limit)), out)
 
     @routed
     def allgather_coalesced(
@@ -87,13 +95,19 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """Bring several tensors of every rank to all ranks: ``outputs[rank][i]`` is its ``inputs[i]``."""
         _, _, limit = self._options(opts)
-        return self._together(
-            [
-                self.group.all_gather(real(x), [real(out[i]) for out in outputs], timeout=limit)
-                for i, x in enumerate(inputs)
-            ],
-            [list(out) for out in outputs],
+        count = len(inputs)
+        if len(outputs) != self.group.size or any(len(out) != count for out in outputs):
+            self._call("allgather_coalesced").refuse(
+                f"expected {self.group.size} lists of {count} output tensors, "
+                f"got lists of {[len(out) for out in outputs]}"
+            )
+        future = in_turn(
+            [real(x) for out in outputs for x in out],
+            lambda flat: _all(
+                self.group.all_gather(real(x), flat[i::count], timeout=limit) for i, x in enumerate(inputs)
+            ),
         )
+        return self._work(future, [list(out) for out in outputs])
 
     @routed
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
@@ -107,13 +121,14 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """:meth:`all_gather_single` for several tensors."""
         _, _, limit = self._options(opts)
-        return self._together(
-            [
-                self.group.all_gather_single(real(out), real(x), timeout=limit)
-                for out, x in zip(outputs, inputs, strict=True)
-            ],
-            list(outputs),
+        future = in_turn(
+            [real(out) for out in outputs],
+            lambda every: _all(
+                self.group.all_gather_single(out, real(x), timeout=limit)
+                for out, x in self._pairs("all_gather_single_coalesced", every, inputs)
+            ),
         )
+        return self._work(future, list(outputs))
 
     @routed
     def reduce_scatter(
@@ -145,13 +160,14 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """:meth:`reduce_scatter_single` for several tensors."""
         op, _, limit = self._options(opts)
-        return self._together(
-            [
-                self.group.reduce_scatter_single(real(out), real(x), op, timeout=limit)
-                for out, x in zip(outputs, inputs, strict=True)
-            ],
-            list(outputs),
+        future = in_turn(
+            [real(out) for out in outputs],
+            lambda every: _all(
+                self.group.reduce_scatter_single(out, real(x), op, timeout=limit)
+                for out, x in self._pairs("reduce_scatter_single_coalesced", every, inputs)
+            ),
         )
+        return self._work(future, list(outputs))
 
     @routed
     def alltoall(
@@ -161,10 +177,13 @@ class TorchCollectives(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Send a tensor to each rank and receive one from each."""
+        """Send a tensor to each rank and receive one from each.
+
+        Outputs may share memory: the tensor of the last rank stays.
+        """
         _, _, limit = self._options(opts, timeout)
-        out = parts(outputs, "alltoall")
-        return self._work(self.group.all_to_all(out, parts(inputs, "alltoall"), timeout=limit), out)
+        out, there = parts(outputs, "alltoall"), parts(inputs, "alltoall")
+        return self._work(in_turn(out, lambda each: self.group.all_to_all(each, there, timeout=limit)), out)
 
     @routed
     def all_to_all_single(
@@ -233,16 +252,18 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """Bring every rank's tensor to one rank; sizes may differ from rank to rank.
 
-        Only that rank knows the sizes, so this is an all-to-all with nothing for the others.
+        Outputs may share memory: the tensor of the last rank stays.  Only the rank that receives knows the
+        sizes, so this is an all-to-all with nothing for the others.
         """
         x = only(inputs, "gather")
         _, root, limit = self._options(opts, timeout, root=root)
+        mine = parts(outputs, "gather")
+        self._only_at("gather", root, "output tensors", mine)
         nothing = self._nothing(x)
         there: list[torch.Tensor] = [nothing] * self.group.size
-        there[self._root("gather", root)] = x
-        mine = parts(outputs, "gather")
+        there[root] = x
         here = mine or [nothing] * self.group.size
-        return self._work(self.group.all_to_all(here, there, timeout=limit), mine)
+        return self._work(in_turn(here, lambda each: self.group.all_to_all(each, there, timeout=limit)), mine)
 
     @routed
     def scatter(
@@ -260,10 +281,12 @@ class TorchCollectives(dist.ProcessGroup):
         """
         out = only(outputs, "scatter")
         _, root, limit = self._options(opts, timeout, root=root)
+        mine = parts(inputs, "scatter")
+        self._only_at("scatter", root, "input tensors", mine)
         nothing = self._nothing(out)
         here: list[torch.Tensor] = [nothing] * self.group.size
-        here[self._root("scatter", root)] = out
-        there = parts(inputs, "scatter") or [nothing] * self.group.size
+        here[root] = out
+        there = mine or [nothing] * self.group.size
         return self._work(self.group.all_to_all(here, there, timeout=limit), [out])
 
     # -- one to one ----------------------------------------------------------------------------
@@ -324,7 +347,7 @@ class TorchCollectives(dist.ProcessGroup):
         if device.type in self._others:
             return self._others[device.type]._end_coalescing(device)  # type: ignore[return-value]
         futures, self._coalesced = self._coalesced or [], None
-        return self._together(futures, [])
+        return self._work(_all(futures), [])
 
     # -- torch's other names for the same ------------------------------------------------------
 
@@ -362,12 +385,35 @@ class TorchCollectives(dist.ProcessGroup):
             self._coalesced.append(future)
         return Work(future, result)
 
-    def _together(self, futures: Sequence[Future[Any]], result: Any) -> Work:
-        return self._work(futures[0] if len(futures) == 1 else together(futures), result)
+    def _call(self, name: str) -> Call:
+        return Call(name, self.group.rank, self.group.size, frozenset())
 
-    def _root(self, name: str, root: int) -> int:
-        """``root``, if it is a rank of the group."""
-        return Call(name, self.group.rank, self.group.size, frozenset()).root(root)
+    def _only_at(self, name: str, root: int, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """One tensor per rank is given on ``root``, and none elsewhere."""
+        call = self._call(name)
+        call.root(root)
+        expected = call.size if call.rank == root else 0
+        if len(tensors) != expected:
+            call.refuse(
+                f"expected {expected} {what}, got {len(tensors)}: rank {root}, the root, gives one per rank, "
+                "and no other rank gives any"
+            )
+
+    def _pairs(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each output with its input."""
+        if len(outputs) != len(inputs):
+            self._call(name).refuse(
+                f"expected an output for each input, got {len(outputs)} and {len(inputs)}"
+            )
+        return list(zip(outputs, inputs, strict=True))
 
     def _nothing(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=like.dtype, device=like.device)
+
+
+def _all(operations: Iterable[Future[Any]]) -> Future[Any]:
+    """One future for several operations."""
+    futures = list(operations)
+    return futures[0] if len(futures) == 1 else together(futures)

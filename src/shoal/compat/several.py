@@ -7,9 +7,11 @@ own.  ``torch.distributed``'s functions pass one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from ..distributed.in_turn import in_turn
 from ..errors import UsageError
 from ..future import Future, collect_all
 from ..group import ProcessGroup
@@ -70,16 +72,17 @@ def all_gather(
             f"{count} inputs, got lists of {[len(out) for out in outputs]}"
         )
 
-    def spread(done: Future[list[Future[list[torch.Tensor]]]]) -> None:
-        for future in done.value():
-            future.value()
+    def spread(done: Future[Any]) -> None:
+        done.value()
         for place, x in enumerate(outputs[0]):
             _copy(x, [out[place] for out in outputs[1:]])
 
-    gathered = [
-        group.all_gather(x, list(outputs[0][i::count]), timeout=timeout) for i, x in enumerate(inputs)
-    ]
-    return collect_all(gathered).then(spread)
+    return in_turn(
+        outputs[0],
+        lambda flat: collect_all(
+            [group.all_gather(x, flat[i::count], timeout=timeout) for i, x in enumerate(inputs)]
+        ),
+    ).then(spread)
 
 
 def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ API works on ``dist.group.WORLD`` and on what ``dist.new_group`` returns.
 ``point_to_point``     messages, alone and in batches
 ``objects``            operations on Python objects
 ``work``               what an operation returns with ``async_op=True``
+``in_turn``            lists of outputs that share memory
 ``backend``, ``reductions``, ``stores``, ``arguments``: torch's names for what shoal has
 =====================  ==================================================================
 """

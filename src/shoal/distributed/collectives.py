@@ -20,6 +20,7 @@ import torch
 
 from ..spec import SUM
 from .arguments import Duration, rank_in_group, seconds
+from .in_turn import in_turn
 from .reductions import ReduceOpLike, reduction
 from .state import GroupLike, member_group
 from .work import Work, finished
@@ -72,11 +73,14 @@ def all_gather(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Bring ``tensor`` of rank *r* to ``tensor_list[r]`` of all ranks; sizes may differ from rank to rank."""
+    """Bring ``tensor`` of rank *r* to ``tensor_list[r]`` of all ranks; sizes may differ from rank to rank.
+
+    Outputs may share memory, as in ``[buffer] * n``: the tensor of the last rank stays.
+    """
     pg = member_group(group, "all_gather")
     if pg is None:
         return None
-    return finished(pg.all_gather(tensor, tensor_list), tensor_list, async_op)
+    return finished(in_turn(tensor_list, lambda out: pg.all_gather(tensor, out)), tensor_list, async_op)
 
 
 def all_gather_single(
@@ -110,7 +114,10 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Bring ``tensor`` of rank *r* to ``gather_list[r]`` of one rank (0 unless given); None elsewhere."""
+    """Bring ``tensor`` of rank *r* to ``gather_list[r]`` of one rank (0 unless given); None elsewhere.
+
+    Outputs may share memory: the tensor of the last rank stays.
+    """
     pg = member_group(group, "gather")
     if pg is None:
         return None
@@ -120,7 +127,9 @@ def gather(
         pg._call("gather").refuse(
             f"gather_list must be given on the destination, a list of {pg.size} tensors"
         )
-    return finished(pg.gather(tensor, outputs, root), outputs or (), async_op)
+    if outputs is None:
+        return finished(pg.gather(tensor, None, root), (), async_op)
+    return finished(in_turn(outputs, lambda out: pg.gather(tensor, out, root)), outputs, async_op)
 
 
 def scatter(
@@ -184,11 +193,15 @@ def all_to_all(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send ``input_tensor_list[r]`` to rank *r* and receive its part in ``output_tensor_list[r]``."""
+    """Send ``input_tensor_list[r]`` to rank *r* and receive its part in ``output_tensor_list[r]``.
+
+    Outputs may share memory: the tensor of the last rank stays.
+    """
     pg = member_group(group, "all_to_all")
     if pg is None:
         return None
-    return finished(pg.all_to_all(output_tensor_list, input_tensor_list), output_tensor_list, async_op)
+    future = in_turn(output_tensor_list, lambda out: pg.all_to_all(out, input_tensor_list))
+    return finished(future, output_tensor_list, async_op)
 
 
 def all_to_all_single(

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..future import Future, collect_all
 from ..spec import SUM, ReduceOp
 from .collectives import all_gather_single, reduce_scatter_single
+from .in_turn import in_turn
 from .reductions import ReduceOpLike, reduction
 from .state import GroupLike, member_group
 from .work import Work
@@ -27,14 +28,18 @@ def all_reduce_coalesced(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
-    """Reduce several tensors, each in place.  With ``async_op=True`` a future of their list."""
+    """Reduce several tensors, each in place; one that is named twice is reduced once.
+
+    With ``async_op=True`` a future of their list.
+    """
     _warn("all_reduce_coalesced", "all_reduce for each tensor")
     pg = member_group(group, "all_reduce_coalesced")
     if pg is None:
         return None
     several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     kind = reduction(op)
-    return _all([pg.all_reduce(tensor, kind) for tensor in several], several, async_op)
+    future = in_turn(several, lambda every: collect_all([pg.all_reduce(x, kind) for x in every]), keep=True)
+    return _finished(future, several, async_op)
 
 
 def all_gather_coalesced(
@@ -57,18 +62,19 @@ def all_gather_coalesced(
             f"all_gather_coalesced on rank {pg.rank}: expected {pg.size} lists of {count} output tensors, "
             f"got lists of {[len(part) for part in output_tensor_lists]}"
         )
-    futures = [
-        pg.all_gather(tensor, [part[i] for part in output_tensor_lists])
-        for i, tensor in enumerate(input_tensor_list)
-    ]
-    return _all(futures, output_tensor_lists, async_op)
+    future = in_turn(
+        [tensor for part in output_tensor_lists for tensor in part],
+        lambda flat: collect_all(
+            [pg.all_gather(tensor, flat[i::count]) for i, tensor in enumerate(input_tensor_list)]
+        ),
+    )
+    return _finished(future, output_tensor_lists, async_op)
 
 
-def _all(futures: Sequence[Future[Any]], value: Any, async_op: bool) -> Future[Any] | None:
-    together = collect_all(futures)
+def _finished(future: Future[Any], value: Any, async_op: bool) -> Future[Any] | None:
     if async_op:
-        return together.then(lambda done: (done.value(), value)[1])
-    together.wait()
+        return future.then(lambda done: (done.value(), value)[1])
+    future.wait()
     return None
 
 

@@ -9,6 +9,7 @@ to the group's; when it runs out the group is broken.  All of them return a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -316,7 +317,7 @@ class Collectives(Submitter):
         """Cut ``x`` along its first dimension, send part *r* to rank *r*, join what arrives in ``out``.
 
         Args:
-            out, x: alike in all dimensions but the first.
+            out, x: part *r* of ``out`` has as many elements as what rank *r* sends here.
             output_splits, input_splits: the length of each rank's part along the first dimension;
                 None means equal parts.
 
@@ -333,15 +334,12 @@ class Collectives(Submitter):
         call.same_dtype(out, "out", x, "x")
         outgoing = call.splits(input_splits, x, "input")
         incoming = call.splits(output_splits, out, "output")
-        if x.shape[1:] != out.shape[1:]:
+        sent = outgoing[self._rank] * math.prod(x.shape[1:])
+        received = incoming[self._rank] * math.prod(out.shape[1:])
+        if sent != received:
             call.refuse(
-                f"x has shape {tuple(x.shape)} and out {tuple(out.shape)}; all dimensions but the first "
-                "must be equal"
-            )
-        if outgoing[self._rank] != incoming[self._rank]:
-            call.refuse(
-                f"this rank's part for itself has length {outgoing[self._rank]} in x, "
-                f"but {incoming[self._rank]} in out"
+                f"this rank's part for itself has {sent} elements in x (shape {tuple(x.shape)}), "
+                f"but {received} in out (shape {tuple(out.shape)})"
             )
         staging = Staging()
         with torch.no_grad():
