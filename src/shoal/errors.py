@@ -1,8 +1,8 @@
 """Every exception that shoal raises, in one tree.
 
 Each docstring says what happened and what to do about it.  All of them derive from
-:class:`ShoalError`; those that are also a kind of built-in error (``ValueError``,
-``TimeoutError``, ...) derive from that too, so existing handlers keep working.
+:class:`ShoalError`, and so from ``RuntimeError``; those that are also a kind of another built-in error
+(``ValueError``, ``TimeoutError``, ...) derive from that too, so existing handlers keep working.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class ShoalError(Exception):
-    """The root of the tree.  Catch it to catch everything that shoal itself raises."""
+class ShoalError(RuntimeError):
+    """The root of the tree.  Catch it to catch everything that shoal itself raises.
+
+    A RuntimeError, as the failures of torch.distributed are.
+    """
 
 
-class UsageError(ShoalError, ValueError):
+class UsageError(ShoalError, ValueError, TypeError):
     """An argument makes no sense: a shape, dtype, device, rank, URL or secret.
 
     Raised before anything is sent; the group stays usable.  Fix the call: the message says what
     was expected and what was given.
+
+    A ValueError, a TypeError and a RuntimeError, because torch.distributed raises one or the other of
+    them for such a mistake: who catches torch's catches ours.
     """
 
 
-class UnsupportedOperation(UsageError, TypeError):
+class UnsupportedOperation(UsageError, NotImplementedError):
     """The combination of operation, dtype and reduction has no meaning, or the backend lacks it.
 
     Examples: MIN of complex numbers, BAND of floats.  ``docs/operations.md`` lists what is legal.
@@ -85,10 +91,8 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 # -- groups ------------------------------------------------------------------------------------
 
 
-class GroupError(ShoalError, RuntimeError):
+class GroupError(ShoalError):
     """Something ended the group.  Every pending and later operation on it raises.
-
-    A RuntimeError too, as failures of torch.distributed are.
 
     What an in-place operation leaves in its tensor after such an error is undefined.
     """
@@ -157,7 +161,7 @@ class WaitTimeout(ShoalError, TimeoutError):
     """``wait(timeout)`` gave up.  Only the waiting ended: the operation goes on."""
 
 
-class InvalidFutureState(ShoalError, RuntimeError):
+class InvalidFutureState(ShoalError):
     """A future was asked for what it does not have yet, or given a result when it needs none.
 
     ``value()`` and ``exception()`` before completion: call ``wait()`` first, or ask ``done()``.
@@ -165,11 +169,11 @@ class InvalidFutureState(ShoalError, RuntimeError):
     """
 
 
-class UnusedParameterError(ShoalError, RuntimeError):
+class UnusedParameterError(ShoalError):
     """Parameters took no part in the loss, so their bucket can never be reduced; they are named."""
 
 
-class UnevenInputs(ShoalError, RuntimeError):
+class UnevenInputs(ShoalError):
     """Some ranks ran out of batches before others, in a Join that was told to raise then.
 
     Attributes:
@@ -184,14 +188,14 @@ class UnevenInputs(ShoalError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
-class OutOfStep(ShoalError, RuntimeError):
+class OutOfStep(ShoalError):
     """The ranks ran different numbers of forward passes before a backward pass; each rank's is named.
 
     A rank left out a backward pass, or ran a forward pass of its own in training mode and with gradients.
     """
 
 
-class ModelMismatch(ShoalError, RuntimeError):
+class ModelMismatch(ShoalError):
     """The ranks wrapped models that differ; the message names rank and parameter."""
 
 

@@ -21,10 +21,6 @@ from .uncompiled import uncompiled
 _CLOSING = 10.0
 
 
-class _NoBackend(UsageError, RuntimeError):
-    """Torch asks whether a group has a backend for a device by catching RuntimeError."""
-
-
 @uncompiled
 class TorchProcessGroup(TorchCollectives):
     """What ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
@@ -111,7 +107,8 @@ class TorchProcessGroup(TorchCollectives):
         if device.type in self._others:
             return self._others[device.type]._get_backend(device)
         if device.type != "cpu":
-            raise _NoBackend(
+            # Torch asks whether there is one by catching RuntimeError, which this is too.
+            raise UsageError(
                 f"group {self.group_name!r} has no backend for {device.type}; name one where the group is "
                 f'made, as in init_process_group("cpu:{NAME},{device.type}:nccl")'
             )

@@ -61,6 +61,7 @@ def broadcast_object_list(
     if pg is None:
         return
     root = rank_in_group(pg, "broadcast_object_list", "src", src, group_src, default=0)
+    _check_list(pg, "broadcast_object_list", object_list)
     objects = pg.broadcast_object(object_list, root).wait()
     if pg.rank != root:
         _fill(pg, "broadcast_object_list", object_list, objects)
@@ -100,6 +101,7 @@ def send_object_list(
     if pg is None:
         return
     peer = rank_in_group(pg, "send_object_list", "dst", dst, group_dst)
+    _check_list(pg, "send_object_list", object_list)
     pg.send_object(list(object_list), peer).wait()
 
 
@@ -119,6 +121,7 @@ def recv_object_list(
     pg = member_group(group, "recv_object_list")
     if pg is None:
         return -1
+    _check_list(pg, "recv_object_list", object_list)
     peer = ANY_SOURCE
     if src is not None or group_src is not None:
         peer = rank_in_group(pg, "recv_object_list", "src", src, group_src)
@@ -129,11 +132,16 @@ def recv_object_list(
 
 def _check_length(pg: ProcessGroup, operation: str, what: str, given: Sequence[Any] | None) -> None:
     if not isinstance(given, list) or len(given) < pg.size:
-        length = "None" if given is None else f"{len(given)} elements"
+        length = f"{len(given)} elements" if isinstance(given, list) else repr(given)
         raise UsageError(
             f"{operation} on rank {pg.rank}: {what} must be a list with a place for each of {pg.size} ranks, "
             f"got {length}"
         )
+
+
+def _check_list(pg: ProcessGroup, operation: str, given: object) -> None:
+    if not isinstance(given, list):
+        raise UsageError(f"{operation} on rank {pg.rank}: object_list must be a list, got {given!r}")
 
 
 def _fill(pg: ProcessGroup, operation: str, places: list[Any], objects: Any) -> None:

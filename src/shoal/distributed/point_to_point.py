@@ -153,7 +153,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     Raises:
         UsageError: an element is no :class:`P2POp`, or they are for different groups.
     """
-    if not all(isinstance(op, P2POp) for op in p2p_op_list):
+    if not isinstance(p2p_op_list, Sequence) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise UsageError(f"batch_isend_irecv: expected a list of P2POp, got {p2p_op_list!r}")
     if not p2p_op_list:
         return []
