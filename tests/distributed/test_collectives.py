@@ -24,7 +24,8 @@ def _every_collective(async_op: bool) -> dict[str, object]:
     rank, found = dist.get_rank(), {}
 
     def note(name: str, work: dist.Work | None, *tensors: torch.Tensor) -> None:
-        assert (work is not None) == async_op
+        assert async_op == isinstance(work, dist.Work)
+        assert async_op or work is None or name.startswith("all_reduce")
         if work is not None:
             assert work.wait() is True
             assert work.is_completed()

@@ -1,7 +1,7 @@
 """Backends by the names that torch's scripts use.
 
-Names say nothing about the engine here: ``"gloo"``, torch's name for what moves CPU tensors, means shoal's
-native engine, as does no name at all.
+Names say nothing about the engine here: ``"gloo"``, torch's name for what moves CPU tensors, and ``"tcp"``,
+which was its first name for that, mean shoal's native engine, as does no name at all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Backend(str):
 
     SHOAL = "shoal"
     GLOO = "gloo"
+    TCP = "tcp"
     NCCL = "nccl"
     MPI = "mpi"
     UCC = "ucc"
@@ -38,6 +39,10 @@ class Backend(str):
         if not isinstance(name, str):
             raise UsageError(f"Backend takes the name of a backend, got {type(name).__name__}")
         return super().__new__(cls, name.lower())
+
+
+#: what scripts call the native engine
+_NATIVE_NAMES = (Backend.SHOAL, Backend.GLOO, Backend.TCP)
 
 
 def parse_backend(backend: str | None) -> tuple[str, str]:
@@ -66,16 +71,16 @@ def parse_backend(backend: str | None) -> tuple[str, str]:
             'say "gloo", "cpu:gloo" or nothing'
         )
     name = names["cpu"]
-    if name in (Backend.SHOAL, Backend.GLOO, NATIVE):
-        return name, NATIVE
     if name in backend_names():
         return name, name
+    if name in _NATIVE_NAMES:
+        return name, NATIVE
     if name in _ABSENT:
         raise UnsupportedOperation(
             f"backend={backend!r}: shoal has no such engine, it is for {_ABSENT[name]}; shoal moves CPU "
             'tensors, for which "gloo" or nothing names the native engine'
         )
-    known = ", ".join(sorted({Backend.SHOAL, Backend.GLOO, *backend_names()}))
+    known = ", ".join(sorted({*_NATIVE_NAMES, *backend_names()}))
     raise UsageError(f"backend={backend!r} is unknown; known are {known}")
 
 

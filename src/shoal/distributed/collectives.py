@@ -7,7 +7,8 @@ all of them:
 - ``group`` is what :func:`new_group` returned, or None for the default group.  In a rank that is not in it
   they warn and return None.
 - ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group.
-- they return None when the operation is done, or, with ``async_op=True``, a :class:`Work` at once.
+- they return None when the operation is done (:func:`all_reduce` its tensor), or, with ``async_op=True``, a
+  :class:`Work` at once.
 - they raise ``UsageError`` at once for arguments that make no sense, and ``GroupError`` (from ``wait``
   of the work) when the operation fails.
 """
@@ -23,17 +24,22 @@ from .arguments import Duration, rank_in_group, seconds
 from .in_turn import in_turn
 from .reductions import ReduceOpLike, reduction
 from .state import GroupLike, member_group
-from .work import Work, finished
+from .work import Result, Work, finished
 
 
 def all_reduce(
     tensor: torch.Tensor, op: ReduceOpLike = SUM, group: GroupLike = None, async_op: bool = False
-) -> Work | None:
-    """Reduce ``tensor`` over all ranks, in place on every rank."""
+) -> Work | Result | None:
+    """Reduce ``tensor`` over all ranks, in place on every rank.
+
+    Returns:
+        A work with ``async_op=True``, else ``tensor`` as a :class:`Result`.
+    """
     pg = member_group(group, "all_reduce")
     if pg is None:
         return None
-    return finished(pg.all_reduce(tensor, reduction(op)), (tensor,), async_op)
+    work = finished(pg.all_reduce(tensor, reduction(op)), (tensor,), async_op)
+    return tensor.as_subclass(Result) if work is None else work
 
 
 def broadcast(

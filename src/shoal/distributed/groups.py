@@ -26,6 +26,11 @@ def get_world_size(group: GroupLike = None) -> int:
     return -1 if is_absent(group) else _a_group(group, "get_world_size").size
 
 
+def get_num_processes(group: GroupLike = None) -> int:
+    """:func:`get_world_size`, by the name that torch first gave it."""
+    return get_world_size(group)
+
+
 def get_process_group_ranks(group: GroupLike = None) -> list[int]:
     """The global ranks of the members of a group, in the order of their ranks in it."""
     return list(_a_group(group, "get_process_group_ranks").ranks)

@@ -37,8 +37,8 @@ def init_process_group(
     arguments it is a group of one.
 
     Args:
-        backend: None, ``"shoal"``, ``"gloo"`` and ``"cpu:gloo"`` mean the native engine; or a name given to
-            :func:`shoal.register_backend`.
+        backend: None, ``"shoal"``, ``"gloo"``, ``"cpu:gloo"`` and ``"tcp"`` mean the native engine; or a name
+            given to :func:`shoal.register_backend`.
         init_method: where to meet: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
             of :func:`shoal.init`.  With ``env://``, launchers' variables are read, and those that
             scripts set themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.

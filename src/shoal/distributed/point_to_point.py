@@ -7,7 +7,7 @@ matched by sender and tag, in the order in which they were sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -75,19 +75,47 @@ def send(
         work.wait()
 
 
+@overload
 def recv(
     tensor: torch.Tensor,
     src: int | None = None,
     group: GroupLike = None,
     tag: int = 0,
     group_src: int | None = None,
-) -> int:
+) -> int: ...
+
+
+@overload
+def recv(tensor: int, src: None = None, group: GroupLike = None, tag: int = 0) -> torch.Tensor: ...
+
+
+def recv(
+    tensor: torch.Tensor | int,
+    src: int | None = None,
+    group: GroupLike = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int | torch.Tensor | None:
     """Receive into ``tensor``, as :func:`irecv`, and wait.
 
+    Args:
+        tensor: the tensor; or, as torch.distributed was first drafted, in its place the global rank of the
+            sender: ``tensor = recv(0)`` receives whatever comes from rank 0.
+
     Returns:
-        The global rank of the sender; -1, with a warning, in a rank that is not in the group.
+        The global rank of the sender; -1, with a warning, in a rank that is not in the group.  Without a
+        tensor to receive into, the one that came, and None in such a rank.
     """
     pg = member_group(group, "recv")
+    if isinstance(tensor, int):
+        if src is not None or group_src is not None:
+            raise UsageError(
+                f"recv: the first argument, {tensor!r}, is a number and so the rank of the sender, but "
+                f"src={src!r} and group_src={group_src!r} are given too"
+            )
+        return (
+            None if pg is None else pg.recv(None, rank_in_group(pg, "recv", "src", tensor, None), tag).wait()
+        )
     if pg is None:
         return -1
     work = irecv(tensor, src, pg, tag, group_src)

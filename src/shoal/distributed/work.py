@@ -1,7 +1,8 @@
-"""What operations return that were called with ``async_op=True``: torch's ``Work`` over a shoal future."""
+"""What operations return: torch's ``Work`` over a shoal future with ``async_op=True``, or a result."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +101,64 @@ class Work:
 
     def __repr__(self) -> str:
         return f"<Work of {self._future!r}>"
+
+
+class Result(torch.Tensor):
+    """What :func:`all_reduce` returns once it is done: the tensor that was reduced, as a :class:`Work` too.
+
+    ``result = all_reduce(x)`` was to give a tensor when torch.distributed was drafted; torch's gives None,
+    which programs tell from a work: ``if handle is not None: handle.wait()``.  So this is ``x`` under another
+    type, with the methods of a work that is complete.  What torch's functions make of it are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def wait(self, timeout: Duration | None = None) -> bool:
+        """True at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing: the operation is complete."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True: what goes wrong is raised by the call."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None."""
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The list of the reduced tensor."""
+        return [self._plain()]
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """A :class:`shoal.Future` of :meth:`result`, which is complete."""
+        future: Future[list[torch.Tensor]] = Future()
+        future.set_result(self.result())
+        return future
+
+    def __bool__(self) -> bool:
+        """The value of one element, as of any tensor; True for several, as of a work."""
+        return bool(self._plain()) if self.numel() == 1 else True
+
+    # It is printed, pickled and copied as a plain tensor.
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+    def _plain(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
 
 
 def finished(future: Future[Any], outputs: Sequence[torch.Tensor], async_op: bool) -> Work | None:
