@@ -91,7 +91,7 @@ std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const Pl
 
 // The short way of a collective on at most one tensor each way.  Null: something about the call is unusual,
 // wrong even, or the group is broken, and the caller looks closer.
-OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op, double factor, int root,
+OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op, int root,
                    std::int64_t number, double timeout) {
   Request request;
   request.kind = static_cast<Kind>(kind);
@@ -117,7 +117,6 @@ OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op
   }
   set_channel(request, number, 0);
   request.reduction.op = static_cast<RedOp>(op);
-  request.reduction.factor = factor;
   request.reduction.divisor = static_cast<std::uint32_t>(group.size());
   request.root = root;
   request.timeout = nanoseconds(timeout);
@@ -125,14 +124,14 @@ OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op
 }
 
 OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count,
-                        int dtype, int op, double factor, int root, std::vector<std::uint64_t> sizes,
-                        std::int64_t number, std::uint64_t key, double timeout) {
+                        int dtype, int op, int root, std::vector<std::uint64_t> sizes, std::int64_t number,
+                        std::uint64_t key, double timeout) {
   Request request;
   request.kind = static_cast<Kind>(kind);
   set_channel(request, number, key);
   request.in = spans(in);
   request.out = spans(out);
-  request.reduction = {static_cast<DType>(dtype), static_cast<RedOp>(op), factor,
+  request.reduction = {static_cast<DType>(dtype), static_cast<RedOp>(op),
                        static_cast<std::uint32_t>(group.size())};
   request.count = count;
   request.root = root;
@@ -214,11 +213,11 @@ void bind_engine(nb::module_& m) {
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
       .def("usual", &usual, nb::arg("kind"), nb::arg("input").none(), nb::arg("output").none(), nb::arg("op"),
-           nb::arg("factor"), nb::arg("root"), nb::arg("number"), nb::arg("timeout"),
+           nb::arg("root"), nb::arg("number"), nb::arg("timeout"),
            "None if something about the tensors or the call is not as usual.")
       .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
-           nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("factor"), nb::arg("root"),
-           nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
+           nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("sizes"),
+           nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
       .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"), nb::arg("dims"), nb::arg("timeout"))
       .def("broken", &Group::broken)

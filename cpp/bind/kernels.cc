@@ -37,13 +37,13 @@ void bind_kernels(nb::module_& core) {
   using shoal::RedOp;
 
   nb::module_ m = core.def_submodule("kernels", "The kernels under the collectives, for tests.");
-  nb::class_<Reduction>(m, "Reduction", "dtype and op by code, PREMUL_SUM's factor, AVG's divisor.")
+  nb::class_<Reduction>(m, "Reduction", "dtype and op by code, AVG's divisor.")
       .def(
           "__init__",
-          [](Reduction* self, int dtype, int op, double factor, uint32_t divisor) {
-            new (self) Reduction{static_cast<DType>(dtype), static_cast<RedOp>(op), factor, divisor};
+          [](Reduction* self, int dtype, int op, uint32_t divisor) {
+            new (self) Reduction{static_cast<DType>(dtype), static_cast<RedOp>(op), divisor};
           },
-          nb::arg("dtype"), nb::arg("op"), nb::arg("factor") = 1.0, nb::arg("divisor") = 1);
+          nb::arg("dtype"), nb::arg("op"), nb::arg("divisor") = 1);
 
   m.attr("DTYPE_COUNT") = shoal::kDTypeCount;
   m.attr("REDOP_COUNT") = shoal::kRedOpCount;

@@ -5,7 +5,7 @@
 namespace shoal::collectives {
 namespace {
 
-// A group of one: what a reduction does to a single input still happens (factors, bools).
+// A group of one: what a reduction does to a single input still happens (bools).
 Task alone(Operation& op) {
   const Request& request = op.request();
   if (request.kind == Kind::kAllReduce || request.kind == Kind::kReduce ||

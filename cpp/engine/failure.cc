@@ -50,8 +50,6 @@ std::string describe(const Fingerprint& call) {
       out << hash;
     }
     if (reduces(call.kind)) out << ", op=" << shoal::name(static_cast<RedOp>(call.op));
-    if (reduces(call.kind) && static_cast<RedOp>(call.op) == RedOp::kPremulSum)
-      out << '(' << call.factor << ')';
     if (call.root >= 0) out << ", root=" << call.root;
   }
   out << ')';

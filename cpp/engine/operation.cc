@@ -21,7 +21,6 @@ Fingerprint fingerprint(const Request& request, int lanes) {
   call.op = static_cast<std::uint8_t>(request.reduction.op);
   call.root = request.root;
   call.count = request.count;
-  call.factor = request.reduction.factor;
   if (!request.sizes.empty()) {
     std::uint64_t hash = 0xcbf29ce484222325ULL;
     for (std::uint64_t bytes : request.sizes) hash = (hash ^ bytes) * 0x100000001b3ULL;

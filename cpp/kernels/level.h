@@ -22,10 +22,10 @@ struct Kernels {
   // sources; null where it has no loop of its own.  The only kernels that also take more than a block.
   FusedKernel to_one[kMaxFused];
   FusedKernel to_all[kMaxFused];
-  // acc = src, converted and multiplied by the factor.
-  void (*load)(void* acc, const void* src, size_t n, const Reduction& reduction);
+  // acc = src, converted.
+  void (*load)(void* acc, const void* src, size_t n);
   // acc = acc op src, likewise.
-  void (*fold)(void* acc, const void* src, size_t n, const Reduction& reduction);
+  void (*fold)(void* acc, const void* src, size_t n);
   // acc = a op b, all three accumulators.
   void (*combine)(void* acc, const void* a, const void* b, size_t n);
   // out = acc, divided and rounded.

@@ -31,17 +31,7 @@ struct Steps {
   using Storage = typename E::Storage;
 
   explicit Steps(const Reduction& reduction) {
-    if constexpr (Op::kPremul) scale = static_cast<Scalar>(reduction.factor);
     if constexpr (Op::kDivide) scale = static_cast<Scalar>(reduction.divisor);
-  }
-
-  template <class L>
-  auto in(const Storage* p) const {
-    if constexpr (Op::kPremul) {
-      return L::load(p) * scale;
-    } else {
-      return L::load(p);
-    }
   }
 
   template <class L, class V>
@@ -55,9 +45,9 @@ struct Steps {
   template <class L, size_t K>
   auto chain(const Storage* const* srcs, size_t i) const {
     if constexpr (K == 0) {
-      return in<L>(srcs[0] + i);
+      return L::load(srcs[0] + i);
     } else {
-      return Op::apply(chain<L, K - 1>(srcs, i), in<L>(srcs[K] + i));
+      return Op::apply(chain<L, K - 1>(srcs, i), L::load(srcs[K] + i));
     }
   }
 
@@ -91,21 +81,18 @@ void fused(void* const* outs, const void* const* srcs, size_t n, const Reduction
   });
 }
 
-template <class E, class Op>
-void load(void* acc, const void* src, size_t n, const Reduction& reduction) {
+template <class E>
+void load(void* acc, const void* src, size_t n) {
   auto* a = static_cast<typename E::Scalar*>(acc);
   auto* s = static_cast<const typename E::Storage*>(src);
-  const Steps<E, Op> steps(reduction);
-  sweep<E>(n, [=]<class L>(size_t i) { L::poke(a + i, steps.template in<L>(s + i)); });
+  sweep<E>(n, [=]<class L>(size_t i) { L::poke(a + i, L::load(s + i)); });
 }
 
 template <class E, class Op>
-void fold(void* acc, const void* src, size_t n, const Reduction& reduction) {
+void fold(void* acc, const void* src, size_t n) {
   auto* a = static_cast<typename E::Scalar*>(acc);
   auto* s = static_cast<const typename E::Storage*>(src);
-  const Steps<E, Op> steps(reduction);
-  sweep<E>(
-      n, [=]<class L>(size_t i) { L::poke(a + i, Op::apply(L::peek(a + i), steps.template in<L>(s + i))); });
+  sweep<E>(n, [=]<class L>(size_t i) { L::poke(a + i, Op::apply(L::peek(a + i), L::load(s + i))); });
 }
 
 template <class Scalar, class Op>

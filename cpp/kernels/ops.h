@@ -8,9 +8,8 @@
 namespace shoal::kernels {
 namespace {
 
-// How an op treats values around `apply`: multiplied before, divided after.
+// How an op treats values after `apply`: divided or not.
 struct Plan {
-  static constexpr bool kPremul = false;
   static constexpr bool kDivide = false;
 };
 
@@ -27,9 +26,6 @@ struct Sum : Plan {
 };
 struct Average : Sum {
   static constexpr bool kDivide = true;
-};
-struct PremulSum : Sum {
-  static constexpr bool kPremul = true;
 };
 struct Product : Plan {
   template <class V>

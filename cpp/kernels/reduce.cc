@@ -176,8 +176,8 @@ void reduce(const Reduction& reduction, void* const* dsts, size_t ndst, const vo
       for (size_t k = 0; k < nsrc; ++k) from[k] = shift(srcs[k], at * size);
       to_one(&out, from, n, reduction);
     } else {
-      kernels.load(acc, shift(srcs[0], at * size), n, reduction);
-      for (size_t k = 1; k < nsrc; ++k) kernels.fold(acc, shift(srcs[k], at * size), n, reduction);
+      kernels.load(acc, shift(srcs[0], at * size), n);
+      for (size_t k = 1; k < nsrc; ++k) kernels.fold(acc, shift(srcs[k], at * size), n);
       kernels.finish(out, acc, n, reduction);
     }
     sink.deliver(at * size, n * size);
@@ -198,8 +198,8 @@ void reduce_partial(const Reduction& reduction, void* acc, const void* const* sr
   each_block(count * kernels.parts, size, std::max(size, wide), 0, [&](size_t at, size_t n) {
     // `acc` may be any of the sources: it is written when all have been read.
     void* const to = nsrc == 1 ? static_cast<void*>(shift(acc, at * wide)) : block;
-    kernels.load(to, shift(srcs[0], at * size), n, reduction);
-    for (size_t k = 1; k < nsrc; ++k) kernels.fold(to, shift(srcs[k], at * size), n, reduction);
+    kernels.load(to, shift(srcs[0], at * size), n);
+    for (size_t k = 1; k < nsrc; ++k) kernels.fold(to, shift(srcs[k], at * size), n);
     if (to == block) memcpy(shift(acc, at * wide), block, n * wide);
   });
 }

@@ -25,7 +25,6 @@ namespace shoal::kernels {
 struct Reduction {
   DType dtype;
   RedOp op;
-  double factor = 1.0;   // PREMUL_SUM: multiplies every source, in the accumulator's precision
   uint32_t divisor = 1;  // AVG: the number of ranks
 };
 
@@ -41,8 +40,8 @@ void reduce(const Reduction& reduction, void* const* dsts, size_t ndst, const vo
 // AVG, otherwise the dtype itself.
 size_t accumulator_size(const Reduction& reduction);
 
-// acc[i] = srcs[0][i] op srcs[1][i] op ..., in the accumulator's type: the factor is applied, the final
-// division and rounding are not.  `acc` may be identical to a source of the same size.
+// acc[i] = srcs[0][i] op srcs[1][i] op ..., in the accumulator's type, without the final division and
+// rounding.  `acc` may be identical to a source of the same size.
 void reduce_partial(const Reduction& reduction, void* acc, const void* const* srcs, size_t nsrc,
                     size_t count);
 

@@ -17,7 +17,7 @@ Kernels kernels(size_t parts = 1) {
   Kernels found = {
       {fused<E, Op, 1, 1>, fused<E, Op, 2, 1>},
       {},
-      load<E, Op>,
+      load<E>,
       fold<E, Op>,
       combine<typename E::Scalar, Op>,
       finish<E, Op>,
@@ -39,11 +39,10 @@ template <class E, bool kHot>
 Kernels find_float(RedOp op, size_t parts = 1) {
   switch (op) {
     case RedOp::kSum:
+    case RedOp::kPremulSum:  // of products, which the ranks made before
       return kernels<E, Sum, kHot>(parts);
     case RedOp::kAvg:
       return kernels<E, Average, kHot>(parts);
-    case RedOp::kPremulSum:
-      return kernels<E, PremulSum>(parts);
     case RedOp::kProduct:
       return kernels<E, Product>();
     case RedOp::kMin:

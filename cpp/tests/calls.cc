@@ -138,7 +138,6 @@ Plan make_plan(Random& script, int size, Extent extent) {
     plan.how.dtype = static_cast<DType>(pick(script, 0, kDTypeCount - 1));
     plan.how.op = plan.reduces() ? static_cast<RedOp>(pick(script, 0, kRedOpCount - 1)) : RedOp::kSum;
   } while (plan.reduces() && !legal(plan.how.dtype, plan.how.op));
-  plan.how.factor = plan.how.op == RedOp::kPremulSum ? 0.5 : 1.0;
   plan.how.divisor = static_cast<std::uint32_t>(size);
   const bool whole =
       plan.kind == Kind::kAllReduce || plan.kind == Kind::kReduce || plan.kind == Kind::kBroadcast;

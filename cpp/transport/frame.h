@@ -40,7 +40,6 @@ struct Fingerprint {
   std::int32_t root = -1;
   std::uint64_t count = 0;  // elements, where it must be equal on all ranks
   std::uint64_t sizes = 0;  // hash of the list of sizes, where it must be equal
-  double factor = 0;
   // A hash of all numbered calls before this one: a rank that had no reason to compare an earlier call (the
   // root of a broadcast) finds out at the next.
   std::uint64_t history = 0;
@@ -50,7 +49,7 @@ struct Fingerprint {
     return std::memcmp(this, &other, offsetof(Fingerprint, history)) == 0;
   }
 };
-static_assert(sizeof(Fingerprint) == 40);
+static_assert(sizeof(Fingerprint) == 32);
 
 // Point-to-point messages carry dtype and shape, so that a receiver needs no buffer.
 struct Shape {

@@ -59,7 +59,6 @@ class Group:
         input: Tensor | None,
         output: Tensor | None,
         op: int,
-        factor: float,
         root: int,
         number: int,
         timeout: float,
@@ -72,7 +71,6 @@ class Group:
         count: int,
         dtype: int,
         op: int,
-        factor: float,
         root: int,
         sizes: Sequence[int],
         number: int,
@@ -126,7 +124,7 @@ class Context:
 
 class kernels:
     class Reduction:
-        def __init__(self, dtype: int, op: int, factor: float = 1.0, divisor: int = 1) -> None: ...
+        def __init__(self, dtype: int, op: int, divisor: int = 1) -> None: ...
 
     @staticmethod
     def reduce(

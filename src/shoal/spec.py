@@ -7,6 +7,7 @@ the ones of the native core (``cpp/kernels/types.h``); a test compares the two.
 from __future__ import annotations
 
 import enum
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ class ReduceOp:
     """
 
     code: int
+    #: of this rank, for :meth:`premul_sum`
     factor: float = 1.0
 
     @property
@@ -62,11 +64,16 @@ class ReduceOp:
 
     @staticmethod
     def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-        """SUM of the inputs, each multiplied by ``factor`` first (in the accumulator's precision).
+        """SUM of the inputs, each multiplied by its rank's ``factor`` first, and rounded to its dtype.
 
-        Every rank must give the same factor.
+        Args:
+            factor: of this rank; each has its own.  Any real number, infinities and NaN too, or a tensor of
+                one floating-point element on the CPU, which is read at once.
+
+        Raises:
+            UsageError: it is something else.
         """
-        return ReduceOp(_Kind.PREMUL_SUM, float(factor))
+        return ReduceOp(_Kind.PREMUL_SUM, _factor(factor))
 
     @staticmethod
     def of(op: ReduceOp | str) -> ReduceOp:
@@ -85,11 +92,36 @@ class ReduceOp:
         return f"ReduceOp.{self.name}"
 
 
+def _factor(given: object) -> float:
+    """The factor of PREMUL_SUM as a number."""
+    if isinstance(given, torch.Tensor):
+        if given.numel() != 1:
+            problem = f"a tensor of {given.numel()} elements, shape {tuple(given.shape)}; each rank gives one"
+        elif given.device.type != "cpu":
+            problem = f"a tensor on {given.device}; pass its value, factor.item(), or factor.cpu()"
+        elif not given.dtype.is_floating_point:
+            problem = f"a tensor of {given.dtype}; pass factor.double()"
+        else:
+            return float(given.detach())
+    elif isinstance(given, numbers.Real) and not isinstance(given, bool):
+        try:
+            return float(given)
+        except OverflowError:
+            problem = "a whole number that no float can hold"
+    else:
+        problem = repr(given)
+    raise UsageError(
+        "the factor of PREMUL_SUM must be a real number, or a tensor of one floating-point element on the "
+        f"CPU, got {problem}"
+    )
+
+
 SUM = ReduceOp(_Kind.SUM)
 AVG = ReduceOp(_Kind.AVG)
 PRODUCT = ReduceOp(_Kind.PRODUCT)
 MIN = ReduceOp(_Kind.MIN)
 MAX = ReduceOp(_Kind.MAX)
+PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # of what was multiplied already
 BAND = ReduceOp(_Kind.BAND)
 BOR = ReduceOp(_Kind.BOR)
 BXOR = ReduceOp(_Kind.BXOR)
@@ -173,6 +205,8 @@ class Operation:
     SEND              [x]                                         []
     RECV              []                                          [y], or [] (allocate what arrives)
     ================  ==========================================  ==================================
+
+    Inputs of PREMUL_SUM are multiplied by their rank's factor already: a backend adds them up, as for SUM.
 
     In the ONE form (``*_single`` with equal parts) the parts lie one after another in one tensor.
     Tensors of ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER and ALL_TO_ALL may differ in size from

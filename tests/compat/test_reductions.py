@@ -40,10 +40,10 @@ def all_reduce(context, op, dtype):
     for group in both(context, gloo=with_gloo(op, dtype)):
         for layout in layouts(context, group):
             x = layout(value(context.rank, dtype))
-            assert dist.all_reduce(x, reduce_op(op, 0.5), group=group) is None
+            assert dist.all_reduce(x, reduce_op(op, context.rank, 0.5), group=group) is None
             assert_same(x, expected)
             x = layout(value(context.rank, dtype))
-            dist.all_reduce(x, reduce_op(op, 0.5), group=group, async_op=True).wait()
+            dist.all_reduce(x, reduce_op(op, context.rank, 0.5), group=group, async_op=True).wait()
             assert_same(x, expected)
 
 
@@ -163,9 +163,11 @@ def reduce(context, op, dtype):
         for dst in range(context.size):
             x = layouts(context, group)[-1](value(context.rank, dtype))
             if dst % 2:
-                dist.reduce(x, dst, reduce_op(op, 3.0), group=group)
+                dist.reduce(x, dst, reduce_op(op, context.rank, 3.0), group=group)
             else:
-                dist.reduce(x, op=reduce_op(op, 3.0), group=group, group_dst=dst, async_op=True).wait()
+                dist.reduce(
+                    x, op=reduce_op(op, context.rank, 3.0), group=group, group_dst=dst, async_op=True
+                ).wait()
             if context.rank == dst:
                 assert_same(x, expected)
             elif group is not context.gloo:
@@ -194,7 +196,7 @@ def reduce_scatter(context, op, dtype):
         for layout in layouts(context, group):
             out = layout(torch.zeros(2, 3, dtype=dtype))
             inputs = [layout(part) for part in everybody[rank]]
-            dist.reduce_scatter(out, inputs, reduce_op(op, 2.0), group=group)
+            dist.reduce_scatter(out, inputs, reduce_op(op, rank, 2.0), group=group)
             assert_same(out, expected)
             assert_all_same(inputs, everybody[rank])
         sources = [torch.cat(everybody[rank])]
@@ -202,7 +204,9 @@ def reduce_scatter(context, op, dtype):
             sources.append(torch.stack(everybody[rank]))
         for source in sources:
             out = torch.zeros(2, 3, dtype=dtype)
-            work = dist.reduce_scatter_single(out, source, reduce_op(op, 2.0), group=group, async_op=True)
+            work = dist.reduce_scatter_single(
+                out, source, reduce_op(op, rank, 2.0), group=group, async_op=True
+            )
             work.wait()
             assert_same(out, expected)
 

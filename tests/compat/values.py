@@ -58,7 +58,7 @@ def value(rank: int, dtype: torch.dtype, shape: Sequence[int] = (3, 5), seed: in
 
 
 def reduced(op: str, parts: Sequence[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
-    """What reducing ``parts`` must give; ``factor`` is for PREMUL_SUM."""
+    """What reducing ``parts`` must give; for PREMUL_SUM rank r multiplies by r + 1 times ``factor``."""
     dtype = parts[0].dtype
     if dtype is torch.bool:
         function = {
@@ -73,19 +73,19 @@ def reduced(op: str, parts: Sequence[torch.Tensor], factor: float = 1.0) -> torc
         "MIN": torch.minimum, "MAX": torch.maximum,
         "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
     }[op]  # fmt: skip
-    result = reduce(
-        function, [part.to(wide) * factor if op == "PREMUL_SUM" else part.to(wide) for part in parts]
-    )
+    factors = [factor * (r + 1) if op == "PREMUL_SUM" else 1 for r in range(len(parts))]
+    result = reduce(function, [part.to(wide) * by for part, by in zip(parts, factors, strict=True)])
     if op == "AVG":
         integer = wide is torch.int64
         result = torch.div(result, len(parts), rounding_mode="trunc") if integer else result / len(parts)
     return result.to(dtype)
 
 
-def reduce_op(op: str, factor: float = 1.0) -> dist.ReduceOp:
-    """torch's object for the name of a reduction."""
+def reduce_op(op: str, rank: int, factor: float = 1.0) -> dist.ReduceOp:
+    """torch's object for the name of a reduction, as ``rank`` gives it (see :func:`reduced`)."""
     if op == "PREMUL_SUM":
-        return dist._make_nccl_premul_sum(factor)
+        scaled = factor * (rank + 1)
+        return dist._make_nccl_premul_sum(torch.tensor([scaled]) if rank % 2 else scaled)
     return getattr(dist.ReduceOp, op)
 
 

@@ -24,7 +24,6 @@ LEGAL = [(dtype, op) for dtype in DTYPES for op in OPS if op in spec.LEGAL_REDUC
 ILLEGAL = [(dtype, op) for dtype in DTYPES for op in OPS if (dtype, op) not in LEGAL]
 LEVELS = range(kernels.highest_level() + 1)
 HALVES = (torch.float16, torch.bfloat16)
-FACTOR = 0.3  # not exact in any binary format
 
 every_legal_case = pytest.mark.parametrize(
     ("dtype", "op"), [pytest.param(d, o, id=f"{str(d)[6:]}-{o.name}") for d, o in LEGAL]
@@ -38,7 +37,7 @@ def _restore_level() -> Iterator[None]:
 
 
 def reduction(dtype: torch.dtype, op: int, divisor: int = 1) -> _core.kernels.Reduction:
-    return kernels.Reduction(spec.DTYPE_CODES[dtype], int(op), FACTOR, divisor)
+    return kernels.Reduction(spec.DTYPE_CODES[dtype], int(op), divisor)
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -99,8 +98,6 @@ def reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tensor]) -> t
 def _float_reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     wide = torch.float32 if dtype in HALVES else dtype
     values = [source.to(wide) for source in sources]
-    if op == spec._Kind.PREMUL_SUM:
-        values = [value * torch.tensor(FACTOR, dtype=wide) for value in values]
     step = {
         spec._Kind.PRODUCT: torch.mul,
         spec._Kind.MIN: torch.minimum,

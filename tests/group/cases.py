@@ -14,7 +14,7 @@ from shoal.future import Future
 from shoal.group import ProcessGroup
 from shoal.spec import DTYPE_CODES, LEGAL_REDUCTIONS
 
-from .reference import OPS, agree, data, raw, reduced
+from .reference import OPS, agree, data, op_of, raw, reduced
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
 COPYING = (
@@ -104,22 +104,24 @@ def part(case: Case, rank: int, index: int = 0, extra: int = 0) -> torch.Tensor:
 
 
 def _all_reduce(group: ProcessGroup, case: Case) -> list[Future[Any]]:
-    return [group.all_reduce(part(case, group.rank).clone(), OPS[case.op])]
+    return [group.all_reduce(part(case, group.rank).clone(), op_of(group.rank, case.op))]
 
 
 def _reduce(group: ProcessGroup, case: Case) -> list[Future[Any]]:
-    return [group.reduce(part(case, group.rank).clone(), group.size - 1, OPS[case.op])]
+    return [group.reduce(part(case, group.rank).clone(), group.size - 1, op_of(group.rank, case.op))]
 
 
 def _reduce_scatter(group: ProcessGroup, case: Case) -> list[Future[Any]]:
     inputs = [part(case, group.rank, i, i) for i in range(group.size)]
     out = torch.empty(case.count + group.rank, dtype=case.dtype)
-    return [group.reduce_scatter(out, inputs, OPS[case.op])]
+    return [group.reduce_scatter(out, inputs, op_of(group.rank, case.op))]
 
 
 def _reduce_scatter_single(group: ProcessGroup, case: Case) -> list[Future[Any]]:
     x = torch.cat([part(case, group.rank, i) for i in range(group.size)])
-    return [group.reduce_scatter_single(torch.empty(case.count, dtype=case.dtype), x, OPS[case.op])]
+    return [
+        group.reduce_scatter_single(torch.empty(case.count, dtype=case.dtype), x, op_of(group.rank, case.op))
+    ]
 
 
 def _broadcast(group: ProcessGroup, case: Case) -> list[Future[Any]]:

@@ -10,11 +10,20 @@ import torch
 
 from shoal.spec import LEGAL_REDUCTIONS, ReduceOp
 
-FACTOR = 0.375  # exact in every float
 OPS = {
-    name: ReduceOp.premul_sum(FACTOR) if name == "premul_sum" else ReduceOp.of(name)
+    name: ReduceOp.premul_sum(1) if name == "premul_sum" else ReduceOp.of(name)
     for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 }
+
+
+def factor(rank: int) -> float:
+    """What ``rank`` multiplies by in PREMUL_SUM; exact in every float."""
+    return 0.375 * (rank - 1)
+
+
+def op_of(rank: int, name: str) -> ReduceOp:
+    """The reduction ``name``, as ``rank`` gives it."""
+    return ReduceOp.premul_sum(factor(rank)) if name == "premul_sum" else OPS[name]
 
 
 @functools.cache
@@ -44,10 +53,11 @@ def reduced(parts: list[torch.Tensor], name: str) -> tuple[torch.Tensor, torch.T
     if not (dtype.is_floating_point or dtype.is_complex):
         return _of_integers(parts, name), None
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    stack = torch.stack([part.to(wide) for part in parts])
+    factors = [factor(rank) if name == "premul_sum" else 1.0 for rank in range(len(parts))]
+    stack = torch.stack([part.to(wide) * by for part, by in zip(parts, factors, strict=True)])
     if name in ("min", "max"):
         return (stack.amin(0) if name == "min" else stack.amax(0)).to(dtype), None
-    scale = {"avg": 1 / len(parts), "premul_sum": FACTOR}.get(name, 1.0)
+    scale = 1 / len(parts) if name == "avg" else 1.0
     exact = stack.prod(0) if name == "product" else stack.sum(0) * scale
     # Each of the n operations of the accumulator, which is float32 at least, may round; how much it
     # rounds grows with the partial results.  16-bit results round once more, by half a unit at most.
@@ -57,6 +67,8 @@ def reduced(parts: list[torch.Tensor], name: str) -> tuple[torch.Tensor, torch.T
     bound = (2 if dtype.is_complex else 1) * (len(parts) + 1) * unit * size + torch.finfo(dtype).tiny
     if dtype.itemsize == 2:
         bound = bound + 0.5 * eps * exact.abs()
+        if name == "premul_sum":  # and so do the products
+            bound = bound + 0.5 * eps * size
     return exact, bound
 
 

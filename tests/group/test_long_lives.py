@@ -21,7 +21,7 @@ from shoal import Future, GroupAborted, ProcessGroup
 from shoal.testing import no_leaks, run_processes
 
 from .cases import Case, all_cases, check_case, finish_case, part, start_case
-from .reference import OPS, raw
+from .reference import op_of, raw
 from .worlds import topology_options
 
 pytestmark = [
@@ -152,7 +152,7 @@ class Member:
         if case.collective != "all_reduce" or self.own.random() < 0.5:
             return start_case(group, case)
         x = group.empty(case.count, dtype=case.dtype).copy_(part(case, group.rank))
-        return [group.all_reduce(x, OPS[case.op])]
+        return [group.all_reduce(x, op_of(group.rank, case.op))]
 
     def finish(self, left: int) -> None:
         while len(self.calls) > left:

@@ -201,7 +201,7 @@ class NativeChannel(DataChannel):
         number: int,
         timeout: float,
     ) -> Future[Any] | None:
-        core = self._core.usual(kind, x, out, op.code, op.factor, root, number, timeout)
+        core = self._core.usual(kind, x, out, op.code, root, number, timeout)
         if core is None:
             return None
         source = _Source(self, core, (x, out))
@@ -227,7 +227,6 @@ class NativeChannel(DataChannel):
             count,
             DTYPE_CODES[tensors[0].dtype] if tensors else 0,
             op.code,
-            op.factor,
             operation.root,
             sizes,
             operation.number,
@@ -338,7 +337,7 @@ def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[i
         A function of destination addresses, source addresses and an element count.  It writes the
         reduction of all sources to every destination; a destination may be a source.
     """
-    reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code, op.factor)
+    reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code)
     return partial(_core.kernels.reduce, reduction)
 
 

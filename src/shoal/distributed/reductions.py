@@ -46,5 +46,5 @@ def supports_complex(reduceOp: ReduceOpLike) -> bool:
 
 
 def _make_nccl_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-    """SUM of the inputs, each multiplied by ``factor`` first; as :meth:`shoal.ReduceOp.premul_sum`."""
+    """SUM of the inputs, each multiplied by its rank's factor first: :meth:`shoal.ReduceOp.premul_sum`."""
     return ReduceOp.premul_sum(factor)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..spec import SUM, OpKind, ReduceOp
-from .staging import Staging, is_plain, readable, readable_beside
+from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp
+from .premultiplied import multiply, products
+from .staging import Staging, readable, readable_beside
 from .submission import Submitter, mapped
 
 # Looking a member up in an enumeration costs more than a small message.
@@ -27,6 +28,7 @@ _ALL_GATHER = OpKind.ALL_GATHER
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _ALL_TO_ALL = OpKind.ALL_TO_ALL
 _BARRIER = OpKind.BARRIER
+_PREMUL_SUM = PREMUL_SUM.code
 
 
 class Collectives(Submitter):
@@ -50,9 +52,10 @@ class Collectives(Submitter):
             GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
         """
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
-        future = self._submit_usual(_ALL_REDUCE, x, x, timeout, reduction)
-        if future is not None:
-            return future
+        if reduction.code != _PREMUL_SUM:
+            future = self._submit_usual(_ALL_REDUCE, x, x, timeout, reduction)
+            if future is not None:
+                return future
         call = self._call("all_reduce")
         call.output(x, "x")
         call.reduction(reduction, x.dtype)
@@ -73,7 +76,11 @@ class Collectives(Submitter):
             return self._in_place(OpKind.REDUCE, x, timeout, call.reduction(op, x.dtype), root)
         call.tensor(x, "x")
         reduction = call.reduction(op, x.dtype)
-        return self._submit(OpKind.REDUCE, (readable(x),), (), timeout, reduction, root)
+        sources = [readable(x)]
+        if reduction.code == _PREMUL_SUM:
+            self._check_usable(timeout)
+            sources, reduction = products(sources, reduction.factor, self._channel), PREMUL_SUM
+        return self._submit(OpKind.REDUCE, sources, (), timeout, reduction, root)
 
     def broadcast(
         self, x: torch.Tensor, root: int = 0, *, timeout: float | None = None
@@ -192,9 +199,11 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
-        future = self._submit_usual(_REDUCE_SCATTER, x, out, timeout, ReduceOp.of(op))
-        if future is not None:
-            return future
+        reduction = ReduceOp.of(op)
+        if reduction.code != _PREMUL_SUM:
+            future = self._submit_usual(_REDUCE_SCATTER, x, out, timeout, reduction)
+            if future is not None:
+                return future
         call = self._call("reduce_scatter_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -357,12 +366,14 @@ class Collectives(Submitter):
     def _in_place(
         self, kind: OpKind, x: torch.Tensor, timeout: float | None, op: ReduceOp, root: int = -1
     ) -> Future[Any]:
-        if is_plain(x):
-            return self._submit(kind, [x] if kind is not OpKind.BROADCAST else [], [x], timeout, op, root)
         staging = Staging()
         y = staging.writable(x, keep=True)
+        if op.code == _PREMUL_SUM:
+            self._check_usable(timeout)
+            multiply(y, op.factor)
+            op = PREMUL_SUM
         future = self._submit(kind, [y] if kind is not OpKind.BROADCAST else [], [y], timeout, op, root)
-        return _staged(future, staging, x)
+        return _staged(future, staging, x) if staging.needed else future
 
     def _scatter_gather(
         self,
@@ -380,11 +391,23 @@ class Collectives(Submitter):
         """Submit an operation whose inputs and outputs are different tensors; its value is ``value``."""
         staging = staging or Staging()
         targets = [staging.writable(x) for x in outputs]
-        sources = readable_beside(inputs, targets)
+        if op.code == _PREMUL_SUM:
+            self._check_usable(timeout)
+            plain = [readable(x) for x in inputs]
+            sources, op = products(plain, op.factor, self._channel), PREMUL_SUM
+        else:
+            sources = readable_beside(inputs, targets)
         future = self._submit(kind, sources, targets, timeout, op, root, sizes)
         if staging.needed or not (value is None or value is targets[0]):
             return _staged(future, staging, value)
         return future
+
+    def _check_usable(self, timeout: float | None) -> None:
+        """Refuse what a submission would refuse, before tensors are multiplied for it."""
+        if timeout is not None:
+            self._checked_timeout(timeout)
+        if self._state != "open" or self._channel.failure() is not None:
+            self._raise_refusal()
 
 
 def _staged(future: Future[Any], staging: Staging, value: Any) -> Future[Any]:

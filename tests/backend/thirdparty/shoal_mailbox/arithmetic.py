@@ -30,8 +30,6 @@ def reduce(op: ReduceOp, parts: list[torch.Tensor]) -> torch.Tensor:
     arrays = [(part.float() if short else part).numpy() for part in parts]
     integer = arrays[0].dtype.kind in "iu"
     with np.errstate(all="ignore"):
-        if op.name == "PREMUL_SUM":
-            arrays = [array * array.dtype.type(op.factor) for array in arrays]
         if op.name == "AVG" and integer:
             arrays = [array.astype(f"{array.dtype.kind}8") for array in arrays]
         total = fold(
