@@ -43,23 +43,33 @@ class World:
 
 Case = Callable[[World], Any]
 
-
-def same_as_gloo(pool: Pool, case: Case) -> None:
-    """Fails unless `case` gives the same over shoal as over Gloo, on every rank of the pool."""
-    pool.run(on_both, case)
+#: largest difference between the backends, relative to a tensor's largest element, by the dtype of computing
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
-def on_both(context: Context, case: Case) -> None:
+def same_as_gloo(pool: Pool, case: Case, dtype: torch.dtype = torch.float64) -> None:
+    """Fails unless `case` gives the same over shoal as over Gloo, on every rank of the pool.
+
+    Args:
+        dtype: torch's default dtype on more than two ranks.
+    """
+    pool.run(on_both, case, dtype)
+
+
+def on_both(context: Context, case: Case, dtype: torch.dtype) -> None:
     """What one rank does for :func:`same_as_gloo`.
 
     Raises:
         AssertionError: the results differ.  Two terms can be added in one order only (a + b is b + a), so two
-            ranks' results must agree in every bit.  With more ranks the backends add in different orders:
-            1e-5 of a tensor's largest element is allowed.
+            ranks' results must agree in every bit.  With more ranks the backends add in different orders.
+            How far training drives that apart depends on the processor, so torch's default dtype is double
+            then, and what :data:`ROUNDING` says is allowed.
     """
-    expected = _outcome(case, context, context.gloo, "gloo")
-    actual = _outcome(case, context, context.group, "shoal")
-    tolerance = 0.0 if context.size == 2 else 1e-5
+    two = context.size == 2
+    with _default_dtype(torch.float32 if two else dtype):
+        expected = _outcome(case, context, context.gloo, "gloo")
+        actual = _outcome(case, context, context.group, "shoal")
+    tolerance = 0.0 if two else ROUNDING[dtype]
     ours, our_form = _pytree.tree_flatten(actual)
     theirs, their_form = _pytree.tree_flatten(expected)
     assert our_form == their_form, f"{our_form} on shoal, {their_form} on Gloo"
@@ -85,6 +95,16 @@ def _outcome(case: Case, context: Context, group: Any, name: str) -> Any:
     torch.manual_seed(0)
     with _default(group), _torch_keeps_quiet():
         return _pytree.tree_map(_plain, case(world))
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ class Dtypes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.narrow(self.wide(x.double()).bfloat16())
-        y: torch.Tensor = self.usual(self.short(x.half()).float())
+        y: torch.Tensor = self.usual(self.short(x.half()).to(self.usual.weight.dtype))
         return y
 
 

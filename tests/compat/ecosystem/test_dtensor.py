@@ -28,7 +28,8 @@ def grid(world: World) -> DeviceMesh:
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     """Whole numbers, so that the order of sums makes no difference; the same on every rank."""
-    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)).float()
+    whole = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed))
+    return whole.to(torch.get_default_dtype())
 
 
 def placed(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

@@ -212,7 +212,8 @@ def scaled_gradients_of_fsdp1(world: World) -> Any:
 
 def clipping_and_state_of_fsdp1(world: World) -> Any:
     model = fsdp1(world)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    # A large epsilon: where gradients are next to nothing, Adam would make much of their rounding.
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
     model(batch(world, 0)).square().mean().backward()
     norm = model.clip_grad_norm_(0.05)
     optimizer.step()
@@ -232,4 +233,6 @@ CASES = [
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_sharded_training_is_that_over_gloo(ranks, size, case):
-    same_as_gloo(ranks(size), case)
+    # FSDP1 takes norms in float32 and refuses wider gradients.
+    single = case is clipping_and_state_of_fsdp1
+    same_as_gloo(ranks(size), case, torch.float32 if single else torch.float64)

@@ -16,7 +16,8 @@ from .compare import World, same_as_gloo
 def leaf(world: World, *shape: int) -> torch.Tensor:
     """Whole numbers, so that the order of sums makes no difference; others on every rank."""
     generator = torch.Generator().manual_seed(world.rank)
-    return torch.randint(-8, 8, shape or (4, 3), generator=generator).float().requires_grad_()
+    whole = torch.randint(-8, 8, shape or (4, 3), generator=generator)
+    return whole.to(torch.get_default_dtype()).requires_grad_()
 
 
 def with_gradients(world: World, outputs: Any, *leaves: torch.Tensor) -> Any:

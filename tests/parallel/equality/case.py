@@ -25,8 +25,9 @@ class Case:
         sizes: numbers of ranks.  Variants of other cases run on two only, because time is short.
         options: of both DistributedDataParallel classes, beyond the group.
         hook: name of a communication hook that both have.
-        tolerance: largest difference of a loss or of an element of a tensor, relative to the largest loss of
-            the run or element of the tensor.  The default is the one for training in float32.
+        same_bits: whether two ranks must train alike in every bit.  A sum of two terms has one order, and a
+            division by two rounds nothing, unless the number is among the smallest of its dtype, as gradients
+            in float16 may be.
         apart: names of parts of the state in which the wrappers differ, for a reason that the case tells.
         distinct: how many different batches there are; they are repeated in turn.
         lr: learning rate.
@@ -35,7 +36,7 @@ class Case:
     sizes: ClassVar[tuple[int, ...]] = (2, 4)
     options: ClassVar[Options] = Options()
     hook: ClassVar[str] = ""
-    tolerance: ClassVar[float] = 1e-5
+    same_bits: ClassVar[bool] = True
     apart: ClassVar[tuple[str, ...]] = ()
     distinct: ClassVar[int] = 5
     lr: ClassVar[float] = 0.05

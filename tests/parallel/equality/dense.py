@@ -145,13 +145,13 @@ class _Waves(nn.Module):
         self.shift = nn.Parameter(torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(x.to(torch.complex64) @ self.into)
+        hidden = torch.tanh(x.to(self.into.dtype) @ self.into)
         return (hidden @ self.out).real + self.shift
 
 
 @case
 class ComplexParameters(OnVectors):
-    lr = 0.02
+    lr = 0.005
 
     def build(self) -> nn.Module:
         return _Waves()

@@ -22,13 +22,13 @@ class _Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + torch.tanh(layer(x.to(layer.weight.dtype))).float()
+            x = x + torch.tanh(layer(x.to(layer.weight.dtype))).to(x.dtype)
         return self.head(x)
 
 
 @case
 class MixedDtypes(OnVectors):
-    tolerance = 4 * torch.finfo(torch.bfloat16).eps
+    same_bits = False
     lr = 0.01
     options = Options(bucket_cap_mb=0.0005)
 
@@ -39,7 +39,6 @@ class MixedDtypes(OnVectors):
 @case
 class DoublePrecision(OnVectors):
     sizes = (2,)
-    tolerance = 1e-13
 
     def build(self) -> nn.Module:
         return perceptron().double()
@@ -50,7 +49,7 @@ class DoublePrecision(OnVectors):
 
 @case
 class Autocast(OnVectors):
-    """Parameters in float32, products in bfloat16: gradients have so few digits that their sums are exact."""
+    """Parameters in float32, products in bfloat16."""
 
     sizes = (2,)
 
@@ -61,7 +60,7 @@ class Autocast(OnVectors):
         inputs, targets = batch
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs = model(inputs)
-        return ((outputs.float() - targets) ** 2).mean()
+        return ((outputs.to(targets.dtype) - targets) ** 2).mean()
 
 
 @case
@@ -82,4 +81,4 @@ class HalfPrecisionHook(PlainHook):
 
     sizes = (2, 4)
     hook = "fp16_compress_hook"
-    tolerance = 2 * torch.finfo(torch.float16).eps
+    same_bits = False

@@ -1,4 +1,4 @@
-"""Trains every case with both wrappers, in the same processes."""
+"""Trains every case with both wrappers, and once more in double precision, in the same processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
+from torch.utils import _pytree
 
 import shoal
 import shoal.parallel.hooks
@@ -25,7 +26,7 @@ import shoal.parallel.hooks
 from . import dense, graphs, joining, precision, procedures, sequences, sparse, unused  # noqa: F401
 from .case import CASES, Case
 
-STEPS = 50
+STEPS = 30
 
 #: seconds for one operation; the others of a rank that failed alone must not wait for long
 OPERATION = 30.0
@@ -60,11 +61,13 @@ class Outcome:
         failure: the traceback, or "".
         shoal: the training with shoal's wrapper.
         torch: the one with torch's.
+        exact: the one with torch's where everything is computed and sent in double precision.
     """
 
     failure: str = ""
     shoal: Training = field(default_factory=Training)
     torch: Training = field(default_factory=Training)
+    exact: Training = field(default_factory=Training)
 
 
 _kept: list[object] = []
@@ -94,7 +97,11 @@ def outcomes(group: shoal.ProcessGroup, meeting: str, names: Sequence[str]) -> d
 
 def _outcome(kind: type[Case], group: shoal.ProcessGroup) -> Outcome:
     outcome = Outcome()
-    for name, train in (("shoal", _train_by_shoal), ("torch", _train_by_torch)):
+    for name, train in (
+        ("shoal", _train_by_shoal),
+        ("torch", _train_by_torch),
+        ("exact", _train_in_double),
+    ):
         try:
             setattr(outcome, name, train(kind, group))
         except Exception:
@@ -117,17 +124,41 @@ def _train_by_torch(kind: type[Case], group: shoal.ProcessGroup) -> Training:
         return _train(kind, group, TorchWrapper, default_hooks)
 
 
+def _train_in_double(kind: type[Case], group: shoal.ProcessGroup) -> Training:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return _train(kind, group, TorchWrapper, None, in_double)
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in double precision, or the tensor itself if it holds integers."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _train(
-    kind: type[Case], group: shoal.ProcessGroup, wrapper: Callable[..., nn.Module], hooks: ModuleType
+    kind: type[Case],
+    group: shoal.ProcessGroup,
+    wrapper: Callable[..., nn.Module],
+    hooks: ModuleType | None,
+    convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> Training:
+    """Train a case.
+
+    Args:
+        wrapper: DistributedDataParallel.
+        hooks: where the case's communication hook is; None: train without it.
+        convert: applied to every parameter, buffer and tensor of a batch before the training.
+    """
     training = Training()
     case = kind(group.rank, group.size)
     torch.manual_seed(group.rank)  # other parameters on each rank: wrapping gives all of them rank 0's
-    module = case.build()
+    module = case.build()._apply(convert)
     if any(True for _ in module.buffers()):
         module.register_forward_pre_hook(lambda own, _: training.buffers.append(_digest(own.buffers())))
     model = case.wrap(module, wrapper)
-    if case.hook:
+    if case.hook and hooks is not None:
         model.register_comm_hook(None, getattr(hooks, case.hook))
     optimizer = case.optimizer(model)
 
@@ -138,7 +169,7 @@ def _train(
 
     optimizer.register_step_pre_hook(note_absent)
     random = torch.Generator().manual_seed(1000 + group.rank)
-    batches = [case.batch(random) for _ in range(case.distinct)]
+    batches = _pytree.tree_map_only(torch.Tensor, convert, [case.batch(random) for _ in range(case.distinct)])
     training.losses = case.train(model, optimizer, batches, STEPS)
     training.state = {
         name: tensor.detach().clone()

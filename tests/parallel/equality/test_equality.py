@@ -1,4 +1,9 @@
-"""Fifty steps by shoal's wrapper and by torch's over Gloo, the same seeds and data: the same training.
+"""Thirty steps by shoal's wrapper and by torch's over Gloo, the same seeds and data: the same training.
+
+On two ranks the trainings are equal in every bit.  On more, the wrappers add in different orders, and
+training amplifies the rounding, how much depends on the model and on the processor's instructions.  The
+yardstick is a third training in double precision: shoal's may be :data:`FACTOR` times as far from it as
+torch's.
 
 Every case (a class in one of the modules beside this one) is a test, most of them on 2 and on 4 ranks.  The
 ranks are processes, started once for all cases.
@@ -18,9 +23,14 @@ from shoal.testing import run_processes
 
 from .case import CASES
 from .joining import Uneven
-from .runner import OPERATION, Outcome, Training, outcomes
+from .runner import OPERATION, Outcome, Training, in_double, outcomes
 
 Outcomes: TypeAlias = "list[dict[str, Outcome]]"
+
+#: how far shoal's training may be from the exact one, in distances of torch's training ...
+FACTOR = 2.0
+#: ... and in units of the last place, for torch's may be near to the exact one by luck
+ULPS = 16.0
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +74,18 @@ def test_training_equals_torchs(name: str, size: int, on_ranks: Callable[[int], 
     for rank, outcome in enumerate(ranks):
         assert not outcome.failure, f"rank {rank}:\n{outcome.failure}"
     for rank, outcome in enumerate(ranks):
-        assert len(outcome.shoal.losses) == len(outcome.torch.losses)
+        assert len(outcome.shoal.losses) == len(outcome.torch.losses) == len(outcome.exact.losses)
         if "absent" not in case.apart:
             assert outcome.shoal.absent == outcome.torch.absent, f"rank {rank} lacks other gradients"
+        for name, tensor in outcome.torch.state.items():
+            assert outcome.shoal.state[name].dtype == tensor.dtype, f"rank {rank}: {name}"
         where, difference = largest_difference(outcome.shoal, outcome.torch, case.apart)
-        assert difference <= case.tolerance, f"rank {rank}: {where} differs by {difference:.3g}"
+        if size == 2 and case.same_bits:
+            assert difference == 0.0, f"rank {rank}: {where} differs by {difference:.3g}"
+        where, ours = largest_difference(outcome.shoal, outcome.exact, case.apart)
+        _, theirs = largest_difference(outcome.torch, outcome.exact, case.apart)
+        bound = FACTOR * theirs + ULPS * precision(outcome.torch)
+        assert ours <= bound, f"rank {rank}: {where} is {ours:.3g} from exact, torch's {theirs:.3g}"
     assert len({outcome.shoal.parameters for outcome in ranks}) == 1, "the ranks' parameters differ"
     if case.options.get("broadcast_buffers", True):
         for step, found in enumerate(zip(*(outcome.shoal.buffers for outcome in ranks), strict=False)):
@@ -82,16 +99,22 @@ def largest_difference(actual: Training, expected: Training, apart: Sequence[str
     differences = {"the loss": _difference(torch.tensor(actual.losses), torch.tensor(expected.losses))}
     assert actual.state.keys() == expected.state.keys()
     for name, tensor in expected.state.items():
-        assert actual.state[name].dtype == tensor.dtype
         if name not in apart:
             differences[name] = _difference(actual.state[name], tensor)
     worst = max(differences, key=differences.__getitem__)
     return worst, differences[worst]
 
 
+def precision(training: Training) -> float:
+    """The relative distance of neighbouring numbers in the finest dtype of the training."""
+    tensors = [
+        tensor for tensor in training.state.values() if tensor.dtype.is_floating_point or tensor.is_complex()
+    ]
+    return min(torch.finfo(tensor.dtype).eps for tensor in tensors)
+
+
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    actual, expected = actual.to(wide), expected.to(wide)
+    actual, expected = in_double(actual), in_double(expected)
     if not (actual.isfinite().all() and expected.isfinite().all()):
         return float("inf")
     scale = expected.abs().max().item()
