@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from tests.support.store_backend import StoreBackend
 # Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
 # threads, which is a setting of each thread: one test's setting would be another's rounding error.
 torch.set_num_threads(1)
+
+# A shell starts background jobs with Ctrl-C ignored, and a test that interrupts itself would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
