@@ -316,7 +316,10 @@ class _Source:
         return done
 
     def done(self) -> bool:
-        return self.core.done()
+        done = self.core.done()
+        if done:
+            self._keep = None
+        return done
 
     def exception(self) -> BaseException | None:
         error = self.core.error()
