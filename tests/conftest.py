@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.backend.registry import register_backend, unregister_backend
+from shoal.testing.processes import preload
 from tests.support.store_backend import StoreBackend
 
 # Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
@@ -17,6 +18,11 @@ torch.set_num_threads(1)
 
 # A shell starts background jobs with Ctrl-C ignored, and a test that interrupts itself would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Whatever has an optimiser imports the compiler, which takes a second in every rank.
+preload(
+    "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
+)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import shoal
 import shoal.errors
 from shoal.errors import ShoalError
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -61,23 +62,27 @@ def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     assert _run(program, tmp_path) == "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"
 
 
+def test_the_first_example_runs_on_two_ranks_as_the_page_says(tmp_path: Path) -> None:
+    (program,) = _programs("README.md")
+    _run(program, tmp_path, "-m", "shoal", "run", "-n", "2")
+
+
 @pytest.mark.parametrize(
     "program",
     [
         program
         for page in (
-            "README.md",
-            *(
-                f"docs/{n}.md"
-                for n in ("tutorial", "data-parallel", "distributed", "comm-hooks", "join", "zero")
-            ),
+            f"docs/{name}.md"
+            for name in ("tutorial", "data-parallel", "distributed", "comm-hooks", "join", "zero")
         )
         for program in _programs(page)
     ],
     ids=itertools.count(1),
 )
 def test_every_program_on_the_pages_runs_on_two_ranks(program: str, tmp_path: Path) -> None:
-    _run(program, tmp_path, "-m", "shoal", "run", "-n", "2")
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    run_program(script, 2)
 
 
 def _tree(error: type[Exception], indent: str = "") -> list[str]:

@@ -280,6 +280,16 @@ def read_stacks(dumps: connection.Connection) -> str:
 
 
 _started: multiprocessing.context.ForkServerContext | None = None
+_preloaded: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import modules too, so that ranks need not; before the first rank starts.
+
+    Args:
+        modules: their names.  Importing them must start no thread.
+    """
+    _preloaded.extend(modules)
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
@@ -289,7 +299,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
         context = multiprocessing.get_context("forkserver")
         # Test modules import pytest, and ranks import the modules of their functions.
         extra = ["pytest"] if "pytest" in sys.modules else []
-        context.set_forkserver_preload(["torch", run_rank.__module__, *extra])
+        context.set_forkserver_preload(["torch", run_rank.__module__, *extra, *_preloaded])
         with ignoring():  # it lives as long as this process
             ensure_running()
         _started = context

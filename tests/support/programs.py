@@ -1,0 +1,80 @@
+"""Programs on several ranks, told what ``shoal run`` tells them, in processes that have torch already.
+
+Starting Python and importing torch takes a rank seconds; a fork of the fork server has both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from shoal.launch.environment import Job, ReservedPort
+from shoal.rendezvous import job_record
+from shoal.store import TCPStoreServer
+from shoal.testing.processes import fork_server
+
+
+def run_program(script: Path, size: int, *arguments: str, timeout: float = 120.0) -> list[str]:
+    """Run a program on ranks of this machine, in its folder.
+
+    Args:
+        arguments: of its command line.
+        timeout: seconds until all ranks must have ended.
+
+    Returns:
+        What each rank wrote to its standard output and error.
+
+    Raises:
+        AssertionError: a rank did not end by itself and with exit code 0.
+    """
+    job, port = Job(size), ReservedPort()
+    outputs = [script.with_suffix(f".rank{rank}.txt") for rank in range(size)]
+    with TCPStoreServer(secret=job.secret.encode(), records=job_record(size, job.ident)).start() as server:
+        variables = [job.variables(rank, server.url, str(port.number)) for rank in range(size)]
+        ranks = [
+            fork_server().Process(target=_play, args=(script, arguments, *told))
+            for told in zip(variables, outputs, strict=True)
+        ]
+        deadline = time.monotonic() + timeout
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+            codes = [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                if rank.is_alive():
+                    rank.kill()
+                rank.join()
+                rank.close()
+            port.close()
+    written = [output.read_text() for output in outputs]
+    assert codes == [0] * size, "\n".join([f"exit codes {codes} (None: killed after {timeout} s)", *written])
+    return written
+
+
+def _play(script: Path, arguments: tuple[str, ...], variables: dict[str, str], output: Path) -> None:
+    """Be one rank."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    os.chdir(script.parent)
+    os.environ.update(variables)
+    sys.argv = [str(script), *arguments]
+    sys.path[0:0] = [str(script.parent)]
+    torch.set_num_threads(1)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        # A process of multiprocessing ends without what a program leaves to the end of Python.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
