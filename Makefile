@@ -32,7 +32,7 @@ demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ran
 	$(BIN)/shoal run -n 2 examples/digits.py
 
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" $(ARGS)
+	$(BIN)/python -m pytest -m "not stress" --durations=20 $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
