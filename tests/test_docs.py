@@ -82,7 +82,7 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(tmp_path: Path) ->
 def test_every_program_on_the_pages_runs_on_two_ranks(program: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(program)
-    run_program(script, 2)
+    run_program(script, 2, folder=tmp_path)
 
 
 def _tree(error: type[Exception], indent: str = "") -> list[str]:

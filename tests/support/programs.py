@@ -21,11 +21,12 @@ from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
 
 
-def run_program(script: Path, size: int, *arguments: str, timeout: float = 120.0) -> list[str]:
-    """Run a program on ranks of this machine, in its folder.
+def run_program(script: Path, size: int, *arguments: str, folder: Path, timeout: float = 120.0) -> list[str]:
+    """Run a program on ranks of this machine.
 
     Args:
         arguments: of its command line.
+        folder: where it runs.
         timeout: seconds until all ranks must have ended.
 
     Returns:
@@ -35,7 +36,7 @@ def run_program(script: Path, size: int, *arguments: str, timeout: float = 120.0
         AssertionError: a rank did not end by itself and with exit code 0.
     """
     job, port = Job(size), ReservedPort()
-    outputs = [script.with_suffix(f".rank{rank}.txt") for rank in range(size)]
+    outputs = [folder / f"rank{rank}.txt" for rank in range(size)]
     with TCPStoreServer(secret=job.secret.encode(), records=job_record(size, job.ident)).start() as server:
         variables = [job.variables(rank, server.url, str(port.number)) for rank in range(size)]
         ranks = [
@@ -67,10 +68,10 @@ def _play(script: Path, arguments: tuple[str, ...], variables: dict[str, str], o
     for number in (1, 2):
         os.dup2(descriptor, number)
     os.close(descriptor)
-    os.chdir(script.parent)
+    os.chdir(output.parent)
     os.environ.update(variables)
     sys.argv = [str(script), *arguments]
-    sys.path[0:0] = [str(script.parent)]
+    sys.path.insert(0, str(script.parent))
     torch.set_num_threads(1)
     try:
         runpy.run_path(str(script), run_name="__main__")
