@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.examples.load import EXAMPLES
-from tests.support.programs import run_program
-from tests.support.stage import ROOT
+from tests.support.stage import ROOT, Stage
 
 
 def _code(name: str) -> list[str]:
@@ -34,13 +33,19 @@ def test_the_page_shows_what_changes(name: str, changed: int) -> None:
 
 def test_all_three_train_alike(tmp_path: Path) -> None:
     """What they print is the same, digit for digit, and what they keep bit for bit."""
+    stage = Stage(tmp_path)
     found: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for name in ("gloo", "backend", "functional"):
-        checkpoint = tmp_path / f"{name}.pt"
-        script = EXAMPLES / "migration" / f"{name}.py"
-        written = run_program(script, 2, "--epochs", "2", "--checkpoint", str(checkpoint), folder=tmp_path)
-        lines = [line for text in written for line in text.splitlines() if not line.startswith("[Gloo] ")]
-        found[name] = lines, torch.load(checkpoint, weights_only=True)
+    try:
+        for name in ("gloo", "backend", "functional"):
+            checkpoint = tmp_path / f"{name}.pt"
+            script = str(EXAMPLES / "migration" / f"{name}.py")
+            arguments = ("run", "-n", "2", script, "--epochs", "2", "--checkpoint", str(checkpoint))
+            ended = stage.run("-m", "shoal", *arguments)
+            assert (ended.code, ended.err) == (0, ""), ended
+            lines = [line.removeprefix("[0] ") for line in ended.out.splitlines()]
+            found[name] = lines, torch.load(checkpoint, weights_only=True)
+    finally:
+        stage.close()
     lines, kept = found["gloo"]
     assert len(lines) == 2
     for other_lines, other in (found["backend"], found["functional"]):

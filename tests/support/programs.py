@@ -1,6 +1,7 @@
 """Programs on several ranks, told what ``shoal run`` tells them, in processes that have torch already.
 
-Starting Python and importing torch takes a rank seconds; a fork of the fork server has both.
+Starting Python and importing torch takes a rank seconds; a fork of the fork server has both.  Programs that
+use Gloo are not for this: one whose Gloo threads let go of their group last waits for itself and never ends.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def run_program(script: Path, size: int, *arguments: str, folder: Path, timeout:
             codes = [rank.exitcode for rank in ranks]
         finally:
             for rank in ranks:
-                if rank.is_alive():
+                if rank.pid is not None:
                     rank.kill()
-                rank.join()
+                    rank.join()
                 rank.close()
             port.close()
     written = [output.read_text() for output in outputs]
