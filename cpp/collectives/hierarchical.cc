@@ -138,6 +138,8 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
 
 Task reduce(Operation& op, Span data, int root) {
   Map map(op.group());
+  auto begun = op.begun();  // the room for partial results is much to clear already
+  co_await begun;
   std::uint32_t step = 0;
   std::uint64_t offset = 0;
   do {
@@ -257,6 +259,8 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
   const int rank = op.group().rank();
+  auto begun = op.begun();
+  co_await begun;
   std::vector<std::vector<std::byte>> partials;
   std::vector<Reduce> jobs;
   for (int to = map.place; to < map.size; to += map.locals()) {

@@ -79,6 +79,8 @@ bool Messages::settled() {
 }
 
 Task Messages::finish() {
+  auto begun = op_.begun();
+  co_await begun;
   auto condition = op_.until([this] { return settled(); });
   co_await condition;
   if (refused_) {
@@ -88,6 +90,8 @@ Task Messages::finish() {
 }
 
 Task Messages::finish_receives() {
+  auto begun = op_.begun();
+  co_await begun;
   auto condition = op_.until([this] { return received(); });
   co_await condition;
   if (refused_) {

@@ -72,6 +72,8 @@ Task direct(Operation& op, std::vector<Span> mine, std::vector<Span> theirs, Flo
     bool goes = flow == Flow::kAll || (flow == Flow::kToRoot ? to == root : rank == root);
     if (goes) messages.send(to, 0, pick(mine, to).data, pick(mine, to).bytes);
   }
+  auto begun = op.begun();
+  co_await begun;
   if (flow == Flow::kAll || rank == root) copy(pick(theirs, rank), pick(mine, rank));
   Task done = messages.finish();
   co_await done;

@@ -58,6 +58,8 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   mine.windows = windows_;
   mine.phase.store(number_, std::memory_order_release);
   team_.ring_all(lane_);
+  auto begun = op_.begun();
+  co_await begun;
 }
 
 Task Phase::meet(int place) {

@@ -8,6 +8,8 @@ namespace {
 // A group of one: what a reduction does to a single input still happens (bools).
 Task alone(Operation& op) {
   const Request& request = op.request();
+  auto begun = op.begun();
+  co_await begun;
   if (request.kind == Kind::kAllReduce || request.kind == Kind::kReduce ||
       request.kind == Kind::kReduceScatter) {
     const void* from = request.in[0].data;
@@ -17,7 +19,6 @@ Task alone(Operation& op) {
   } else if (!request.in.empty() && !request.out.empty()) {
     copy(request.out[0], request.in[0]);
   }
-  co_return;
 }
 
 }  // namespace

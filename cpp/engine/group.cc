@@ -12,7 +12,6 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kRecent = 256;
-constexpr std::uint64_t kLarge = (4 << 20) + 1;
 
 }  // namespace
 
@@ -68,11 +67,10 @@ OperationPtr Group::submit(Request request) {
   auto op = std::make_shared<Operation>(shared_from_this(), std::move(request));
   const std::uint64_t channel = op->request().channel;
   if (op->request().kind < Kind::kSend) note(*op, numbered);
-  bool large = op->bytes() >= kLarge;
   if (loose) {
     auto lane = std::make_shared<Lane>();
     lane->queue.push_back(op);
-    run(*lane);
+    run(*lane, Effort::kBegin);
     if (!op->done()) {
       std::lock_guard lock(loose_mutex_);
       loose_.push_back({op, lane});
@@ -84,15 +82,15 @@ OperationPtr Group::submit(Request request) {
       std::lock_guard lock(lane.mutex);
       lane.queue.push_back(op);
     }
-    run(lane);
+    run(lane, Effort::kBegin);
   }
-  if (!op->done()) context_->submitted(large);
+  if (!op->done()) context_->submitted(op->large());
   return op;
 }
 
 // Who finds the token taken may go to sleep, so its holder looks again before leaving: it may have looked
 // last before what the other came for was there.
-bool Group::run(Lane& lane) {
+bool Group::run(Lane& lane, Effort effort) {
   bool moved = false;
   do {
     if (lane.token.test_and_set(std::memory_order_seq_cst)) {
@@ -100,14 +98,18 @@ bool Group::run(Lane& lane) {
       if (lane.token.test_and_set(std::memory_order_seq_cst)) return moved;
     }
     if (lane.missed.load(std::memory_order_relaxed)) lane.missed.exchange(false, std::memory_order_seq_cst);
-    moved |= run_held(lane);
+    moved |= run_held(lane, effort);
     lane.token.clear(std::memory_order_seq_cst);
+    if (effort == Effort::kBegin && lane.missed.load(std::memory_order_seq_cst)) {
+      context_->bell().wake();  // what the other came for may be what a submitter leaves alone
+      return moved;
+    }
   } while (lane.missed.load(std::memory_order_seq_cst));
   return moved;
 }
 
 // Under the token: runs the lane's operations in order until one must wait.
-bool Group::run_held(Lane& lane) {
+bool Group::run_held(Lane& lane, Effort effort) {
   bool moved = false;
   while (true) {
     OperationPtr op;
@@ -116,8 +118,12 @@ bool Group::run_held(Lane& lane) {
       if (!lane.queue.empty()) op = lane.queue.front();
     }
     if (!op) break;
-    moved |= op->step();
-    if (!op->done()) settle(*op);
+    if (effort == Effort::kBegin && op->large()) {
+      moved |= op->begin();
+    } else {
+      moved |= op->step();
+      if (!op->done()) settle(*op);
+    }
     if (!op->done()) break;
     moved = true;
     std::lock_guard lock(lane.mutex);

@@ -98,8 +98,10 @@ class Group : public std::enable_shared_from_this<Group> {
     std::uint64_t channel = ~0ULL;
     Fingerprint call;
   };
-  bool run(Lane& lane);
-  bool run_held(Lane& lane);
+  // How far operations are run: a thread that submits one only begins the large ones.
+  enum class Effort { kBegin, kWhole };
+  bool run(Lane& lane, Effort effort = Effort::kWhole);
+  bool run_held(Lane& lane, Effort effort);
   void note(Operation& op, bool numbered);
   void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation,
                      std::int64_t timeout);

@@ -12,6 +12,13 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kStall = 1'000'000'000;
+constexpr std::uint64_t kLarge = (4 << 20) + 1;
+
+std::uint64_t bytes(const std::vector<Span>& spans) {
+  std::uint64_t sum = 0;
+  for (const Span& span : spans) sum += span.bytes;
+  return sum;
+}
 
 Fingerprint fingerprint(const Request& request, int lanes) {
   Fingerprint call;
@@ -35,16 +42,11 @@ Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
       call_(fingerprint(request_, group_->lanes())),
+      large_(std::max(bytes(request_.in), bytes(request_.out)) >= kLarge),
       deadline_(now_ns() + request_.timeout),
       ask_at_(deadline_ - request_.timeout + kStall) {}
 
 Operation::~Operation() = default;
-
-std::uint64_t Operation::bytes() const {
-  std::uint64_t sum = 0;
-  for (const Span& span : request_.in) sum += span.bytes;
-  return sum;
-}
 
 bool Operation::announce(std::uint64_t ticket) {
   ticket_ = ticket;
@@ -66,7 +68,7 @@ bool Operation::step() {
     resume_.resume();
   }
   while (!task_.finished()) {
-    if (!waiting_for_->ready()) return moved;
+    if (beginning_ || !waiting_for_->ready()) return moved;
     moved = true;
     resume_.resume();
   }
@@ -78,6 +80,14 @@ bool Operation::step() {
   }
   complete();
   return true;
+}
+
+bool Operation::begin() {
+  if (task_.handle()) return false;
+  beginning_ = true;
+  bool moved = step();
+  beginning_ = false;
+  return moved;
 }
 
 void Operation::complete() {

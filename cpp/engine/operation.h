@@ -82,7 +82,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const Fingerprint& call() const { return call_; }
   Group& group() const { return *group_; }
   std::int64_t deadline() const { return deadline_; }
-  std::uint64_t bytes() const;
+  // There is so much to do that the thread which submits the operation leaves it to others.
+  bool large() const { return large_; }
 
   bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
   const Error& error() const { return error_; }  // once done
@@ -92,6 +93,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // Runs as far as possible; only under the token of its lane.  True if anything moved.
   bool step();
+  // What the thread that submits a large operation does of it: it goes up to `begun`.
+  bool begin();
   void fail(Error error);
   // In a forked child an operation that was not done never will be: it fails.  True if so.
   bool orphaned();
@@ -120,6 +123,23 @@ class Operation : public std::enable_shared_from_this<Operation> {
   auto never() {
     return until([] { return false; });
   }
+  // Awaited where an algorithm has told the peers that it is here, and before it moves many bytes: the thread
+  // that submits a large operation goes no further.
+  class Begun final : public Condition {
+   public:
+    explicit Begun(Operation& op) : op_(op) {}
+    bool await_ready() const { return !op_.beginning_; }
+    void await_suspend(std::coroutine_handle<> self) {
+      op_.waiting_for_ = this;
+      op_.resume_ = self;
+    }
+    void await_resume() const {}
+    bool ready() override { return true; }
+
+   private:
+    Operation& op_;
+  };
+  Begun begun() { return Begun(*this); }
   // A peer claims something else for this operation: look into it; never returns.
   Task mismatch();
 
@@ -134,6 +154,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::shared_ptr<Group> group_;
   Request request_;
   Fingerprint call_;
+  bool large_;
+  bool beginning_ = false;  // under the token: begin() is running
   std::int64_t deadline_;
   std::int64_t ask_at_;  // when to compare calls with a neighbour, if it has not come to its end by then
   Task task_;
