@@ -10,8 +10,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <limits>
 #include <optional>
+#include <system_error>
 
 #include "bind/bindings.h"
 #include "bind/tensors.h"
@@ -49,6 +51,16 @@ std::vector<Span> spans(const Parts& parts) {
 nb::object error_tuple(const Error& error) {
   if (error.code == ErrorCode::kNone) return nb::none();
   return nb::make_tuple(static_cast<int>(error.code), error.text, error.ranks);
+}
+
+// An error as it is told to the user: with all that is known by then.
+nb::object told(Group& group, Error error) {
+  if (error.code == ErrorCode::kPeerLost) {
+    nb::gil_scoped_release release;
+    group.context().look_for_deaths();
+    error = group.with_all_lost(std::move(error));
+  }
+  return error_tuple(error);
 }
 
 OperationPtr submit(Group& group, Request request) {
@@ -172,7 +184,10 @@ nb::object received(Operation& op) {
 }
 
 Bytes allocate(Group& group, std::size_t bytes) {
-  auto* block = new std::shared_ptr<Block>(group.allocate(bytes));
+  auto* block = [&] {
+    nb::gil_scoped_release release;  // the system clears every page of it
+    return new std::shared_ptr<Block>(group.allocate(bytes));
+  }();
   nb::capsule capsule(block, [](void* p) noexcept { delete static_cast<std::shared_ptr<Block>*>(p); });
   std::size_t extent[1] = {bytes};
   return Bytes((*block)->data(), 1, extent, capsule);
@@ -186,6 +201,9 @@ void bind_engine(nb::module_& m) {
       std::rethrow_exception(pointer);
     } catch (const OutOfMemory& error) {
       PyErr_SetString(PyExc_MemoryError, error.what());
+    } catch (const std::system_error& error) {
+      errno = error.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
     }
   });
 
@@ -205,7 +223,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("timeout"),
           "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
       .def(
-          "error", [](const Operation& op) { return error_tuple(op.error()); },
+          "error", [](const Operation& op) { return told(op.group(), op.error()); },
           "None, or (code, text, ranks).")
       .def("announce", &Operation::announce, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
@@ -224,7 +242,7 @@ void bind_engine(nb::module_& m) {
       .def("failure",
            [](Group& group) -> nb::object {
              auto error = group.failure();
-             return error ? error_tuple(*error) : nb::none();
+             return error ? told(group, *error) : nb::none();
            })
       .def(
           "abort",
@@ -236,6 +254,8 @@ void bind_engine(nb::module_& m) {
                        true);
           },
           nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
+      .def("begin_close", &Group::begin_close, nb::call_guard<nb::gil_scoped_release>(),
+           "Tell the peers that nothing more is submitted here.")
       .def(
           "close", [](Group& group, double timeout) { group.close(until(timeout)); }, nb::arg("timeout"),
           nb::call_guard<nb::gil_scoped_release>())
@@ -254,6 +274,16 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("memory_fd", &Context::memory_fd)
       .def_prop_ro("memory_capacity", &Context::memory_capacity)
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })
+      .def_prop_ro(
+          "memory_warm", [](const Context& context) { return context.arena()->warm(); },
+          "Bytes of released memory that have not gone back to the system yet.")
+      .def(
+          "trim",
+          [](const Context& context) {
+            while (context.arena()->trim(now_ns())) {
+            }
+          },
+          nb::call_guard<nb::gil_scoped_release>(), "Give released memory back to the system at once.")
       .def("make_ring", &Context::make_ring)
       .def("add_local", &Context::add_local, nb::arg("peer"), nb::arg("socket"), nb::arg("memory_fd"),
            nb::arg("capacity"), nb::arg("out"), nb::arg("in_"), nb::arg("pid"))

@@ -100,6 +100,13 @@ Task Messages::finish_receives() {
   }
 }
 
+bool Messages::ungranted(const Operation& op) {
+  for (const Messages* messages : op.messages)
+    for (auto& [link, message] : messages->outgoing_)
+      if (link->ungranted(*message)) return true;
+  return false;
+}
+
 std::vector<int> Messages::sources_of(const Operation& op) {
   std::vector<int> sources;
   for (const Messages* messages : op.messages)

@@ -28,6 +28,8 @@ class Messages {
   Task finish();
   Task finish_receives();
 
+  // Whether a message of the operation still waits for its receiver to have room for it.
+  static bool ungranted(const Operation& op);
   // Ranks whose messages the operation still waits for.
   static std::vector<int> sources_of(const Operation& op);
 

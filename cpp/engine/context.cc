@@ -8,8 +8,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <limits>
 #include <new>
+#include <system_error>
 
 #include "engine/clock.h"
 
@@ -20,6 +22,21 @@ constexpr std::int64_t kMillisecond = 1'000'000;
 constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
 constexpr std::int64_t kActive =
     20 * kMillisecond;  // how long after a submission the progress thread looks in
+// How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
+constexpr std::int64_t kWarm = 2000 * kMillisecond;
+
+// The result of a system call that fails only where the system has no more to give.
+int checked(int result, const char* call) {
+  if (result < 0) throw std::system_error(errno, std::generic_category(), call);
+  return result;
+}
+
+// Tells when a process has ended; -1 where the kernel has nothing that does, or it has ended already.
+int handle_of(int pid) {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) checked(fd, "pidfd_open");
+  return fd;
+}
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -44,11 +61,16 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
   // Progress threads look in once a millisecond a core, not a rank: 64 ranks on 2 cores would do little else.
   look_in_ = kMillisecond * std::max(1, options_.local_size / cores);
-  epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  watch(wakeup_, kWakeup);
-  sockets_ = epoll_create1(EPOLL_CLOEXEC);
-  watch(sockets_, kSockets);
+  try {
+    epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    watch(wakeup_, kWakeup);
+    watch(sockets_, kSockets);
+  } catch (...) {
+    release_descriptors();
+    throw;
+  }
 }
 
 Context::~Context() {
@@ -58,16 +80,21 @@ Context::~Context() {
     if (peer.socket >= 0) ::close(peer.socket);
     if (peer.pidfd >= 0) ::close(peer.pidfd);
   }
-  if (wakeup_ >= 0) ::close(wakeup_);
-  if (epoll_ >= 0) ::close(epoll_);
-  if (sockets_ >= 0) ::close(sockets_);
+  release_descriptors();
+}
+
+void Context::release_descriptors() {
+  for (int* fd : {&wakeup_, &epoll_, &sockets_}) {
+    if (*fd >= 0) ::close(*fd);
+    *fd = -1;
+  }
 }
 
 void Context::watch(int fd, std::uint64_t what) {
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = what;
-  epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+  checked(epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
 }
 
 std::uint64_t Context::make_ring() {
@@ -76,23 +103,29 @@ std::uint64_t Context::make_ring() {
   return offset;
 }
 
+// The socket belongs to the context from the moment that this returns, and not if it throws.
 void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                         std::uint64_t in, int pid) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  peer.memory = std::make_unique<Mapping>(memory_fd, capacity);
+  auto memory = std::make_unique<Mapping>(memory_fd, capacity);
+  auto& header = *memory->at<ArenaHeader>(0);
+  auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out), memory->at<Ring>(in),
+                                         kRingCapacity, &header.doorbell);
+  // A forked child of the peer may hold its socket open; the process itself is what counts.
+  const int pidfd = pid > 0 && pid != getpid() ? handle_of(pid) : -1;
+  try {
+    watch(socket, static_cast<std::uint64_t>(rank));
+    if (pidfd >= 0) watch(pidfd, kPidfd | static_cast<std::uint64_t>(rank));
+    ring_peers_.push_back(rank);
+  } catch (...) {
+    if (pidfd >= 0) ::close(pidfd);
+    throw;
+  }
+  peer.memory = std::move(memory);
   peer.socket = socket;
-  auto& header = *peer.memory->at<ArenaHeader>(0);
-  auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out),
-                                         peer.memory->at<Ring>(in), kRingCapacity, &header.doorbell);
+  peer.pidfd = pidfd;
   peer.ring = link.get();
   peer.link = std::move(link);
-  ring_peers_.push_back(rank);
-  watch(socket, static_cast<std::uint64_t>(rank));
-  if (pid > 0 && pid != getpid()) {
-    // A forked child of the peer may hold its socket open; the process itself is what counts.
-    peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-    if (peer.pidfd >= 0) watch(peer.pidfd, kPidfd | static_cast<std::uint64_t>(rank));
-  }
 }
 
 void Context::add_remote(int rank, int socket) {
@@ -105,12 +138,18 @@ void Context::add_remote(int rank, int socket) {
 
 void Context::start() {
   started_ = true;
+  last_round_ = watching_since_ = now_ns();
   // Signals are for the threads of the program: they interrupt its system calls and run its handlers.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  progress_thread_ = std::thread([this] { progress_loop(); });
-  watch_thread_ = std::thread([this] { watch_loop(); });
+  try {
+    progress_thread_ = std::thread([this] { progress_loop(); });
+    watch_thread_ = std::thread([this] { watch_loop(); });
+  } catch (...) {  // the system has no more threads; the one that runs ends when the context is closed
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(progress_thread_.native_handle(), "shoal-progress");
   pthread_setname_np(watch_thread_.native_handle(), "shoal-watch");
@@ -139,6 +178,8 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
   for (auto& pending : early) {
     int rank = static_cast<int>(pending.header.source);
     if (pending.header.type == FrameType::kGroupClosed) group->on_peer_closed(rank, pending.header.channel);
+    if (pending.header.type == FrameType::kGroupClosing)
+      group->on_peer_closing(rank, pending.header.channel, pending.header.code == kHasRead);
     if (pending.header.type == FrameType::kBroken)
       group->on_broken(rank, static_cast<ErrorCode>(pending.header.code), pending.text);
     if (pending.header.type == FrameType::kCallQuery) group->on_call_query(rank, pending.header);
@@ -148,7 +189,7 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
     int rank = group->rank_of(static_cast<int>(p));
     if (rank < 0 || state == Peer::kAlive) continue;
     if (state == Peer::kLost)
-      group->on_peer_lost(static_cast<int>(p), "it was lost before the group was made");
+      group->on_peers_lost({{static_cast<int>(p), "it was lost before the group was made"}});
     else
       group->on_peer_closed(rank, 0);
   }
@@ -251,7 +292,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
 
 void Context::progress_loop() {
   std::uint64_t seen = 0;
-  std::int64_t active_until = 0;
+  std::int64_t active_until = 0, trim_at = 0;
   while (!stop_.load(std::memory_order_acquire)) {
     bool waiting = false;
     if (progress(waiting)) continue;
@@ -263,6 +304,7 @@ void Context::progress_loop() {
     }
     std::int64_t next = std::numeric_limits<std::int64_t>::max();
     check(now, next);
+    if (now >= trim_at && !arena_->trim(now - kWarm)) trim_at = now + kWarm / 4;
     bool active = now < active_until;
     deep_.store(!active && !waiting, std::memory_order_seq_cst);
     {
@@ -353,6 +395,9 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       break;
     case FrameType::kBroken:
       group->on_broken(source, static_cast<ErrorCode>(header.code), text);
+      break;
+    case FrameType::kGroupClosing:
+      group->on_peer_closing(source, header.channel, header.code == kHasRead);
       break;
     case FrameType::kGroupClosed:
       group->on_peer_closed(source, header.channel);

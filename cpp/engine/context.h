@@ -82,6 +82,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   const Mapping& peer_memory(int peer) const;
   bool gone(int peer) const { return peers_[static_cast<std::size_t>(peer)].state.load() != Peer::kAlive; }
   void submitted(bool large);
+  // Takes note of peers that have died by now, before somebody is told who has.
+  void look_for_deaths();
+  // What to tell the user if this process did not run for a while just now: it was stopped, or starved.
+  std::string absence() const;
 
   Destination on_header(Link& link, const FrameHeader& header) override;
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
@@ -120,11 +124,15 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   bool progress(bool& waiting);
   void check(std::int64_t now, std::int64_t& next);
   void heartbeats(std::int64_t now);
-  void lost(int peer, const std::string& why);
+  void mind_the_gap(std::int64_t now);
+  void lost(int peer, std::string why);
+  bool bury(int peer, std::string& why);
+  std::vector<Loss> ended();
   void departed(int peer);
   std::vector<std::shared_ptr<Group>> groups();
   std::shared_ptr<Group> find(std::uint64_t ident);
   void watch(int fd, std::uint64_t what);
+  void release_descriptors();
 
   Options options_;
   std::shared_ptr<Arena> arena_;
@@ -134,6 +142,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::int64_t look_in_;   // how often (ns) the progress thread looks for small operations
   std::vector<Peer> peers_;
   std::vector<int> ring_peers_;
+  std::mutex descriptors_mutex_;  // those of the peers are not closed under it
   Messenger messenger_;
 
   std::mutex groups_mutex_;
@@ -162,6 +171,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<bool> silent_{false};
   std::atomic<Fault> fault_{Fault::kNone};
   std::int64_t last_beat_ = 0;
+  std::atomic<std::int64_t> last_round_{0};      // when the watch thread last ran
+  std::atomic<std::int64_t> watching_since_{0};  // without a gap in its own rounds
+  std::atomic<std::int64_t> gap_{0};             // how long the last one was
   bool started_ = false, forked_ = false;
   std::atomic<bool> closed_{false};
 

@@ -30,6 +30,11 @@ bool reduces(std::uint8_t kind) {
          kind == static_cast<std::uint8_t>(Kind::kReduceScatter);
 }
 
+void add_loss(Error& error, int rank, const std::string& why) {
+  error.text += (error.text.empty() ? "" : "; ") + ("rank " + std::to_string(rank)) + " is lost: " + why;
+  error.ranks.push_back(rank);
+}
+
 }  // namespace
 
 std::string seconds(std::int64_t nanoseconds) {
@@ -100,19 +105,40 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   std::istringstream ranks(line);
   for (int r; ranks >> r;) error.ranks.push_back(r);
   error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
+  if (code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, this->rank()) > 0) {
+    const std::string absence = context_->absence();
+    error.text = (absence.empty() ? "the connection to this rank was lost" : absence) +
+                 "; the others gave it up: " + error.text;
+  }
   if (code != ErrorCode::kMismatch && error.text.find(kReported) == std::string::npos)
     error.text += kReported + std::to_string(rank) + ")";
   fail(std::move(error), false);
 }
 
-void Group::on_peer_lost(int peer, const std::string& why) {
-  int rank = rank_of(peer);
-  if (rank < 0) return;
+void Group::on_peers_lost(const std::vector<Loss>& losses) {
+  Error error{ErrorCode::kPeerLost, "", {}};
   {
     std::lock_guard lock(state_mutex_);
-    if (departed_[static_cast<std::size_t>(rank)] != ~0ULL) return;  // it had closed this group before
+    for (const Loss& loss : losses) {
+      const int rank = rank_of(loss.peer);
+      if (rank < 0 || departed_[static_cast<std::size_t>(rank)] != ~0ULL)
+        continue;  // it had closed this group
+      lost_.emplace(rank, loss.why);
+      add_loss(error, rank, loss.why);
+    }
   }
-  fail({ErrorCode::kPeerLost, "rank " + std::to_string(rank) + " is lost: " + why, {rank}}, !closed());
+  if (!error.ranks.empty()) fail(std::move(error), !closed());
+}
+
+// The cause of the group's end stays the first; who else has died since belongs to what the user is told.
+Error Group::with_all_lost(Error error) {
+  if (error.code != ErrorCode::kPeerLost) return error;
+  if (std::ranges::count(error.ranks, rank()) > 0) return error;  // it is this rank that was given up
+  std::lock_guard lock(state_mutex_);
+  for (const auto& [rank, why] : lost_)
+    if (std::ranges::count(error.ranks, rank) == 0) add_loss(error, rank, why);
+  std::ranges::sort(error.ranks);
+  return error;
 }
 
 void Group::on_peer_closed(int rank, std::uint64_t next_number) {

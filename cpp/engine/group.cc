@@ -18,6 +18,7 @@ constexpr std::size_t kRecent = 256;
 Group::Group(std::shared_ptr<Context> context, Options options)
     : context_(std::move(context)), options_(std::move(options)), recent_(kRecent) {
   departed_.assign(options_.ranks.size(), ~0ULL);
+  leaving_members_.resize(options_.ranks.size());
   std::vector<int> seen;
   for (int rank = 0; rank < size(); ++rank) {
     int host = options_.hosts[static_cast<std::size_t>(rank)];
@@ -137,6 +138,16 @@ void Group::settle(Operation& op) {
   if (broken()) {
     op.step();
     if (!op.done()) op.fail(*failure());
+    return;
+  }
+  if (leaving_.load(std::memory_order_acquire)) {
+    // Others of this group may still be completed, so this one alone ends.
+    if (auto error = in_vain(op)) {
+      op.step();
+      if (op.done()) return;
+      if (op.numbered()) give_up_from(op.request().channel);
+      op.fail(std::move(*error));
+    }
     return;
   }
   if (!any_departed_.load(std::memory_order_acquire)) return;
@@ -314,38 +325,6 @@ std::shared_ptr<Block> Group::allocate(std::size_t bytes) {
   return block;
 }
 
-void Group::close(std::int64_t deadline) {
-  if (closed_.exchange(true)) return;
-  while (pending() && now_ns() < deadline) {
-    bool waiting = false;
-    if (progress(waiting)) continue;
-    Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
-    if (progress(waiting) || !pending()) continue;
-    sleeper.sleep(std::min<std::int64_t>(deadline - now_ns(), 20'000'000));
-  }
-  std::uint64_t abandoned = std::numeric_limits<std::uint64_t>::max();
-  for (Lane& lane : lanes_) {
-    std::lock_guard lock(lane.mutex);
-    for (auto& op : lane.queue)
-      if (!op->done()) abandoned = std::min(abandoned, op->request().channel);
-  }
-  if (pending()) {
-    fail({ErrorCode::kClosed, "the group was closed before the operation had finished", {}}, false);
-    bool waiting = false;
-    while (pending()) progress(waiting);
-  }
-  // A peer that has not heard yet why the group broke must not take our leaving for the reason.
-  if (auto error = failure(); error && error->code != ErrorCode::kClosed) tell_failure();
-  FrameHeader header = frame(FrameType::kGroupClosed);
-  {
-    std::lock_guard lock(recent_mutex_);
-    header.channel = std::min(next_number_, abandoned);  // from here on we take no part
-  }
-  tell_all(header);
-  context_->messenger().forget(ident());
-  context_->drop_groups();
-}
-
 bool Group::all_peers_gone() {
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r)
@@ -362,7 +341,11 @@ FrameHeader Group::frame(FrameType type) const {
   return header;
 }
 
+// The farewell is a group's last word to its peers, because they forget the group by it.
 void Group::tell_all(const FrameHeader& header, const std::string& text) {
+  std::lock_guard lock(farewell_mutex_);
+  if (said_farewell_) return;
+  said_farewell_ = header.type == FrameType::kGroupClosed;
   for (int r = 0; r < size(); ++r) {
     Link* to = r == rank() ? nullptr : link(r);
     if (to != nullptr && !to->broken()) to->send_control(header, text.data(), text.size());

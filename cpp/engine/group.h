@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,6 +25,12 @@ struct Lane {
   std::mutex mutex;
   std::deque<OperationPtr> queue;
   int index = 0;
+};
+
+// A peer that died, or to which nothing leads any more.
+struct Loss {
+  int peer;  // global rank
+  std::string why;
 };
 
 class Group : public std::enable_shared_from_this<Group> {
@@ -64,19 +71,26 @@ class Group : public std::enable_shared_from_this<Group> {
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   std::optional<Error> failure();
+  // The error with all members that are lost by now, if it is about such.
+  Error with_all_lost(Error error);
   // Ends the group with `error`, once; tells the peers if `announce`.
   void fail(Error error, bool announce);
   void suspect(std::uint64_t channel);  // a peer claims something else for it
 
   // From the links.
-  void on_peer_lost(int global, const std::string& why);
+  void on_peers_lost(const std::vector<Loss>& losses);
   void on_peer_closed(int rank, std::uint64_t next_number);
+  void on_peer_closing(int rank, std::uint64_t next_number, bool has_read);
   void on_broken(int rank, ErrorCode code, const std::string& text);
   void on_call_query(int rank, const FrameHeader& query);
   void on_call_reply(int rank, const FrameHeader& header);
   void on_call_seen(std::uint64_t channel, const Fingerprint& call);
 
-  // Waits for pending operations until `deadline`, tells the peers, fails the rest.
+  // Nothing more is submitted here: says so to the peers.  close() does it too, but groups that are closed
+  // one after another say so all at once, since members may close them in different orders.
+  void begin_close();
+  // Waits for pending operations that can still be completed until `deadline`, tells the peers, fails the
+  // rest.
   void close(std::int64_t deadline);
   bool closed() const { return closed_.load(); }
   bool all_peers_gone();
@@ -112,6 +126,9 @@ class Group : public std::enable_shared_from_this<Group> {
   bool calls_differ(const Inquiry& inquiry) const;
   bool histories_differ(const Inquiry& inquiry) const;
   void settle(Operation& op);
+  std::optional<Error> in_vain(Operation& op);
+  void give_up_from(std::uint64_t channel);
+  void tell_closing(int rank, Closing what);
   FrameHeader frame(FrameType type) const;
   void tell_failure();
   void tell_all(const FrameHeader& header, const std::string& text = {});
@@ -123,6 +140,9 @@ class Group : public std::enable_shared_from_this<Group> {
   int host_ = 0;
   std::unique_ptr<Team> team_;
   std::deque<Lane> lanes_;
+
+  std::mutex farewell_mutex_;
+  bool said_farewell_ = false;
 
   std::mutex loose_mutex_;
   struct Loose {
@@ -139,6 +159,15 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::uint64_t>
       departed_;  // per rank: the first number it will not submit; ~0 while it is there
   std::atomic<bool> any_departed_{false};
+  std::map<int, std::string> lost_;  // members, and why
+  // Members that submit nothing more, though they may not have left yet; used by one that closes too.
+  struct Leaving {
+    std::uint64_t next_number = ~0ULL;  // ~0 while it goes on
+    bool has_read = false;              // all that this rank had sent when it began to close
+  };
+  std::vector<Leaving> leaving_members_;
+  std::atomic<bool> leaving_{false};            // this one closes
+  std::atomic<std::uint64_t> given_up_{~0ULL};  // the first numbered operation that was ended by itself
   std::optional<Inquiry> inquiry_;
   std::mutex recent_mutex_;
   std::vector<Recent> recent_;

@@ -62,6 +62,7 @@ bool Operation::step() {
     // One before it may have been given up between two phases: what this one published would be taken for the
     // rest of that, and for a mismatch, by members that have not heard yet why the group is broken.
     if (request_.kind < Kind::kSend && group_->broken()) return false;
+    if (numbered() && request_.channel >= group_->given_up_.load(std::memory_order_relaxed)) return false;
     task_ = collectives::start(*this);
     resume_ = task_.handle();
     moved = true;
@@ -93,7 +94,7 @@ bool Operation::begin() {
 void Operation::complete() {
   if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
-  if (!request_.keyed && request_.kind < Kind::kSend && error_.code == ErrorCode::kNone)
+  if (numbered() && error_.code == ErrorCode::kNone)
     group_->completed_.store(request_.channel + 1, std::memory_order_relaxed);
   if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
     group_->context().announce(ticket_);
@@ -112,7 +113,7 @@ void Operation::fail(Error error) {
   Arena& arena = *group_->context().arena();
   for (const auto* spans : {&request_.in, &request_.out})
     for (const Span& span : *spans)
-      if (group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes))
+      if (numbered() && group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes))
         arena.abandon(span.data);
   complete();
 }

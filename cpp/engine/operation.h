@@ -84,6 +84,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::int64_t deadline() const { return deadline_; }
   // There is so much to do that the thread which submits the operation leaves it to others.
   bool large() const { return large_; }
+  // It has a number and a lane: it is neither matched by key nor a message.
+  bool numbered() const { return !request_.keyed && request_.kind < Kind::kSend; }
 
   bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
   const Error& error() const { return error_; }  // once done

@@ -1,5 +1,6 @@
 // The watch thread: sockets, deaths and heartbeats.  Also how a context ends.
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 namespace shoal {
 namespace {
 
+constexpr const char* kEnded = "its process has ended";
 constexpr int kParked = 1;  // milliseconds after which the watch thread takes back sockets that nobody polls
 
 }  // namespace
@@ -35,7 +37,7 @@ void Context::watch_loop() {
       Peer& peer = peers_[static_cast<std::size_t>(rank)];
       if (what & kPidfd) {
         epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.pidfd, nullptr);
-        lost(rank, "its process has ended");
+        lost(rank, kEnded);
       } else {
         char byte;
         if (read(peer.socket, &byte, 1) != 1) {
@@ -128,7 +130,26 @@ Context::Driving::~Driving() {
     context.rearm();
 }
 
+// A watcher that did not run itself cannot tell how long the others were silent: what they sent meanwhile may
+// lie unread, and they may have been stopped together with it.  They get the whole time to speak anew.
+void Context::mind_the_gap(std::int64_t now) {
+  const std::int64_t gap = now - last_round_.exchange(now);
+  if (gap < options_.heartbeat / 2) return;
+  gap_.store(gap);
+  watching_since_.store(now);
+}
+
+std::string Context::absence() const {
+  if (!remote_) return {};
+  const std::int64_t now = now_ns();
+  std::int64_t gap = now - last_round_.load();  // the watch thread may not have run again yet
+  if (gap < options_.heartbeat / 2) gap = now - watching_since_.load() < options_.heartbeat ? gap_.load() : 0;
+  return gap == 0 ? ""
+                  : "this rank did not run for " + seconds(gap) + " (it was stopped, or got no processor)";
+}
+
 void Context::heartbeats(std::int64_t now) {
+  mind_the_gap(now);
   std::int64_t period = std::clamp<std::int64_t>(options_.heartbeat / 4, 10'000'000, 1'000'000'000);
   if (now - last_beat_ < period) return;
   last_beat_ = now;
@@ -138,24 +159,61 @@ void Context::heartbeats(std::int64_t now) {
     Peer& peer = peers_[rank];
     if (peer.tcp == nullptr || peer.tcp->broken() || peer.state.load() != Peer::kAlive) continue;
     if (!silent_.load() && !peer.tcp->backlog()) peer.tcp->send_control(beat);
-    std::int64_t quiet = now - peer.tcp->last_heard();
+    std::int64_t quiet = now - std::max(peer.tcp->last_heard(), watching_since_.load());
     if (quiet > options_.heartbeat)
-      lost(static_cast<int>(rank), "nothing was heard from its host for " + seconds(quiet));
+      lost(static_cast<int>(rank), "nothing was heard from its host for " + seconds(quiet) +
+                                       "; it is stopped or starved, or the network is cut");
   }
 }
 
-void Context::lost(int rank, const std::string& why) {
+void Context::lost(int rank, std::string why) {
+  std::vector<Loss> losses;
+  if (bury(rank, why)) {
+    losses.push_back({rank, why});
+    for (Loss& other : ended()) losses.push_back(std::move(other));  // several often die together
+    for (auto& group : groups()) group->on_peers_lost(losses);
+    drop_groups();
+  }
+  bell().wake();
+}
+
+// Marks a peer as lost; false if it had left before.
+bool Context::bury(int rank, std::string& why) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   // What it had sent before still counts, its farewell too.
   if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
   int alive = Peer::kAlive;
-  if (!peer.state.compare_exchange_strong(alive, Peer::kLost)) {
-    bell().wake();
-    return;
+  if (!peer.state.compare_exchange_strong(alive, Peer::kLost)) return false;
+  if (peer.tcp == nullptr) return true;
+  if (const std::string gap = absence(); !gap.empty()) why += "; " + gap + ", so it may have been given up";
+  return true;
+}
+
+// The local peers whose processes have ended and of whom nobody knows it yet.
+std::vector<Loss> Context::ended() {
+  std::vector<int> dead;
+  {
+    std::lock_guard lock(descriptors_mutex_);
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+      const Peer& peer = peers_[rank];
+      pollfd look{peer.pidfd, POLLIN, 0};
+      if (peer.pidfd >= 0 && peer.state.load() == Peer::kAlive && ::poll(&look, 1, 0) == 1)
+        dead.push_back(static_cast<int>(rank));
+    }
   }
-  for (auto& group : groups()) group->on_peer_lost(rank, why);
+  std::vector<Loss> losses;
+  for (int rank : dead)
+    if (std::string why = kEnded; bury(rank, why)) losses.push_back({rank, why});
+  return losses;
+}
+
+void Context::look_for_deaths() {
+  if (forked_ || closed()) return;
+  poll_sockets();
+  const std::vector<Loss> losses = ended();
+  if (losses.empty()) return;
+  for (auto& group : groups()) group->on_peers_lost(losses);
   drop_groups();
-  bell().wake();
 }
 
 void Context::on_link_lost(Link& link, const char* why) { lost(link.peer(), why); }
@@ -195,13 +253,16 @@ void Context::close(std::int64_t deadline) {
     std::lock_guard lock(completions_mutex_);
     completions_ready_.notify_all();
   }
-  progress_thread_.join();
-  watch_thread_.join();
-  for (Peer& peer : peers_) {
-    if (peer.link) peer.link->close();
-    if (peer.socket >= 0) ::close(peer.socket);
-    if (peer.pidfd >= 0) ::close(peer.pidfd);
-    peer.socket = peer.pidfd = -1;
+  if (progress_thread_.joinable()) progress_thread_.join();
+  if (watch_thread_.joinable()) watch_thread_.join();
+  {
+    std::lock_guard lock(descriptors_mutex_);
+    for (Peer& peer : peers_) {
+      if (peer.link) peer.link->close();
+      if (peer.socket >= 0) ::close(peer.socket);
+      if (peer.pidfd >= 0) ::close(peer.pidfd);
+      peer.socket = peer.pidfd = -1;
+    }
   }
   ::close(epoll_);
   ::close(wakeup_);

@@ -4,14 +4,19 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <string>
+
+#include "engine/clock.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr std::size_t kPunch = 64 << 20;  // bytes given back to the system at a time
 // Consecutive blocks whose distance is a power of two collide in the caches; one page more avoids it.
 constexpr std::size_t kColourFrom = 16 * kPage;
 
@@ -61,8 +66,35 @@ std::size_t Arena::in_use() const {
   return in_use_;
 }
 
+std::size_t Arena::warm() const {
+  std::lock_guard lock(mutex_);
+  std::size_t sum = 0;
+  for (auto& [offset, range] : warm_) sum += range.bytes;
+  return sum;
+}
+
 std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
-  std::size_t size = rounded(bytes);
+  const std::size_t size = rounded(bytes);
+  const std::uint64_t offset = take(bytes, commit);
+  if (!commit) return offset;
+  auto populate = [&] {
+    int rc;
+    do rc = fallocate(fd_, 0, static_cast<off_t>(offset), static_cast<off_t>(size));
+    while (rc != 0 && errno == EINTR);
+    return rc == 0;
+  };
+  if (populate()) return offset;
+  while (trim(std::numeric_limits<std::int64_t>::max())) {
+  }
+  if (populate()) return offset;
+  const std::string why = reason("cannot allocate shared memory");
+  release(offset);
+  throw OutOfMemory(why + " (" + std::to_string(bytes) + " bytes)");
+}
+
+// Marks a range as taken; its pages may be missing.
+std::uint64_t Arena::take(std::size_t bytes, bool commit) {
+  const std::size_t size = rounded(bytes);
   std::lock_guard lock(mutex_);
   if (commit && in_use_ + size > limit_)
     throw OutOfMemory("the limit of " + std::to_string(limit_ >> 20) +
@@ -71,18 +103,12 @@ std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     if (it->second < size) continue;
     std::uint64_t offset = it->first;
-    if (commit) {
-      int rc;
-      do rc = fallocate(fd_, 0, static_cast<off_t>(offset), static_cast<off_t>(size));
-      while (rc != 0 && errno == EINTR);
-      if (rc != 0)
-        throw OutOfMemory(reason("cannot allocate shared memory") + " (" + std::to_string(bytes) + " bytes)");
-    }
     std::size_t rest = it->second - size;
     free_.erase(it);
     if (rest > 0) free_[offset + size] = rest;
     taken_[offset] = size;
     if (commit) in_use_ += size;
+    cool(offset, size);
     return offset;
   }
   throw OutOfMemory("the reserved " + std::to_string(capacity() >> 20) +
@@ -97,8 +123,13 @@ void Arena::release(std::uint64_t offset) {
   std::size_t size = found->second;
   taken_.erase(found);
   in_use_ -= size < in_use_ ? size : in_use_;
-  auto [it, inserted] = free_.emplace(offset, size);
-  (void)inserted;
+  give_back(offset, size);
+  warm_[offset] = {size, now_ns()};
+}
+
+// Under the lock: a range is free again.
+void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
+  auto it = free_.emplace(offset, bytes).first;
   if (auto next = std::next(it); next != free_.end() && it->first + it->second == next->first) {
     it->second += next->second;
     free_.erase(next);
@@ -110,6 +141,46 @@ void Arena::release(std::uint64_t offset) {
       free_.erase(it);
     }
   }
+}
+
+// Under the lock: the range is no longer one whose pages are free.
+void Arena::cool(std::uint64_t offset, std::size_t bytes) {
+  const std::uint64_t end = offset + bytes;
+  auto it = warm_.lower_bound(offset);
+  if (it != warm_.begin() && std::prev(it)->first + std::prev(it)->second.bytes > offset) --it;
+  while (it != warm_.end() && it->first < end) {
+    const std::uint64_t first = it->first, last = first + it->second.bytes;
+    const std::int64_t since = it->second.since;
+    it = warm_.erase(it);
+    if (first < offset) warm_[first] = {offset - first, since};
+    if (last > end) warm_[end] = {last - end, since};
+  }
+}
+
+// Nobody can take the range while its pages go.
+bool Arena::trim(std::int64_t until) {
+  std::uint64_t offset = 0;
+  std::size_t bytes = 0;
+  {
+    std::lock_guard lock(mutex_);
+    auto due =
+        std::find_if(warm_.begin(), warm_.end(), [&](auto& entry) { return entry.second.since <= until; });
+    if (due == warm_.end()) return false;
+    offset = due->first;
+    bytes = std::min(due->second.bytes, kPunch);
+    cool(offset, bytes);
+    auto it = std::prev(free_.upper_bound(offset));
+    const std::uint64_t first = it->first, last = first + it->second;
+    free_.erase(it);
+    if (first < offset) free_[first] = offset - first;
+    if (last > offset + bytes) free_[offset + bytes] = last - offset - bytes;
+  }
+  // The size stays, so that a peer which still looks there reads zeros.
+  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+            static_cast<off_t>(bytes));
+  std::lock_guard lock(mutex_);
+  give_back(offset, bytes);
+  return true;
 }
 
 void Arena::abandon(const void* address) {

@@ -3,6 +3,9 @@
 // Nothing of it has a name in a file system, so nothing is left behind however the process ends.  Peers map
 // the same memfd through a descriptor handed over an authenticated socket.  Every range handed out has been
 // committed with fallocate, so that exhausted memory is an error here and never a SIGBUS later.
+//
+// A range that is released keeps its pages for a while: a training loop takes the same sizes again in its
+// next step.  What nobody has taken for some seconds goes back to the system (trim).
 #pragma once
 
 #include <cstddef>
@@ -51,12 +54,16 @@ class Arena {
   int fd() const { return fd_; }
   std::size_t capacity() const { return mapping_->length(); }
   std::size_t in_use() const;
+  std::size_t warm() const;  // bytes of free ranges that have not gone back to the system
   const Mapping& mapping() const { return *mapping_; }
 
   // A zero-filled or recycled range of at least `bytes`, page aligned.  commit=false leaves it sparse
   // (rings).
   std::uint64_t allocate(std::size_t bytes, bool commit = true);
   void release(std::uint64_t offset);
+  // Gives pages back to the system that have been free since `until` (ns) or longer, some at a time; true if
+  // it found any.
+  bool trim(std::int64_t until);
   // Peers may go on writing to the range around this address for ever: it is not handed out again.
   void abandon(const void* address);
 
@@ -71,12 +78,22 @@ class Arena {
   void disown();
 
  private:
+  struct Warm {
+    std::size_t bytes = 0;
+    std::int64_t since = 0;
+  };
+  std::uint64_t take(std::size_t bytes, bool commit);
+  void give_back(std::uint64_t offset, std::size_t bytes);
+  void cool(std::uint64_t offset, std::size_t bytes);
+
   int fd_ = -1;
   std::size_t limit_;
   std::unique_ptr<Mapping> mapping_;
+  // Never held during a system call: whoever releases memory may hold the lock of an interpreter.
   mutable std::mutex mutex_;
   std::map<std::uint64_t, std::size_t> free_;   // offset -> bytes, coalesced
   std::map<std::uint64_t, std::size_t> taken_;  // offset -> bytes
+  std::map<std::uint64_t, Warm> warm_;          // parts of free_ that still have pages
   std::set<std::uint64_t> abandoned_;           // offsets of taken ranges that never return
   std::size_t in_use_ = 0;
 };

@@ -29,6 +29,13 @@ enum class FrameType : std::uint16_t {
   kGroupClosed = 7,  // orderly end of a group
   kBye = 8,          // orderly end of the process
   kHeartbeat = 9,
+  kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
+};
+
+// What a kGroupClosing says besides.
+enum Closing : std::uint16_t {
+  kLeaves = 0,
+  kHasRead = 1,  // the receiver's farewell and all before it: no message of it will be granted any more
 };
 
 // What an operation claims to be.  Peers compare it before they touch data.

@@ -137,6 +137,11 @@ void Link::granted(std::uint64_t id) {
   want_write(!flush_locked());
 }
 
+bool Link::ungranted(const Outgoing& message) {
+  std::lock_guard lock(send_mutex_);
+  return awaiting_grant_.contains(message.header.message);
+}
+
 void Link::cancel(const std::shared_ptr<Outgoing>& message) {
   std::lock_guard lock(send_mutex_);
   if (message->done.load(std::memory_order_acquire)) return;

@@ -76,6 +76,7 @@ class Link {
   void send(const std::shared_ptr<Outgoing>& message);
   void cancel(const std::shared_ptr<Outgoing>& message);
   void granted(std::uint64_t message);
+  bool ungranted(const Outgoing& message);
 
   // Writes what is queued as far as it goes; true if nothing is left.
   bool flush();
