@@ -255,10 +255,11 @@ void Context::close(std::int64_t deadline) {
   }
   if (progress_thread_.joinable()) progress_thread_.join();
   if (watch_thread_.joinable()) watch_thread_.join();
+  for (Peer& peer : peers_)
+    if (peer.link) peer.link->close();
   {
     std::lock_guard lock(descriptors_mutex_);
     for (Peer& peer : peers_) {
-      if (peer.link) peer.link->close();
       if (peer.socket >= 0) ::close(peer.socket);
       if (peer.pidfd >= 0) ::close(peer.pidfd);
       peer.socket = peer.pidfd = -1;
