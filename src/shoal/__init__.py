@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .errors import LaunchError as LaunchError
     from .errors import ModelMismatch as ModelMismatch
     from .errors import OperationTimeout as OperationTimeout
+    from .errors import OutOfResources as OutOfResources
     from .errors import OutOfSharedMemory as OutOfSharedMemory
     from .errors import OutOfStep as OutOfStep
     from .errors import PeerLost as PeerLost
@@ -96,6 +97,7 @@ _PUBLIC = {
         "LaunchError",
         "ModelMismatch",
         "OperationTimeout",
+        "OutOfResources",
         "OutOfSharedMemory",
         "OutOfStep",
         "PeerLost",

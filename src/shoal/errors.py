@@ -102,7 +102,8 @@ class PeerLost(GroupError, ConnectionError):
     """One or more members of the group died or can no longer be reached.
 
     Attributes:
-        ranks: the lost ranks, numbered in this group.
+        ranks: all that are known to be lost when it is raised, numbered in this group.  A rank that the
+            others gave up, because it was stopped for too long, finds itself here.
 
     The survivors can go on: make a new group without the lost ranks.
     """
@@ -154,6 +155,13 @@ class OutOfSharedMemory(GroupError, MemoryError):
     """Shared memory could not be allocated: the machine or the group's limit is exhausted.
 
     Raised at allocation; the group stays usable.
+    """
+
+
+class OutOfResources(ShoalError, OSError):
+    """The operating system refused descriptors, threads or the like to a rank that starts.
+
+    Raise the limit that the message names (``ulimit -n`` for descriptors).
     """
 
 

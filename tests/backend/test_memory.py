@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +115,95 @@ def test_the_limit_is_an_error_that_leaves_the_group_usable() -> None:
         assert x.eq(2).all()
 
     run_threads(body, 2, transport="shm", shared_memory_limit=4 * MIB)
+
+
+def test_other_threads_run_while_memory_is_made() -> None:
+    interval = sys.getswitchinterval()
+    count = 0
+    stop = threading.Event()
+
+    def counts() -> None:
+        nonlocal count
+        while not stop.is_set():
+            time.sleep(0.0005)  # lets go of the interpreter, and gets it when another one does
+            count += 1
+
+    def body(group: ProcessGroup) -> None:
+        before = count
+        x = group.empty(128 * MIB, dtype=torch.uint8)
+        assert count > before
+        del x
+
+    counter = threading.Thread(target=counts, daemon=True)
+    sys.setswitchinterval(100.0)  # only who lets go of the interpreter lets others run
+    try:
+        counter.start()
+        run_threads(body, 1)
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+    counter.join()
+
+
+def _shared() -> int:
+    """Bytes of shared memory that are resident in this process."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssShmem")).split()[1])
+
+
+def test_released_memory_goes_back_to_the_system() -> None:
+    def body(group: ProcessGroup) -> None:
+        context = group._backend._context  # type: ignore[union-attr]
+        x = group.empty(64 * MIB, dtype=torch.uint8).fill_(1)
+        resident = _shared()
+        del x
+        end = time.monotonic() + 30
+        while context.memory_warm and time.monotonic() < end:
+            time.sleep(0.05)
+        assert context.memory_warm == 0
+        assert _shared() < resident - 60 * MIB
+
+    run_threads(body, 1)
+
+
+def test_memory_that_is_taken_again_soon_keeps_its_pages() -> None:
+    def body(group: ProcessGroup) -> None:
+        # Two seconds may pass on a loaded machine between two lines, but not ten times.
+        for _ in range(10):
+            x = group.empty(8 * MIB, dtype=torch.uint8).fill_(7)
+            del x
+            y = group.empty(8 * MIB, dtype=torch.uint8)
+            if y.eq(7).all():
+                return
+            del y
+        raise AssertionError("every time new pages")
+
+    run_threads(body, 1)
+
+
+def test_what_is_given_back_and_taken_again_is_nobody_elses() -> None:
+    def body(group: ProcessGroup) -> None:
+        context = group._backend._context  # type: ignore[union-attr]
+        choose = random.Random(group.rank)
+        before = in_use(group)
+        kept: list[tuple[int, torch.Tensor]] = []
+        x: torch.Tensor | None = None
+        for step in range(100):
+            if kept and choose.random() < 0.5:
+                mark, x = kept.pop(choose.randrange(len(kept)))
+                assert x.eq(mark).all()
+            else:
+                kept.append((step, group.empty(choose.randrange(1, MIB), dtype=torch.uint8).fill_(step)))
+            if choose.random() < 0.2:
+                context.trim()
+                assert context.memory_warm == 0
+            x = None
+        kept.clear()
+        assert in_use(group) == before
+        # What peers have mapped reads zeros or what is written next, whoever gave it back.
+        context.trim()
+        y = group.empty(MIB).fill_(group.rank + 1.0)
+        group.all_reduce(y).wait()
+        assert y.eq(sum(range(1, group.size + 1))).all()
+
+    run_threads(body, 2, transport="shm")

@@ -104,6 +104,14 @@ class DataChannel(abc.ABC):
     def abort(self, reason: str) -> None:
         """Fail every pending operation at once, here and on the peers; callable from any thread."""
 
+    def begin_close(self) -> None:
+        """Tell the peers that nothing more will be submitted here; :meth:`close` follows.  Never blocks.
+
+        Groups that are closed one after another say so all at once, since others may close them in another
+        order.  A channel that has nothing to say does nothing.
+        """
+        return
+
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
         """Flush what was sent, tell the peers, release everything.  Returns within ``timeout``."""

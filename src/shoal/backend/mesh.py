@@ -9,6 +9,7 @@ that names match: a pair that cannot share memory is connected by TCP.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
@@ -39,6 +40,7 @@ from .base import Membership
 TRANSPORTS = ("auto", "shm", "tcp")
 
 _PURPOSE = "mesh"
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _ATTEMPT = 0.02  # seconds between looks at whether accepting is still needed
 _LOOK = 0.25  # seconds between looks at whether the ranks that are awaited live
 _PATIENCE = 1.0  # seconds in which the reason is found why a rank went away
@@ -101,12 +103,18 @@ class Mesh:
     hosts: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close every descriptor (after a failure; else the core owns them)."""
+        """Close every descriptor that is still here: the core owns those that were taken out."""
         for peer in self.local.values():
             os.close(peer.socket)
             os.close(peer.memory_fd)
         for fd in self.remote.values():
             os.close(fd)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Memory:
@@ -287,13 +295,16 @@ class _Builder:
     def _reach(self, rank: int) -> None:
         address = self._addresses[rank]
         if self._local(rank):
-            # A failure here only means that memory cannot be shared.
-            with contextlib.suppress(WireError):
+            try:
                 connection = wire.connect_unix(
                     address.unix, secret=self._me.secret, purpose=_PURPOSE, timeout=self._remaining(rank)
                 )
                 self._introduce(connection, rank)
                 return
+            except WireError as error:
+                if lacking(error):
+                    raise
+                # Otherwise it only means that memory cannot be shared.
         try:
             connection = wire.connect(
                 address.address,
@@ -308,31 +319,34 @@ class _Builder:
         except WireTimeout as error:
             raise self._late() from error
         except WireError as error:
+            if lacking(error):
+                raise
             raise self._lost(rank) from error
 
     def _accept_all(self, listener: socket.socket) -> None:
         """Take in the ranks above, on one of the two listeners, until all have come on either."""
-        acceptor = wire.Acceptor(
-            listener,
-            secret=self._me.secret,
-            purpose=_PURPOSE,
-            most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
-        )
         looked = Deadline(_LOOK)
         try:
-            while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
-                if self._deadline.remaining() <= 0:
-                    raise self._late(acceptor.refused)
-                if looked.expired:
-                    self._me.look()
-                    looked = Deadline(_LOOK)
-                # Strangers, and peers that will try another way, are passed over.
-                with contextlib.suppress(WireError, msgspec.MsgspecError):
-                    self._introduce(acceptor.accept(_ATTEMPT), None)
+            with wire.Acceptor(
+                listener,
+                secret=self._me.secret,
+                purpose=_PURPOSE,
+                most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
+            ) as acceptor:
+                while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
+                    if self._deadline.remaining() <= 0:
+                        raise self._late(acceptor.refused)
+                    if looked.expired:
+                        self._me.look()
+                        looked = Deadline(_LOOK)
+                    try:
+                        self._introduce(acceptor.accept(_ATTEMPT), None)
+                    except (WireError, msgspec.MsgspecError) as error:
+                        if lacking(error):
+                            raise
+                        # Strangers, and peers that will try another way, are passed over.
         except BaseException as error:
             self._failure = self._failure or error
-        finally:
-            acceptor.close()
 
     def _absent(self, ranks: range) -> list[int]:
         with self._lock:
@@ -428,6 +442,14 @@ class _Builder:
             f"{self._deadline.timeout:g} s"
             + (f"; the last that tried was refused: {refused}" if refused else "")
         )
+
+
+def lacking(error: BaseException) -> OSError | None:
+    """What the system refused to this process because it has no more, if that is what an error is about."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and cause.errno in _LACKING:
+            return cause
+    return None
 
 
 def _names(ranks: list[int]) -> str:

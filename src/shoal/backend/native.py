@@ -6,11 +6,12 @@ bytes; see ``cpp/`` and ``docs/design.md``.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,14 +26,16 @@ from ..errors import (
     GroupClosed,
     GroupError,
     OperationTimeout,
+    OutOfResources,
     OutOfSharedMemory,
     PeerLost,
+    ShoalError,
     UsageError,
 )
 from ..future import Future
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp
 from .base import Backend, DataChannel, GroupSpec, Membership
-from .mesh import Memory, connect
+from .mesh import Memory, connect, lacking
 
 _FOREVER = 1e12  # seconds
 _MAX_DIMS = 8  # what a message's header holds
@@ -71,40 +74,56 @@ class NativeBackend(Backend):
         self._me = membership
         heartbeat = config.HEARTBEAT_TIMEOUT.get() if heartbeat_timeout is None else heartbeat_timeout
         capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
-        self._context = _core.Context.make(
-            membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat
-        )
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
-        self._ticket = 0
-        self._lock = threading.Lock()
+        self._tickets = itertools.count(1)
+        # Reentrant: the garbage collector may drop a future inside a critical section of the same thread.
+        self._lock = threading.RLock()
         self._dispatcher: threading.Thread | None = None
         self._stopped = False
-        if membership.size > 1:
-            self._connect(config.TRANSPORT.get() if transport is None else transport, timeout)
-        self._context.start()
+        self._context: Any = _CLOSED
+        room = f"reserving {capacity >> 20} MiB of address space for each of {membership.local_size} ranks"
+        with _limits(f"rank {membership.rank} cannot start ({room})"):
+            try:
+                self._context = _core.Context.make(
+                    membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat
+                )
+                if membership.size > 1:
+                    self._connect(config.TRANSPORT.get() if transport is None else transport, timeout)
+                self._context.start()
+            except BaseException:
+                # At once, and not when the last frame of the traceback goes.
+                self._context.close(0.0)
+                self._context = _CLOSED
+                raise
 
     def _connect(self, transport: str, timeout: float) -> None:
-        context, me = self._context, self._me
-        rings = [0 if rank == me.rank else context.make_ring() for rank in range(me.size)]
-        memory = Memory(context.memory_fd, context.memory_capacity, rings)
+        me = self._me
+        rings = [0 if rank == me.rank else self._context.make_ring() for rank in range(me.size)]
+        memory = Memory(self._context.memory_fd, self._context.memory_capacity, rings)
         mesh = connect(me, memory, transport=transport, timeout=timeout)
         self._hosts = mesh.hosts
-        for rank, peer in mesh.local.items():
-            context.add_local(rank, peer.socket, peer.memory_fd, peer.capacity, peer.out, peer.in_, peer.pid)
-            os.close(peer.memory_fd)
-        for rank, fd in mesh.remote.items():
-            context.add_remote(rank, fd)
+        with mesh:  # what the core does not take over is closed
+            for rank in list(mesh.local):
+                peer = mesh.local[rank]
+                self._context.add_local(
+                    rank, peer.socket, peer.memory_fd, peer.capacity, peer.out, peer.in_, peer.pid
+                )
+                del mesh.local[rank]
+                os.close(peer.memory_fd)
+            for rank in list(mesh.remote):
+                self._context.add_remote(rank, mesh.remote.pop(rank))
 
     def channel(self, group: GroupSpec) -> NativeChannel:
-        core = self._context.group(
-            group.ident,
-            group.name,
-            group.rank,
-            list(group.ranks),
-            [self._hosts[rank] for rank in group.ranks],
-            group.concurrency,
-        )
+        with _limits(f"rank {self._me.rank} cannot make the group {group.name!r}"):
+            core = self._context.group(
+                group.ident,
+                group.name,
+                group.rank,
+                list(group.ranks),
+                [self._hosts[rank] for rank in group.ranks],
+                group.concurrency,
+            )
         return NativeChannel(self, core, group)
 
     def close(self, timeout: float) -> None:
@@ -124,9 +143,8 @@ class NativeBackend(Backend):
 
     def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
         """Call ``fn`` from the dispatcher's thread when ``core`` is done, or at once if it is."""
+        ticket = next(self._tickets)
         with self._lock:
-            self._ticket += 1
-            ticket = self._ticket
             self._callbacks[ticket] = fn
             if self._dispatcher is None and not self._stopped:
                 self._dispatcher = threading.Thread(
@@ -174,17 +192,12 @@ class NativeChannel(DataChannel):
         self._core = core
         self._size = len(spec.ranks)
         self._failure: GroupError | None = None
-        # Operations on their way, oldest first, with the tensors that the core reads and writes.
-        self._pending: deque[_Source] = deque()
 
     def submit(self, operation: Operation) -> Future[Any]:
         kind = operation.kind
         if kind is OpKind.SEND or kind is OpKind.RECV:
-            source, future = self._message(operation)
-        else:
-            source, future = self._collective(operation)
-        self._remember(source)
-        return future
+            return self._message(operation)
+        return self._collective(operation)
 
     def check(self, operation: Operation) -> None:
         if operation.kind is OpKind.SEND or operation.kind is OpKind.RECV:
@@ -204,18 +217,9 @@ class NativeChannel(DataChannel):
         core = self._core.usual(kind, x, out, op.code, root, number, timeout)
         if core is None:
             return None
-        source = _Source(self, core, (x, out))
-        self._remember(source)
-        return Future(source, value=out)
+        return Future(_Source(self, core, (x, out)), value=out)
 
-    def _remember(self, source: _Source) -> None:
-        pending = self._pending
-        while pending and pending[0].done():
-            pending.popleft()
-        if not source.core.done():
-            pending.append(source)
-
-    def _collective(self, operation: Operation) -> tuple[_Source, Future[Any]]:
+    def _collective(self, operation: Operation) -> Future[Any]:
         inputs, outputs = operation.inputs, operation.outputs
         tensors = inputs or outputs
         count, sizes = _counts(operation)
@@ -234,10 +238,9 @@ class NativeChannel(DataChannel):
             operation.timeout,
         )
         value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
-        source = _Source(self, core, (inputs, outputs))
-        return source, Future(source, value=value)
+        return Future(_Source(self, core, (inputs, outputs)), value=value)
 
-    def _message(self, operation: Operation) -> tuple[_Source, Future[Any]]:
+    def _message(self, operation: Operation) -> Future[Any]:
         tensors = operation.inputs or operation.outputs
         dims: list[int] = []
         dtype = 0
@@ -250,30 +253,35 @@ class NativeChannel(DataChannel):
         )
         source = _Source(self, core, tensors)
         if operation.kind is OpKind.SEND:
-            return source, Future(source)
-        return source, Future(source, finish=lambda: _received(core, operation.outputs))
+            return Future(source)
+        return Future(source, finish=lambda: _received(core, operation.outputs))
 
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        try:
+        with _limits(f"{nbytes} bytes of shared memory"):
             return from_dlpack(self._core.allocate(nbytes))
-        except MemoryError as error:
-            raise OutOfSharedMemory(f"{nbytes} bytes of shared memory: {error}") from None
 
     def failure(self) -> GroupError | None:
-        if self._failure is None and self._core.broken():
-            self._failure = error_of(self._core.failure())
+        known = self._failure
+        if known is None and not self._core.broken():
+            return None
+        if known is None or isinstance(known, PeerLost):
+            latest = error_of(self._core.failure())  # others may have died since
+            if known is None or str(latest) != str(known):
+                self._failure = latest
         return self._failure
 
     def abort(self, reason: str) -> None:
         self._core.abort(reason)
 
+    def begin_close(self) -> None:
+        self._core.begin_close()
+
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
         self._core = _CLOSED
         self._failure = None  # its traceback holds the frames of a caller
-        self._pending.clear()
 
     def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
         """See :meth:`NativeBackend.notify`."""
@@ -289,7 +297,7 @@ class _Closed:
     def ignore(self, *args: object) -> None:
         pass
 
-    abort = close = disown = ignore
+    failure = abort = begin_close = close = disown = ignore
 
     def __getattr__(self, name: str) -> Any:
         raise GroupClosed(f"the group was closed while {name}() was on its way; make a new group to go on")
@@ -299,7 +307,12 @@ _CLOSED: Any = _Closed()
 
 
 class _Source:
-    """An operation of the core, as its future sees it."""
+    """An operation of the core, as its future sees it.
+
+    The core reads and writes the user's memory until the operation is complete, also when nobody is
+    interested in it any more.  So what is garbage before its operation is complete hands the tensors to
+    the dispatcher, which lets go of them as soon as it is.
+    """
 
     __slots__ = ("_channel", "_keep", "core")
 
@@ -308,10 +321,13 @@ class _Source:
         self.core = core
         self._keep = keep
 
+    def __del__(self) -> None:
+        if self._keep is not None and not self.core.done():
+            self._channel.notify(self.core, partial(_let_go, self._keep))
+
     def wait(self, timeout: float | None) -> bool:
         done = self.core.wait(_FOREVER if timeout is None else timeout)
         if done:
-            # The channel may remember this source until its next operation, but not the user's memory.
             self._keep = None
         return done
 
@@ -331,6 +347,10 @@ class _Source:
             fn()
 
         self._channel.notify(self.core, done)
+
+
+def _let_go(tensors: object) -> None:
+    """Called when the core needs them no more; whoever called it drops them."""
 
 
 def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[int], list[int], int], None]:
@@ -355,6 +375,29 @@ def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:
         return OperationTimeout(text, ranks)
     kinds = {2: CollectiveMismatch, 4: GroupAborted, 5: GroupClosed, 6: OutOfSharedMemory, 7: ForkedProcess}
     return kinds.get(code, GroupError)(text)
+
+
+@contextlib.contextmanager
+def _limits(what: str) -> Iterator[None]:
+    """Tell what ran out, and what to do about it, where the system or a limit refuses more."""
+    try:
+        yield
+    except OutOfSharedMemory:
+        raise
+    except MemoryError as error:
+        raise OutOfSharedMemory(
+            f"{what}: {error}.  Free tensors of group.empty() or close groups; else raise the limit that was "
+            "met: SHOAL_SHARED_MEMORY_LIMIT (or lower it, where address space is what lacks), the address "
+            "space and file size of the process (ulimit -v, ulimit -f), the memory of its container"
+        ) from None
+    except OSError as error:
+        lack = lacking(error)
+        if lack is None and isinstance(error, ShoalError):
+            raise
+        raise OutOfResources(
+            f"{what}: {(lack or error).strerror or error}.  Each rank needs a few descriptors for every "
+            "other rank, and two threads: raise the limits of the process (ulimit -n, ulimit -u) or machine"
+        ) from error
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -342,8 +342,9 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self, timeout: float | None = None) -> None:
         """Send what was submitted, tell the others, and release everything.  Any number of times.
 
-        Not a collective; a hung peer does not delay it beyond ``timeout``.  Closing the world group closes
-        all groups made from it first.  In a forked child it does nothing.
+        Not a collective; a hung peer does not delay it beyond ``timeout``.  It waits for what can still be
+        completed; what only ranks could complete that close the group too ends with GroupClosed at once.
+        Closing the world group closes all groups made from it first.  In a forked child it does nothing.
 
         Args:
             timeout: in seconds; None means the group's default.
@@ -355,12 +356,14 @@ class ProcessGroup(Collectives, PointToPoint):
         with self._closing:
             if self._state == "closed":
                 return
-            with self._submitting:
-                self._state = "closing"
+            self._begin_close()
             try:
                 if self._owner is not None:
                     self._family.lists.end(_remaining(deadline))
-                    for group in self._family.end():
+                    family = self._family.end()
+                    for group in family:
+                        group._begin_close()
+                    for group in family:
                         group.close(_remaining(deadline))
                 self._channel.close(_remaining(deadline))
             finally:
@@ -369,6 +372,14 @@ class ProcessGroup(Collectives, PointToPoint):
                 if self._owner is not None:
                     self._owner(_remaining(deadline))
                 fork.forget(self)  # not before: until now a forked child would have inherited connections
+
+    def _begin_close(self) -> None:
+        """Nothing is submitted from now on, and the others hear of that."""
+        with self._submitting:
+            if self._state in ("closed", "forked"):
+                return
+            self._state = "closing"
+        self._channel.begin_close()
 
     def _become_forked(self) -> None:
         # The locks may have been held by threads that the child does not have.

@@ -7,6 +7,7 @@ every user of the host; both sides refuse processes of another user, then comes 
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ def recv_fds(connection: Connection, count: int, timeout: float) -> list[int]:
 def _recvmsg(connection: Connection, count: int) -> tuple[bytes, list[int]]:
     fds = array.array("i")
     try:
-        data, ancillary, _, _ = connection.socket.recvmsg(
+        data, ancillary, flags, _ = connection.socket.recvmsg(
             len(_MARK), socket.CMSG_SPACE(count * fds.itemsize), socket.MSG_CMSG_CLOEXEC
         )
     except BlockingIOError:
@@ -140,6 +141,9 @@ def _recvmsg(connection: Connection, count: int) -> tuple[bytes, list[int]]:
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if not fds and flags & socket.MSG_CTRUNC:
+        full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise WireError(f"cannot take descriptors from {connection.peer}: {full.strerror}") from full
     return data, list(fds)
 
 

@@ -1,0 +1,90 @@
+"""What the system refuses is an error of ours that says what to do, and leaves nothing open."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+_HEAD = """
+import os, resource, sys
+import torch
+import shoal
+from shoal.errors import OutOfResources, OutOfSharedMemory, RemoteError, ShoalError
+from shoal.testing import run_threads
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+def limited(kind, value):
+    resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+def refused():
+    before = descriptors()
+    try:
+        shoal.init(rank=0, size=1)
+    except ShoalError as error:
+        assert descriptors() == before, (before, descriptors())  # though the error still has its traceback
+        return error
+    raise AssertionError("it was not refused")
+
+"""
+
+
+def run(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _HEAD + textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_too_little_address_space_is_named() -> None:
+    run("""
+        used = 1024 * int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1])
+        limited(resource.RLIMIT_AS, used + 2**29)
+        error = refused()
+        assert isinstance(error, OutOfSharedMemory), error
+        assert "rank 0 cannot start (reserving" in str(error), error
+        assert "cannot map shared memory: Cannot allocate memory" in str(error), error
+        assert "ulimit -v" in str(error), error
+    """)
+
+
+def test_a_small_limit_on_files_is_named() -> None:
+    run("""
+        limited(resource.RLIMIT_FSIZE, 2**20)
+        error = refused()
+        assert isinstance(error, OutOfSharedMemory), error
+        assert "cannot reserve shared memory: File too large" in str(error), error
+        assert "ulimit -f" in str(error), error
+    """)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_wherever_descriptors_run_out_it_is_said_and_none_stays_open(transport: str) -> None:
+    run(f"""
+        def sums(group):
+            return group.all_reduce(torch.ones(1)).wait().item()
+
+        assert run_threads(sums, 3, transport="{transport}") == [3.0] * 3
+        before = descriptors()
+        refusals = 0
+        for more in (9, 21, 33, 70):
+            limited(resource.RLIMIT_NOFILE, before + more)
+            try:
+                assert run_threads(sums, 3, transport="{transport}", timeout=3) == [3.0] * 3
+                break
+            except RemoteError as error:
+                refusals += "OutOfResources" in str(error)
+                text = str(error)
+            except OSError as error:
+                text = repr(error)
+            finally:
+                limited(resource.RLIMIT_NOFILE, before + 500)
+            assert descriptors() == before, (more, before, descriptors(), text)
+        else:
+            raise AssertionError(text)
+        assert refusals > 0
+    """)

@@ -1,0 +1,137 @@
+"""Ranks that are stopped and go on: the whole job goes on with them, a single one is given up and told so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+from shoal import PeerLost, ProcessGroup
+from shoal.errors import StoreTimeout
+from shoal.testing import Ranks, no_leaks, processes
+
+from .ranks import PATIENCE, TOPOLOGIES, topology_options
+
+#: seconds without a word until a rank is given up
+HEARTBEAT = 0.4
+
+
+def work_until_told(group: ProcessGroup) -> int:
+    """Collectives one after another until the store says that it is enough; how many there were."""
+    count = 0
+    x, enough = torch.ones(1000), torch.zeros(1)
+    while not enough.item():
+        enough.fill_(float(group.rank == 0 and group.store.check(["enough"])))
+        group.broadcast(enough, 0).wait()
+        group.all_reduce(x.fill_(1)).wait()
+        assert x.eq(group.size).all()
+        count += 1
+        if count == 10:
+            group.store.set(f"ready/{group.rank}", b"")
+        if group.store.check(["stopped"]):
+            group.store.set(f"again/{group.rank}", b"")
+    return count
+
+
+def stop(ranks: Ranks, *which: int) -> None:
+    for rank in which:
+        ranks.stop(rank)
+    for rank in which:
+        while psutil.Process(ranks.pids[rank]).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("options", [{"transport": "tcp"}, {"hosts": ["a", "b", "a"]}], ids=["tcp", "mixed"])
+def test_a_job_that_was_stopped_as_a_whole_goes_on(options: dict[str, object]) -> None:
+    with no_leaks(), processes(work_until_told, 3, heartbeat_timeout=HEARTBEAT, **options) as ranks:
+        everybody = range(3)
+        ranks.store.wait([f"ready/{rank}" for rank in everybody], PATIENCE)
+        for _ in range(2):
+            stop(ranks, *everybody)
+            time.sleep(3 * HEARTBEAT)  # what is tested is that time passes
+            for rank in everybody:
+                os.kill(ranks.pids[rank], signal.SIGCONT)
+                time.sleep(HEARTBEAT / 8)  # a shell resumes them one after another, too
+        ranks.store.set("stopped", b"")
+        with contextlib.suppress(StoreTimeout):  # the outcomes say more
+            ranks.store.wait([f"again/{rank}" for rank in everybody], PATIENCE)
+        ranks.store.set("enough", b"")
+        outcomes = ranks.join()
+        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        assert len({outcome.value for outcome in outcomes}) == 1
+
+
+def work_until_given_up(group: ProcessGroup) -> tuple[tuple[int, ...], str]:
+    try:
+        work_until_told(group)
+    except PeerLost as error:
+        group.store.set(f"lost/{group.rank}", b"")
+        if group.rank != 1:
+            group.store.wait(["lost/1"], PATIENCE)  # the others are there when it resumes
+        return error.ranks, str(error)
+    raise AssertionError("nothing happened")
+
+
+def test_a_rank_that_was_given_up_while_it_was_stopped_says_so() -> None:
+    with (
+        no_leaks(),
+        processes(work_until_given_up, 3, transport="tcp", heartbeat_timeout=HEARTBEAT) as ranks,
+    ):
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+        stop(ranks, 1)
+        with contextlib.suppress(StoreTimeout):
+            ranks.store.wait(["lost/0", "lost/2"], PATIENCE)
+        os.kill(ranks.pids[1], signal.SIGCONT)
+        outcomes = ranks.join()
+        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        for rank in (0, 2):
+            lost, message = outcomes[rank].value
+            assert lost == (1,)
+            assert "rank 1 is lost: nothing was heard from its host for" in message
+            assert "it is stopped or starved, or the network is cut" in message
+        lost, message = outcomes[1].value
+        assert lost == (1,)
+        assert "this rank did not run for" in message
+        assert "; the others gave it up: rank 1 is lost" in message
+
+
+def wait_for_two_deaths(group: ProcessGroup) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    """An operation hangs on the dead; afterwards all of them are named."""
+    group.barrier().wait()
+    group.store.set(f"ready/{group.rank}", b"")
+    if group.rank in (1, 3):
+        signal.pause()
+    group.store.wait(["dead"], PATIENCE)
+    with pytest.raises(PeerLost) as first:
+        group.all_reduce(torch.ones(10)).wait()
+    with pytest.raises(PeerLost) as second:
+        group.barrier()
+    return first.value.ranks, str(first.value), second.value.ranks
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_all_ranks_that_are_known_dead_are_named(topology: str) -> None:
+    with no_leaks(), processes(wait_for_two_deaths, 4, **topology_options(topology, 4)) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(4)], PATIENCE)
+        handles = [os.pidfd_open(ranks.pids[rank]) for rank in (1, 3)]
+        ranks.kill(1)
+        ranks.kill(3)
+        for handle in handles:
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            assert ended.poll(PATIENCE * 1000)
+            os.close(handle)
+        ranks.store.set("dead", b"")
+        outcomes = ranks.join()
+        for rank in (0, 2):
+            assert outcomes[rank].ok, outcomes[rank].describe()
+            first, message, second = outcomes[rank].value
+            assert first == second == (1, 3)
+            assert "rank 1 is lost" in message
+            assert "rank 3 is lost" in message
