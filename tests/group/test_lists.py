@@ -12,6 +12,8 @@ from shoal.errors import GroupAborted
 from shoal.group import ProcessGroup, lists
 from shoal.testing import run_threads
 
+from .null_backend import null_group
+
 
 def _ended_by(group: ProcessGroup) -> str:
     with pytest.raises(GroupAborted) as caught:
@@ -76,3 +78,18 @@ def test_nobody_watches_when_all_is_well() -> None:
         return group._family.lists._thread is None and not group.store.list_keys("subgroups")
 
     assert run_threads(rank, 2, timeout=40) == [True, True]
+
+
+def test_an_operation_goes_on_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    group, channel = null_group()
+    part = group.subgroup([1, 2])
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    part.barrier()
+    part.barrier()
+    monkeypatch.undo()
+    assert [operation.number for operation in group._backend.channels[1].operations] == [0, 1]
+    assert channel.operations == []
+    group.close()

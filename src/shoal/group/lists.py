@@ -76,8 +76,10 @@ class ListWatch:
                 return
             self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads: there is the timeout
+                    thread.start()
+                    self._thread = thread
 
     def end(self, timeout: float) -> None:
         """Stop watching."""
