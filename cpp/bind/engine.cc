@@ -19,6 +19,7 @@
 #include "bind/tensors.h"
 #include "engine/clock.h"
 #include "engine/context.h"
+#include "transport/check.h"
 
 namespace nb = nanobind;
 using namespace shoal;
@@ -48,9 +49,17 @@ std::vector<Span> spans(const Parts& parts) {
   return result;
 }
 
+// Texts come from peers: whatever their bytes are, this is a str that can be printed and sent on.
+nb::object str(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (text == nullptr) throw nb::python_error();
+  return nb::steal(text);
+}
+
 nb::object error_tuple(const Error& error) {
   if (error.code == ErrorCode::kNone) return nb::none();
-  return nb::make_tuple(static_cast<int>(error.code), error.text, error.ranks);
+  return nb::make_tuple(static_cast<int>(error.code), str(error.text), error.ranks);
 }
 
 // An error as it is told to the user: with all that is known by then.
@@ -161,8 +170,16 @@ OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::u
   request.peer = peer;
   request.tag = tag;
   request.shape.dtype = static_cast<std::uint8_t>(dtype);
+  if (dims.size() > kMaxDims) throw std::invalid_argument("a message has no room for so many dimensions");
   request.shape.dims = static_cast<std::uint8_t>(dims.size());
-  for (std::size_t i = 0; i < dims.size() && i < kMaxDims; ++i) request.shape.sizes[i] = dims[i];
+  std::ranges::copy(dims, request.shape.sizes);
+  if (request.kind == Kind::kSend) {
+    const char* flaw = request.in.size() != 1 ? "a message without a buffer"
+                                              : flaw_of_shape(request.shape, request.in[0].bytes);
+    if (flaw != nullptr) throw std::invalid_argument(std::string("cannot send ") + flaw);
+  }
+  if (peer >= group.size() || peer < (request.kind == Kind::kSend ? 0 : -1) || tag >= kPointToPoint)
+    throw std::invalid_argument("a message to or from no rank, or with no tag");
   request.timeout = nanoseconds(timeout);
   return submit(group, std::move(request));
 }
@@ -204,6 +221,8 @@ void bind_engine(nb::module_& m) {
     } catch (const std::system_error& error) {
       errno = error.code().value();
       PyErr_SetFromErrno(PyExc_OSError);
+    } catch (const BadMemory& error) {
+      PyErr_SetString(PyExc_ConnectionError, error.what());
     }
   });
 
@@ -307,6 +326,9 @@ void bind_engine(nb::module_& m) {
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
       .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
+      .def("held", &Context::held,
+           "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "
+           "bytes of the peers' windows in use.")
       .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.")
       .def(
           "die_at", [](Context& context, int point) { context.die_at(static_cast<Fault>(point)); },

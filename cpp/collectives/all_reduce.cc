@@ -30,7 +30,8 @@ struct Work {
 
 void reduce_small(Work& work) {
   if (!work.wanted(work.phase.self()) || work.data.bytes == 0) return;
-  for (int place = 0; place < work.phase.size(); ++place) work.sources.push_back(work.phase.part(place, 0));
+  for (int place = 0; place < work.phase.size(); ++place)
+    work.sources.push_back(work.phase.part(place, 0, work.data.bytes));
   void* to = work.data.data;
   kernels::reduce(work.reduction, &to, 1, work.sources.data(), work.sources.size(),
                   work.data.bytes / work.item, false);
@@ -47,7 +48,7 @@ bool reduce_fused(Work& work) {
     work.sources.clear();
     work.destinations.clear();
     for (int place = 0; place < work.phase.size(); ++place) {
-      std::byte* from = work.phase.part(place, 0) + at * work.item;
+      std::byte* from = work.phase.part(place, 0, count * work.item, at * work.item);
       work.sources.push_back(from);
       if (work.wanted(place)) work.destinations.push_back(from);
     }
@@ -66,7 +67,7 @@ Task reduce_staged(Work& work) {
     return std::min<std::uint64_t>(kChunk, work.data.bytes - chunk * kChunk);
   };
   auto result = [&](int place, std::uint64_t chunk) {
-    return phase.staging(place) + (2 + (chunk & 1)) * kChunk;
+    return phase.staging(place, (2 + (chunk & 1)) * kChunk, kChunk);
   };
   const bool staging = phase.exposure() == Exposure::kStaged;
   // Everybody needs room for results; only those outside shared memory copy in.
@@ -95,8 +96,8 @@ Task reduce_staged(Work& work) {
       work.destinations.clear();
       for (int place = 0; place < size; ++place) {
         std::byte* from = phase.slot(place).exposure == Exposure::kStaged
-                              ? phase.staging(place) + (chunk & 1) * kChunk
-                              : phase.part(place, 0) + base;
+                              ? phase.staging(place, (chunk & 1) * kChunk, kChunk)
+                              : phase.part(place, 0, chunk_bytes(chunk), base);
         work.sources.push_back(from + first * work.item);
       }
       work.destinations.push_back(result(self, chunk) + first * work.item);

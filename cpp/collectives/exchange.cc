@@ -52,20 +52,20 @@ Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
       co_await mismatch;
     }
     if (slot.exposure != Exposure::kStaged)
-      copy(pull.to, phase.part(pull.place, pull.part), stream);
+      copy(pull.to, phase.part(pull.place, pull.part, pull.to.bytes), stream);
     else
-      windows = std::max(windows, slot.windows);
+      windows = std::max(windows, phase.windows(pull.place));
   }
   for (std::uint64_t window = 0; window < windows; ++window) {
     for (const Pull& pull : pulls) {
       if (pull.place == phase.self() || phase.slot(pull.place).exposure != Exposure::kStaged) continue;
       std::uint64_t step = phase.step_bytes(pull.place), offset = window * step;
-      if (window >= phase.slot(pull.place).windows) continue;
+      if (window >= phase.windows(pull.place)) continue;
       Task ready = phase.staged(pull.place, window + 1);
       co_await ready;
       if (offset >= pull.to.bytes) continue;
-      copy(slice(pull.to, offset, std::min(step, pull.to.bytes - offset)),
-           phase.staging(pull.place) + (window & 1) * kWindow + pull.part * step, stream);
+      const Span to = slice(pull.to, offset, std::min(step, pull.to.bytes - offset));
+      copy(to, phase.staging(pull.place, (window & 1) * kWindow + pull.part * step, to.bytes), stream);
     }
     Task next = turn(phase, window);
     co_await next;
@@ -110,7 +110,7 @@ Task shared_broadcast(Operation& op, Span data, int root) {
       Task met = phase.meet(place);
       co_await met;
       if (halved(place) && !op.group().broken())
-        kernels::copy(phase.part(place, 0) + begin, last.data, last.bytes, data.bytes >= kStream);
+        kernels::copy(phase.part(place, 0, last.bytes, begin), last.data, last.bytes, data.bytes >= kStream);
     }
     if (phase.exposure() == Exposure::kDirect) phase.advance(&Counters::staged, 1);
     Task turned = pull(phase, std::move(own), {});
@@ -127,7 +127,7 @@ Task shared_broadcast(Operation& op, Span data, int root) {
       Task mismatch = op.mismatch();
       co_await mismatch;
     } else {
-      copy(slice(data, 0, begin), phase.part(root, 0), data.bytes >= kStream);
+      copy(slice(data, 0, begin), phase.part(root, 0, begin), data.bytes >= kStream);
       Task brought = phase.staged(root, 1);
       co_await brought;
     }
@@ -164,7 +164,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   std::uint64_t windows = 0;
   for (int place = 0; place < size; ++place) {
     any_staged |= phase.slot(place).exposure == Exposure::kStaged;
-    windows = std::max(windows, phase.slot(place).windows);
+    windows = std::max(windows, phase.windows(place));
     bool same = phase.slot(place).parts == own.size();
     for (std::size_t i = 0; same && i < own.size(); ++i)
       same = phase.entry(place, static_cast<std::uint32_t>(i)).bytes == own[i].bytes;
@@ -175,7 +175,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   if (!any_staged) {
     for (const Reduce& job : reduces) {
       for (int place = 0; place < size; ++place)
-        sources[static_cast<std::size_t>(place)] = phase.part(place, job.part);
+        sources[static_cast<std::size_t>(place)] = phase.part(place, job.part, own[job.part].bytes);
       run(job.to, own[job.part].bytes);
     }
   }
@@ -189,12 +189,13 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
     for (const Reduce& job : reduces) {
       std::uint64_t offset = window * step, bytes = own[job.part].bytes;
       if (offset >= bytes) continue;
+      const std::uint64_t length = std::min(step, bytes - offset);
       for (int place = 0; place < size; ++place)
         sources[static_cast<std::size_t>(place)] =
             phase.slot(place).exposure == Exposure::kStaged
-                ? phase.staging(place) + (window & 1) * kWindow + job.part * step
-                : phase.part(place, job.part) + offset;
-      run(job.to + offset / item * out_item, std::min(step, bytes - offset));
+                ? phase.staging(place, (window & 1) * kWindow + job.part * step, length)
+                : phase.part(place, job.part, length, offset);
+      run(job.to + offset / item * out_item, length);
     }
     Task next = turn(phase, window);
     co_await next;

@@ -19,6 +19,8 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   window_ = window;
   auto found = op_.until([this] { return team_.resolve(); });
   co_await found;
+  if (auto stray = team_.stray())
+    throw PeerFlaw(*stray, "says that its part of the group lies outside of its shared memory");
   // The slot was last used two phases ago; whoever has begun the phase between has done with it.
   int place = 0;
   auto free = op_.until([this, place]() mutable {
@@ -39,22 +41,23 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   }
   mine.call = op_.call();
   mine.parts = static_cast<std::uint32_t>(parts_.size());
-  mine.exposure = total <= kInline ? Exposure::kInline : shared ? Exposure::kDirect : Exposure::kStaged;
+  exposure_ = total <= kInline ? Exposure::kInline : shared ? Exposure::kDirect : Exposure::kStaged;
+  mine.exposure = exposure_;
   std::byte* data = team_.inline_data(seat(self()), number_);
   std::uint64_t offset = 0;
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     const Span& part = parts_[i];
     table[i].bytes = part.bytes;
-    if (mine.exposure == Exposure::kInline) {
+    if (exposure_ == Exposure::kInline) {
       table[i].offset = offset;
       if (part.bytes > 0) std::memcpy(data + offset, part.data, part.bytes);
       offset += part.bytes;
-    } else if (mine.exposure == Exposure::kDirect && part.bytes > 0) {
+    } else if (exposure_ == Exposure::kDirect && part.bytes > 0) {
       table[i].offset = arena.offset_of(part.data);
     }
   }
   std::uint64_t step = parts_.empty() ? window_ : window_ / parts_.size() / 64 * 64;
-  windows_ = mine.exposure == Exposure::kStaged ? (longest + step - 1) / step : 0;
+  windows_ = exposure_ == Exposure::kStaged ? (longest + step - 1) / step : 0;
   mine.windows = windows_;
   mine.phase.store(number_, std::memory_order_release);
   team_.ring_all(lane_);
@@ -116,20 +119,45 @@ bool Phase::all_direct() const {
   return true;
 }
 
-std::byte* Phase::part(int place, std::uint32_t part) const {
-  const Slot& from = slot(place);
-  std::uint64_t offset = entry(place, part).offset;
-  if (from.exposure == Exposure::kInline) return team_.inline_data(seat(place), number_) + offset;
-  return seat(place).memory->base() + offset;
+void Phase::refuse(int place) const {
+  throw PeerFlaw(team_.members()[static_cast<std::size_t>(place)],
+                 "exposes what lies outside of its shared memory");
 }
 
-std::byte* Phase::staging(int place) const {
-  const Seat& from = seat(place);
-  return from.memory->base() + from.counters->staging.load(std::memory_order_acquire);
+// Every member maps the others' memory to write to it, so nothing that is read there is sure to be what its
+// owner wrote, nor to be the same when it is read again.
+std::byte* Phase::reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const {
+  const Mapping& memory = *seat(place).memory;
+  if (!memory.holds(offset, skip) || !memory.holds(offset + skip, bytes)) refuse(place);
+  return memory.base() + offset + skip;
+}
+
+std::byte* Phase::part(int place, std::uint32_t part, std::uint64_t bytes, std::uint64_t skip) const {
+  const std::uint64_t offset = __atomic_load_n(&entry(place, part).offset, __ATOMIC_RELAXED);
+  const std::uint64_t end = skip + bytes;
+  // Elements are read where they lie; torch aligns them by their size, complex ones by half of it.
+  if (end > 0 && offset % std::min<std::size_t>(itemsize(op_.request().reduction.dtype), 8) != 0)
+    refuse(place);
+  if (slot(place).exposure != Exposure::kInline) return reach(place, end == 0 ? 0 : offset, skip, bytes);
+  if (offset > kInline || end > kInline - offset) refuse(place);
+  return team_.inline_data(seat(place), number_) + offset + skip;
+}
+
+std::byte* Phase::staging(int place, std::uint64_t at, std::uint64_t bytes) const {
+  const std::uint64_t offset = seat(place).counters->staging.load(std::memory_order_acquire);
+  if (offset % 64 != 0) refuse(place);
+  return reach(place, offset, at, bytes);
 }
 
 std::uint64_t Phase::step_bytes(int place) const {
-  return window_ / std::max(slot(place).parts, 1u) / 64 * 64;
+  const std::uint64_t parts = place == self() ? parts_.size() : slot(place).parts;
+  return window_ / std::max<std::uint64_t>(parts, 1) / 64 * 64;
+}
+
+std::uint64_t Phase::windows(int place) const {
+  const std::uint64_t windows = slot(place).windows;
+  if (windows >> kPhaseShift) refuse(place);  // the counters could not count them
+  return windows;
 }
 
 Task Phase::stage(std::uint64_t window) {

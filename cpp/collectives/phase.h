@@ -34,16 +34,18 @@ class Phase {
   const Slot& slot(int place) const { return seat(place).slot(number_); }
   bool direct(int place) const { return slot(place).exposure == Exposure::kDirect; }
   bool all_direct() const;
-  Exposure exposure() const { return slot(self()).exposure; }
+  Exposure exposure() const { return exposure_; }
   const PartEntry& entry(int place, std::uint32_t part) const { return seat(place).table(number_)[part]; }
-  // Where a part lies, if it need not be staged.
-  std::byte* part(int place, std::uint32_t part) const;
-  std::byte* staging(int place) const;
+  // Where `bytes` of a part lie, `skip` bytes into it, if it need not be staged; and of the staging buffers.
+  // Throws PeerFlaw where the member's memory does not reach.
+  std::byte* part(int place, std::uint32_t part, std::uint64_t bytes, std::uint64_t skip = 0) const;
+  std::byte* staging(int place, std::uint64_t at, std::uint64_t bytes) const;
   std::byte* my_staging() { return team_.staging(lane_); }
   // Puts window `window` of my parts into its staging buffer.
   Task stage(std::uint64_t window);
   Task staged(int place, std::uint64_t windows);
   std::uint64_t step_bytes(int place) const;  // bytes of each part in a window
+  std::uint64_t windows(int place) const;     // of a member that stages its parts
   std::uint64_t windows() const { return windows_; }
   std::uint64_t reached(int place, std::atomic<std::uint64_t> Counters::* counter) const {
     return (seat(place).counters->*counter).load(std::memory_order_acquire);
@@ -53,6 +55,8 @@ class Phase {
 
  private:
   const Seat& seat(int place) const { return lane_.seats[static_cast<std::size_t>(place)]; }
+  std::byte* reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const;
+  [[noreturn]] void refuse(int place) const;
 
   Operation& op_;
   Team& team_;
@@ -61,6 +65,7 @@ class Phase {
   std::vector<Span> parts_;
   std::uint64_t window_ = 0;
   std::uint64_t windows_ = 0;
+  Exposure exposure_{};
 };
 
 // exchange.cc: members read parts of one another.

@@ -11,15 +11,19 @@
 #include <cerrno>
 #include <limits>
 #include <new>
+#include <stdexcept>
 #include <system_error>
 
 #include "engine/clock.h"
+#include "transport/check.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::int64_t kMillisecond = 1'000'000;
 constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
+// Of frames that end groups which do not exist here yet: what is kept of one peer.
+constexpr std::size_t kMostEarly = 1 << 20;
 constexpr std::int64_t kActive =
     20 * kMillisecond;  // how long after a submission the progress thread looks in
 // How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
@@ -75,6 +79,7 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
 
 Context::~Context() {
   if (!forked_ && started_ && !closed_) close(now_ns());
+  messenger_.clear();
   for (Peer& peer : peers_) {
     peer.link.reset();
     if (peer.socket >= 0) ::close(peer.socket);
@@ -103,11 +108,28 @@ std::uint64_t Context::make_ring() {
   return offset;
 }
 
+Context::Peer& Context::new_peer(int rank) {
+  if (rank < 0 || rank >= options_.size || rank == options_.rank)
+    throw std::invalid_argument("rank " + std::to_string(rank) + " cannot be a peer of rank " +
+                                std::to_string(options_.rank) + " of " + std::to_string(options_.size));
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (peer.link) throw std::invalid_argument("rank " + std::to_string(rank) + " is connected already");
+  return peer;
+}
+
 // The socket belongs to the context from the moment that this returns, and not if it throws.
 void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                         std::uint64_t in, int pid) {
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  Peer& peer = new_peer(rank);
   auto memory = std::make_unique<Mapping>(memory_fd, capacity);
+  auto fits = [](const Mapping& mapping, std::uint64_t ring) {
+    return ring >= sizeof(ArenaHeader) && ring % alignof(Ring) == 0 &&
+           mapping.holds(ring, Ring::footprint(kRingCapacity));
+  };
+  if (capacity < sizeof(ArenaHeader) || memory->at<ArenaHeader>(0)->magic != kArenaMagic)
+    throw BadMemory("the shared memory of rank " + std::to_string(rank) + " is not an arena");
+  if (!fits(arena_->mapping(), out) || !fits(*memory, in))
+    throw BadMemory("the ring of rank " + std::to_string(rank) + " lies outside its shared memory");
   auto& header = *memory->at<ArenaHeader>(0);
   auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out), memory->at<Ring>(in),
                                          kRingCapacity, &header.doorbell);
@@ -129,7 +151,7 @@ void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacit
 }
 
 void Context::add_remote(int rank, int socket) {
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  Peer& peer = new_peer(rank);
   auto link = std::make_unique<TcpLink>(rank, *this, socket, sockets_);
   peer.tcp = link.get();
   peer.link = std::move(link);
@@ -166,30 +188,28 @@ const Mapping& Context::peer_memory(int peer) const {
 
 std::shared_ptr<Group> Context::make_group(Group::Options options) {
   auto group = std::make_shared<Group>(shared_from_this(), std::move(options));
+  std::vector<int> others = group->ranks();
+  std::erase(others, rank());
   std::vector<Pending> early;
   {
     std::lock_guard lock(groups_mutex_);
+    messenger_.open(group->ident(), std::move(others));
     groups_.push_back(group);
     auto mine = std::stable_partition(early_.begin(), early_.end(),
                                       [&](const Pending& p) { return p.header.group != group->ident(); });
     early.assign(std::make_move_iterator(mine), std::make_move_iterator(early_.end()));
     early_.erase(mine, early_.end());
   }
-  for (auto& pending : early) {
-    int rank = static_cast<int>(pending.header.source);
-    if (pending.header.type == FrameType::kGroupClosed) group->on_peer_closed(rank, pending.header.channel);
-    if (pending.header.type == FrameType::kGroupClosing)
-      group->on_peer_closing(rank, pending.header.channel, pending.header.code == kHasRead);
-    if (pending.header.type == FrameType::kBroken)
-      group->on_broken(rank, static_cast<ErrorCode>(pending.header.code), pending.text);
-    if (pending.header.type == FrameType::kCallQuery) group->on_call_query(rank, pending.header);
-  }
+  for (auto [from, flaw] : messenger_.flawed(group->ident(), group->ranks())) from->refuse(flaw);
+  for (auto& pending : early) deliver(*group, pending.peer, pending.header, pending.text);
   for (std::size_t p = 0; p < peers_.size(); ++p) {
     int state = peers_[p].state.load();
     int rank = group->rank_of(static_cast<int>(p));
     if (rank < 0 || state == Peer::kAlive) continue;
+    messenger_.left(group->ident(), static_cast<int>(p));
     if (state == Peer::kLost)
-      group->on_peers_lost({{static_cast<int>(p), "it was lost before the group was made"}});
+      group->on_peers_lost(
+          {{static_cast<int>(p), "it was lost before the group was made", ErrorCode::kPeerLost}});
     else
       group->on_peer_closed(rank, 0);
   }
@@ -213,7 +233,6 @@ std::vector<std::shared_ptr<Group>> Context::groups() {
 }
 
 std::shared_ptr<Group> Context::find(std::uint64_t ident) {
-  std::lock_guard lock(groups_mutex_);
   for (auto& group : groups_)
     if (group->ident() == ident) return group;
   return nullptr;
@@ -344,8 +363,16 @@ std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
 
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {
-    if ((header.channel & kPointToPoint) == 0)
-      if (auto group = find(header.group)) group->on_call_seen(header.channel, header.call);
+    std::unique_lock lock(groups_mutex_);
+    auto group = find(header.group);
+    // Under the lock: who makes the group looks through its early messages after the group is to be found.
+    if (!group) return messenger_.on_message(link, header);
+    lock.unlock();
+    if (const char* flaw = flaw_in_group(header, link.peer(), group->ranks())) {
+      link.refuse(flaw);
+      return {};
+    }
+    if ((header.channel & kPointToPoint) == 0) group->on_call_seen(header.channel, header.call);
     return messenger_.on_message(link, header);
   }
   if (header.type == FrameType::kMore) return messenger_.on_more(link, header);
@@ -355,7 +382,6 @@ Destination Context::on_header(Link& link, const FrameHeader& header) {
 }
 
 void Context::on_frame(Link& link, const FrameHeader& header, const Destination& destination) {
-  const int source = static_cast<int>(header.source);
   switch (header.type) {
     case FrameType::kMessage:
     case FrameType::kMore:
@@ -363,6 +389,9 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       return;
     case FrameType::kGrant:
       link.granted(header.message);
+      return;
+    case FrameType::kCredit:
+      link.credited(header.total);
       return;
     case FrameType::kBye:
       departed(link.peer());
@@ -374,33 +403,67 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
   }
   auto& bytes = peers_[static_cast<std::size_t>(link.peer())].text;
   std::string text(reinterpret_cast<const char*>(bytes.data()), header.payload);
+  if (header.type == FrameType::kGroupClosed) link.forget(header.group);
+  // Under the lock, as it is made and dropped: a group that is not found is yet to be made, unless it is
+  // known.
+  std::unique_lock lock(groups_mutex_);
   auto group = find(header.group);
   if (!group) {
-    if (messenger_.forgotten(header.group)) return;
-    std::lock_guard lock(groups_mutex_);  // it may have been made between the two looks
-    for (auto& made : groups_)
-      if (made->ident() == header.group) group = made;
-    if (!group) {
-      early_.push_back({link.peer(), header, std::move(text)});
-      return;
-    }
+    if (!messenger_.known(header.group)) return keep_early(link.peer(), header, std::move(text));
+    if (header.type == FrameType::kGroupClosed) messenger_.left(header.group, link.peer());
+    return;
   }
-  if (source < 0 || source >= group->size()) return;
+  lock.unlock();
+  deliver(*group, link.peer(), header, text);
+}
+
+// Keeps what the group will have to know when it is made: that a peer ended it, or asks for a reply.  A
+// comparison of calls can wait for nothing, since none was made here.
+void Context::keep_early(int peer, const FrameHeader& header, std::string text) {
+  if (header.type == FrameType::kCallReply) return;
+  if (header.type == FrameType::kCallQuery && header.code == kKnown) return;
+  auto cost = [](const Pending& p) { return sizeof p + p.text.size(); };
+  std::size_t sum = 0;
+  for (Pending& p : early_) {
+    if (p.peer != peer) continue;
+    sum += cost(p);
+    if (p.header.group != header.group || p.header.type != header.type) continue;
+    if (header.type == FrameType::kGroupClosing && p.header.code != header.code) continue;
+    if (header.type == FrameType::kCallQuery) p.header = header;  // the last question
+    return;                                                       // the first cause
+  }
+  early_.push_back({peer, header, std::move(text)});
+  sum += cost(early_.back());
+  while (sum > kMostEarly) {
+    auto oldest =
+        std::find_if(early_.begin(), early_.end(), [&](const Pending& p) { return p.peer == peer; });
+    sum -= cost(*oldest);
+    early_.erase(oldest);
+  }
+}
+
+// Hands a control frame to its group, at once or when the group is made.
+void Context::deliver(Group& group, int peer, const FrameHeader& header, const std::string& text) {
+  const char* flaw = flaw_in_group(header, peer, group.ranks());
+  if (flaw == nullptr && header.type == FrameType::kBroken) flaw = flaw_of_text(text, group.size());
+  if (flaw != nullptr) return link(peer)->refuse(flaw);
+  const int source = static_cast<int>(header.source);
   switch (header.type) {
     case FrameType::kCallQuery:
-      group->on_call_query(source, header);
+      group.on_call_query(source, header);
       break;
     case FrameType::kCallReply:
-      group->on_call_reply(source, header);
+      group.on_call_reply(source, header);
       break;
     case FrameType::kBroken:
-      group->on_broken(source, static_cast<ErrorCode>(header.code), text);
+      group.on_broken(source, static_cast<ErrorCode>(header.code), text);
       break;
     case FrameType::kGroupClosing:
-      group->on_peer_closing(source, header.channel, header.code == kHasRead);
+      group.on_peer_closing(source, header.channel, header.code == kHasRead);
       break;
     case FrameType::kGroupClosed:
-      group->on_peer_closed(source, header.channel);
+      messenger_.left(group.ident(), peer);
+      group.on_peer_closed(source, header.channel);
       drop_groups();
       break;
     default:

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "engine/group.h"
@@ -47,7 +48,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   int memory_fd() const { return arena_->fd(); }
   std::size_t memory_capacity() const { return arena_->capacity(); }
   std::uint64_t make_ring();
-  // out: our ring in our arena; in: the peer's in its arena.
+  // out: our ring in our arena; in: the peer's in its arena.  Takes the socket, unless it throws: BadMemory
+  // if the peer's memory or ring is not what it should be, std::invalid_argument if `peer` cannot be.
   void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                  std::uint64_t in, int pid);
   void add_remote(int peer, int socket);
@@ -64,6 +66,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void disown();                                // in a forked child
   void sever(int peer);                         // fault injection: cut the connection
   void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
+  // For tests: groups remembered, unread messages, frames for groups not made yet, bytes lent by the peers.
+  std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> held();
   void die_at(Fault point) { fault_.store(point, std::memory_order_relaxed); }
   void reached(Fault point) const {
     if (fault_.load(std::memory_order_relaxed) == point) [[unlikely]]
@@ -89,7 +93,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   Destination on_header(Link& link, const FrameHeader& header) override;
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
-  void on_link_lost(Link& link, const char* why) override;
+  void on_link_lost(Link& link, LinkEnd end, const char* why) override;
   void on_sent() override { bell().ring(); }
 
  private:
@@ -106,6 +110,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     std::atomic<int> state{kAlive};
     std::vector<std::byte> text;  // payload of a control frame on its way in
   };
+  Peer& new_peer(int rank);
   void progress_loop();
   void watch_loop();
   bool poll_rings();
@@ -125,12 +130,15 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void check(std::int64_t now, std::int64_t& next);
   void heartbeats(std::int64_t now);
   void mind_the_gap(std::int64_t now);
-  void lost(int peer, std::string why);
+  void lost(int peer, std::string why, ErrorCode code = ErrorCode::kPeerLost);
+  void tell_groups(const std::vector<Loss>& losses);
   bool bury(int peer, std::string& why);
   std::vector<Loss> ended();
   void departed(int peer);
   std::vector<std::shared_ptr<Group>> groups();
-  std::shared_ptr<Group> find(std::uint64_t ident);
+  std::shared_ptr<Group> find(std::uint64_t ident);  // under groups_mutex_
+  void keep_early(int peer, const FrameHeader& header, std::string text);
+  void deliver(Group& group, int peer, const FrameHeader& header, const std::string& text);
   void watch(int fd, std::uint64_t what);
   void release_descriptors();
 
@@ -152,7 +160,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     FrameHeader header;
     std::string text;
   };
-  std::vector<Pending> early_;
+  std::deque<Pending> early_;
 
   std::thread progress_thread_, watch_thread_;
   int epoll_ = -1;

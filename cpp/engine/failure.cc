@@ -15,8 +15,6 @@ constexpr std::int64_t kInquiryTime = 400'000'000;  // how long peers may take t
 
 const std::string kReported = " (reported by rank ";
 
-enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
-
 const char* kind_name(std::uint8_t kind) {
   static const char* const names[] = {"?",          "all_reduce",     "reduce", "broadcast",
                                       "all_gather", "reduce_scatter", "gather", "scatter",
@@ -116,13 +114,14 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
 }
 
 void Group::on_peers_lost(const std::vector<Loss>& losses) {
-  Error error{ErrorCode::kPeerLost, "", {}};
+  Error error;
   {
     std::lock_guard lock(state_mutex_);
     for (const Loss& loss : losses) {
       const int rank = rank_of(loss.peer);
       if (rank < 0 || departed_[static_cast<std::size_t>(rank)] != ~0ULL)
         continue;  // it had closed this group
+      if (error.ranks.empty()) error.code = loss.code;
       lost_.emplace(rank, loss.why);
       add_loss(error, rank, loss.why);
     }

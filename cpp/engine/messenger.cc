@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <new>
 
+#include "transport/check.h"
+
 namespace shoal {
 
 bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link) {
@@ -28,25 +30,18 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
   return true;
 }
 
-void Messenger::ask_for_rest(Link& link, const FrameHeader& header,
-                             const std::shared_ptr<Incoming>& incoming) {
-  if (header.total <= header.payload) return;
-  link.route(header.message, incoming);
-  FrameHeader grant;
-  grant.type = FrameType::kGrant;
-  grant.group = header.group;
-  grant.message = header.message;
-  link.send_control(grant);
+void Messenger::go_on(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming) {
+  incoming->received = header.payload;
+  if (header.code != kWithheld && header.payload == header.total)
+    incoming->state.store(Incoming::kDone, std::memory_order_release);
+  else
+    link.ask_for_rest(header, incoming);
 }
 
 void Messenger::deliver(Early& early, const std::shared_ptr<Incoming>& incoming) {
   if (!accept(*incoming, early.header, *early.link)) return;
   std::copy_n(early.holder->data, early.header.payload, incoming->data);
-  incoming->received = early.header.payload;
-  if (incoming->received == early.header.total)
-    incoming->state.store(Incoming::kDone, std::memory_order_release);
-  else
-    ask_for_rest(*early.link, early.header, incoming);
+  go_on(*early.link, early.header, incoming);
 }
 
 void Messenger::post(const std::shared_ptr<Incoming>& incoming) {
@@ -76,7 +71,7 @@ void Messenger::post(const std::shared_ptr<Incoming>& incoming) {
 
 Destination Messenger::on_message(Link& link, const FrameHeader& header) {
   std::lock_guard lock(mutex_);
-  if (forgotten_.contains(header.group)) return {};
+  if (auto found = groups_.find(header.group); found != groups_.end() && !found->second.open) return {};
   const Key key{header.group, header.channel};
   Channel& channel = channels_[key];
   for (auto it = channel.posted.begin(); it != channel.posted.end(); ++it) {
@@ -91,6 +86,7 @@ Destination Messenger::on_message(Link& link, const FrameHeader& header) {
   auto early = std::make_shared<Early>();
   early->header = header;
   early->link = &link;
+  early->charge = link.take_charge();
   early->holder = std::make_shared<Incoming>();
   early->holder->owned = std::make_unique_for_overwrite<std::byte[]>(header.payload > 0 ? header.payload : 1);
   early->holder->data = early->holder->owned.get();
@@ -100,9 +96,8 @@ Destination Messenger::on_message(Link& link, const FrameHeader& header) {
 }
 
 Destination Messenger::on_more(Link& link, const FrameHeader& header) {
-  auto incoming = link.routed(header.message, false);
+  auto incoming = link.routed(header.message);
   if (!incoming) return {};
-  if (incoming->received + header.payload > incoming->capacity) return {};
   return {incoming->data + incoming->received, incoming};
 }
 
@@ -112,13 +107,9 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
   auto held = holders_.find(destination.incoming.get());
   if (held == holders_.end()) {
     Incoming& incoming = *destination.incoming;
+    if (header.type == FrameType::kMessage) return go_on(link, header, destination.incoming);
     incoming.received += header.payload;
-    if (incoming.received == header.total) {
-      if (header.type == FrameType::kMore) link.routed(header.message, true);
-      incoming.state.store(Incoming::kDone, std::memory_order_release);
-    } else if (header.type == FrameType::kMessage) {
-      ask_for_rest(link, header, destination.incoming);
-    }
+    if (incoming.received == header.total) incoming.state.store(Incoming::kDone, std::memory_order_release);
     return;
   }
   auto early = held->second;
@@ -146,16 +137,67 @@ void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) {
   if (Link* link = incoming->link.load(std::memory_order_acquire)) link->detach(incoming.get());
 }
 
-void Messenger::forget(std::uint64_t group) {
+void Messenger::open(std::uint64_t group, std::vector<int> others) {
   std::lock_guard lock(mutex_);
-  forgotten_.insert(group);
-  std::erase_if(channels_,
-                [&](const auto& entry) { return entry.first.group == group && entry.second.posted.empty(); });
+  groups_[group] = {true, std::move(others)};
 }
 
-bool Messenger::forgotten(std::uint64_t group) {
+void Messenger::forget(std::uint64_t group) {
   std::lock_guard lock(mutex_);
-  return forgotten_.contains(group);
+  std::erase_if(channels_, [&](const auto& entry) { return entry.first.group == group; });
+  auto found = groups_.find(group);
+  if (found == groups_.end()) return;
+  found->second.open = false;
+  if (found->second.over()) groups_.erase(found);
+}
+
+bool Messenger::known(std::uint64_t group) {
+  std::lock_guard lock(mutex_);
+  return groups_.contains(group);
+}
+
+void Messenger::left(std::uint64_t group, int peer) {
+  std::lock_guard lock(mutex_);
+  auto found = groups_.find(group);
+  if (found == groups_.end()) return;
+  std::erase(found->second.others, peer);
+  if (found->second.over()) groups_.erase(found);
+}
+
+void Messenger::gone(int peer) {
+  std::lock_guard lock(mutex_);
+  for (auto& [group, membership] : groups_) std::erase(membership.others, peer);
+  std::erase_if(groups_, [](const auto& entry) { return entry.second.over(); });
+}
+
+std::vector<std::pair<Link*, const char*>> Messenger::flawed(std::uint64_t group,
+                                                             const std::vector<int>& ranks) {
+  std::vector<std::pair<Link*, const char*>> flaws;
+  std::lock_guard lock(mutex_);
+  for (auto it = channels_.begin(); it != channels_.end();) {
+    auto& [key, channel] = *it;
+    if (key.group == group)
+      std::erase_if(channel.early, [&](const auto& early) {
+        const char* flaw = flaw_in_group(early->header, early->link->peer(), ranks);
+        if (flaw != nullptr) flaws.emplace_back(early->link, flaw);
+        return flaw != nullptr;
+      });
+    it = channel.early.empty() && channel.posted.empty() ? channels_.erase(it) : std::next(it);
+  }
+  return flaws;
+}
+
+void Messenger::clear() {
+  std::lock_guard lock(mutex_);
+  channels_.clear();
+  holders_.clear();
+}
+
+std::pair<std::size_t, std::size_t> Messenger::held() {
+  std::lock_guard lock(mutex_);
+  std::size_t early = 0;
+  for (const auto& [key, channel] : channels_) early += channel.early.size();
+  return {groups_.size(), early};
 }
 
 std::vector<Fingerprint> Messenger::early_calls(std::uint64_t group, std::uint64_t channel) {

@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "transport/link.h"
@@ -21,14 +20,29 @@ class Messenger {
     std::shared_ptr<Incoming> holder;   // receives into `holder->owned` while the payload is on its way
     std::shared_ptr<Incoming> claimed;  // the receive that wants it
     bool complete = false;
+    Charge charge;  // until it is read or dropped
   };
 
   void post(const std::shared_ptr<Incoming>& incoming);
   // Nothing is written to the receive's memory after this returns.
   void cancel(const std::shared_ptr<Incoming>& incoming);
-  // The group's messages that nobody received are dropped, and so is whatever still arrives for it.
+  // A group begins here; `others` are its members but for this rank, by global rank.
+  void open(std::uint64_t group, std::vector<int> others);
+  // The group is closed here: its messages that nobody received are dropped, and so is whatever still
+  // arrives for it.
   void forget(std::uint64_t group);
-  bool forgotten(std::uint64_t group);
+  // It was opened, and members may still send for it.
+  bool known(std::uint64_t group);
+  // A member sends nothing more for the group, or for any.  A group that is forgotten here takes no memory
+  // once that is true of all others.
+  void left(std::uint64_t group, int peer);
+  void gone(int peer);
+  // Drops early messages of the group that have a flaw, and returns it with the link that each came from.
+  std::vector<std::pair<Link*, const char*>> flawed(std::uint64_t group, const std::vector<int>& ranks);
+  // In the end, before the links go: drops everything.
+  void clear();
+  // What is kept for others, for tests: groups, and early messages.
+  std::pair<std::size_t, std::size_t> held();
   // Fingerprints of collective messages that arrived early for an operation.
   std::vector<Fingerprint> early_calls(std::uint64_t group, std::uint64_t channel);
 
@@ -52,12 +66,18 @@ class Messenger {
   // Decides what to do with a matched message; true if its bytes are wanted.
   static bool accept(Incoming& incoming, const FrameHeader& header, Link& link);
   static void deliver(Early& early, const std::shared_ptr<Incoming>& incoming);
-  static void ask_for_rest(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming);
+  // After the first frame of a message: the receive is done, or the rest is asked for.
+  static void go_on(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming);
 
+  struct Membership {
+    bool open = true;
+    std::vector<int> others;  // that may still send for the group
+    bool over() const { return !open && others.empty(); }
+  };
   std::mutex mutex_;
   std::unordered_map<Key, Channel, Hash> channels_;
   std::unordered_map<const Incoming*, std::shared_ptr<Early>> holders_;
-  std::unordered_set<std::uint64_t> forgotten_;
+  std::unordered_map<std::uint64_t, Membership> groups_;
 };
 
 }  // namespace shoal

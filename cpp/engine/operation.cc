@@ -75,6 +75,10 @@ bool Operation::step() {
   }
   try {
     task_.rethrow();
+  } catch (const PeerFlaw& flaw) {
+    group_->fail({ErrorCode::kWire, "rank " + std::to_string(flaw.rank) + " " + flaw.what(), {flaw.rank}},
+                 true);
+    return true;
   } catch (const std::exception& error) {  // out of memory: the peers wait for us in vain
     group_->fail({ErrorCode::kOutOfMemory, error.what(), {group_->rank()}}, true);
     return true;  // Group::settle fails the operation

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -43,12 +44,20 @@ enum class ErrorCode : std::uint16_t {
   kClosed = 5,
   kOutOfMemory = 6,
   kForked = 7,
+  kWire = 8,  // a peer sent, or wrote into shared memory, what cannot be
 };
 
 struct Error {
   ErrorCode code = ErrorCode::kNone;
   std::string text;
   std::vector<int> ranks;  // in the group
+};
+
+// What a peer wrote into shared memory cannot be: ends the group of the operation that throws it.
+class PeerFlaw : public std::runtime_error {
+ public:
+  PeerFlaw(int rank, const std::string& what) : std::runtime_error(what), rank(rank) {}
+  const int rank;  // in the group
 };
 
 struct Span {

@@ -49,7 +49,7 @@ Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
   for (int member : members_) global_.push_back(global_ranks[static_cast<std::size_t>(member)]);
   found_.assign(members_.size(), false);
   for (TeamLane& lane : lanes_) lane.seats.resize(members_.size());
-  block_ = std::make_unique<Block>(context_.arena(), lanes_.size() * (sizeof(Counters) + 2 * slot_bytes()));
+  block_ = std::make_unique<Block>(context_.arena(), block_bytes());
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     std::byte* at = block_->data() + i * (sizeof(Counters) + 2 * slot_bytes());
     new (at) Counters;
@@ -68,6 +68,13 @@ Team::~Team() {
 std::size_t Team::slot_bytes() const {
   std::size_t bytes = sizeof(Slot) + most_parts_ * sizeof(PartEntry) + kInline;
   return (bytes + 63) / 64 * 64;
+}
+
+std::size_t Team::block_bytes() const { return lanes_.size() * (sizeof(Counters) + 2 * slot_bytes()); }
+
+std::optional<int> Team::stray() const {
+  const int place = stray_.load(std::memory_order_acquire);
+  return place < 0 ? std::nullopt : std::optional(members_[static_cast<std::size_t>(place)]);
 }
 
 void Team::seat_at(int place, std::byte* block, const Mapping& memory, Doorbell& bell) {
@@ -92,6 +99,10 @@ bool Team::resolve() {
     const Mapping& memory = context_.peer_memory(global_[i]);
     auto& header = *memory.at<ArenaHeader>(0);
     std::uint64_t offset = look_up(header, group_);
+    if (offset != 0 && (offset % alignof(Counters) != 0 || !memory.holds(offset, block_bytes()))) {
+      stray_.store(static_cast<int>(i), std::memory_order_release);
+      return true;
+    }
     if (offset != 0)
       seat_at(static_cast<int>(i), memory.base() + offset, memory, header.doorbell);
     else

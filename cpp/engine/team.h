@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "engine/operation.h"
@@ -81,8 +82,10 @@ class Team {
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
   TeamLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
-  // Finds the blocks of members that have made theirs by now; true when all are found.
+  // Finds the blocks of members that have made theirs by now; true when all are found, or one is where none
+  // can be (then `stray` says whose).
   bool resolve();
+  std::optional<int> stray() const;  // a rank of the group
   std::byte* inline_data(const Seat& seat, std::uint64_t phase) const {
     return seat.slots[phase & 1] + sizeof(Slot) + most_parts_ * sizeof(PartEntry);
   }
@@ -94,6 +97,7 @@ class Team {
 
  private:
   std::size_t slot_bytes() const;
+  std::size_t block_bytes() const;
   void seat_at(int place, std::byte* block, const Mapping& memory, Doorbell& bell);
 
   Context& context_;
@@ -106,6 +110,7 @@ class Team {
   std::vector<bool> found_;
   std::mutex resolve_mutex_;
   std::atomic<bool> all_found_{false};
+  std::atomic<int> stray_{-1};
   std::mutex staging_mutex_;
   bool quarantined_ = false;
   std::unique_ptr<Block> block_;

@@ -166,15 +166,19 @@ void Context::heartbeats(std::int64_t now) {
   }
 }
 
-void Context::lost(int rank, std::string why) {
-  std::vector<Loss> losses;
+void Context::lost(int rank, std::string why, ErrorCode code) {
   if (bury(rank, why)) {
-    losses.push_back({rank, why});
+    std::vector<Loss> losses{{rank, why, code}};
     for (Loss& other : ended()) losses.push_back(std::move(other));  // several often die together
-    for (auto& group : groups()) group->on_peers_lost(losses);
-    drop_groups();
+    tell_groups(losses);
   }
   bell().wake();
+}
+
+void Context::tell_groups(const std::vector<Loss>& losses) {
+  for (auto& group : groups()) group->on_peers_lost(losses);
+  for (const Loss& loss : losses) messenger_.gone(loss.peer);
+  drop_groups();
 }
 
 // Marks a peer as lost; false if it had left before.
@@ -203,7 +207,7 @@ std::vector<Loss> Context::ended() {
   }
   std::vector<Loss> losses;
   for (int rank : dead)
-    if (std::string why = kEnded; bury(rank, why)) losses.push_back({rank, why});
+    if (std::string why = kEnded; bury(rank, why)) losses.push_back({rank, why, ErrorCode::kPeerLost});
   return losses;
 }
 
@@ -211,18 +215,21 @@ void Context::look_for_deaths() {
   if (forked_ || closed()) return;
   poll_sockets();
   const std::vector<Loss> losses = ended();
-  if (losses.empty()) return;
-  for (auto& group : groups()) group->on_peers_lost(losses);
-  drop_groups();
+  if (!losses.empty()) tell_groups(losses);
 }
 
-void Context::on_link_lost(Link& link, const char* why) { lost(link.peer(), why); }
+void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
+  if (end == LinkEnd::kGone) return lost(link.peer(), why);
+  lost(link.peer(), std::string("it sent ") + why + "; the connection to it was cut", ErrorCode::kWire);
+  sever(link.peer());  // it hears at once, though nobody reads what it goes on sending
+}
 
 void Context::departed(int rank) {
   int alive = Peer::kAlive;
   if (!peers_[static_cast<std::size_t>(rank)].state.compare_exchange_strong(alive, Peer::kDeparted)) return;
   for (auto& group : groups())
     if (int member = group->rank_of(rank); member >= 0) group->on_peer_closed(member, 0);
+  messenger_.gone(rank);
   drop_groups();
 }
 
@@ -289,6 +296,15 @@ void Context::disown() {
   // The threads exist only in the parent.
   if (progress_thread_.joinable()) progress_thread_.detach();
   if (watch_thread_.joinable()) watch_thread_.detach();
+}
+
+std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> Context::held() {
+  auto [groups, messages] = messenger_.held();
+  std::uint64_t lent = 0;
+  for (Peer& peer : peers_)
+    if (peer.link) lent += peer.link->lent();
+  std::lock_guard lock(groups_mutex_);
+  return {groups, messages, early_.size(), lent};
 }
 
 void Context::sever(int peer) {

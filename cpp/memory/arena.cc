@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kPunch = 64 << 20;  // bytes given back to the system at a time
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 // Consecutive blocks whose distance is a power of two collide in the caches; one page more avoids it.
 constexpr std::size_t kColourFrom = 16 * kPage;
 
@@ -31,6 +33,11 @@ std::string reason(const char* what) { return std::string(what) + ": " + std::st
 }  // namespace
 
 Mapping::Mapping(int fd, std::size_t length) : length_(length) {
+  struct stat info{};
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstat(fd, &info) != 0 ||
+      static_cast<std::uint64_t>(info.st_size) != length)
+    throw BadMemory("the shared memory is not a sealed memfd of " + std::to_string(length) + " bytes");
   void* at = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (at == MAP_FAILED) throw OutOfMemory(reason("cannot map shared memory"));
   madvise(at, length, MADV_DONTFORK);
@@ -42,9 +49,9 @@ Mapping::~Mapping() {
 }
 
 Arena::Arena(std::size_t capacity, std::size_t limit) : limit_(limit) {
-  fd_ = memfd_create("shoal", MFD_CLOEXEC);
+  fd_ = memfd_create("shoal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd_ < 0) throw OutOfMemory(reason("cannot create shared memory"));
-  if (ftruncate(fd_, static_cast<off_t>(capacity)) != 0) {
+  if (ftruncate(fd_, static_cast<off_t>(capacity)) != 0 || fcntl(fd_, F_ADD_SEALS, kSeals) != 0) {
     close(fd_);
     throw OutOfMemory(reason("cannot reserve shared memory"));
   }

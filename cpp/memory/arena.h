@@ -23,9 +23,16 @@ class OutOfMemory : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A peer's memfd is not what it was said to be.
+class BadMemory : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // One mapping of a memfd, ours or a peer's.  Not inherited by forked children.
 class Mapping {
  public:
+  // Throws BadMemory if the memfd has another size or could still be cut, which would end us with a SIGBUS.
   Mapping(int fd, std::size_t length);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -36,6 +43,11 @@ class Mapping {
   template <class T>
   T* at(std::uint64_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);
+  }
+  // Whether such a range lies in the mapping.  Offsets that a peer can write are to be read once, asked about
+  // here, and only then used.
+  bool holds(std::uint64_t offset, std::uint64_t bytes) const {
+    return offset <= length_ && bytes <= length_ - offset;
   }
   // Forget the mapping without unmapping: in a forked child it is not there.
   void disown() { base_ = nullptr; }

@@ -28,6 +28,8 @@ OperationPtr message(Group& group, Kind kind, int peer, std::uint64_t tag, std::
   request.shape.dtype = static_cast<std::uint8_t>(DType::kInt32);
   if (data != nullptr) {
     Span span{reinterpret_cast<std::byte*>(data->data()), data->size() * 4};
+    request.shape.dims = 1;
+    request.shape.sizes[0] = data->size();
     (kind == Kind::kSend ? request.in : request.out).push_back(span);
   }
   return group.submit(std::move(request));

@@ -1,4 +1,4 @@
-// The two kinds of rounds.  What happens in a round follows from its seed, when it happens does not.
+// The kinds of rounds.  What happens in a round follows from its seed, when it happens does not.
 #pragma once
 
 #include <atomic>
@@ -20,5 +20,10 @@ void race(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
 // A long life: thousands of small collectives in groups that come and go, some of them by an abort.
 void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
+
+// Hostile peers: at least so many frames, most of them wrong somewhere, over sockets and rings, to a rank
+// with groups and operations in flight; and words of shared memory overwritten under collectives.  Returns
+// how many frames were sent.
+std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Tally& tally);
 
 }  // namespace shoal::stress

@@ -1,15 +1,19 @@
 // Random rounds of the core, ranks as threads of one process, everything at random times.
 //
 //   stress [--operations N | --seconds S] [--seed K] [--patience S]
+//   stress --frames N [--seed K] [--patience S]
 //
 // Runs rounds with the seeds K, K+1, ... until so many collectives have ended well, or for so long.  Every
 // result is checked to the last bit.  A failure names the seed of its round, which alone plays it again
 // (`--seed K --operations 1`): what happens in a round follows from the seed, when it happens does not.
 //
+// With --frames, peers that do not keep the protocol send so many frames instead (hostile.cc).
+//
 // What a thread sanitizer cannot see: ranks reach one another's memory through mappings of their own, so the
 // same byte has a different address on each rank.  Races between the threads of a rank are found, races
 // between ranks are not; for those there are the checks of the results.
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <cstring>
@@ -25,6 +29,11 @@ extern "C" __attribute__((visibility("default"))) const char* __tsan_default_opt
   return "intercept_send=0";
 }
 
+// A message may claim any length: running out of memory for it is an answer, not a fault.
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {
+  return "allocator_may_return_null=1";
+}
+
 namespace {
 
 using namespace shoal::stress;
@@ -32,6 +41,7 @@ using namespace shoal::stress;
 struct Options {
   std::uint64_t operations = std::numeric_limits<std::uint64_t>::max();
   std::uint64_t seconds = 0;
+  std::uint64_t frames = 0;
   std::uint64_t seed = 1;
   std::uint64_t patience = 60;
 };
@@ -41,6 +51,7 @@ bool parse(int count, char** arguments, Options& options) {
     const std::string name = arguments[i];
     std::uint64_t* to = name == "--operations" ? &options.operations
                         : name == "--seconds"  ? &options.seconds
+                        : name == "--frames"   ? &options.frames
                         : name == "--seed"     ? &options.seed
                         : name == "--patience" ? &options.patience
                                                : nullptr;
@@ -61,7 +72,7 @@ unsigned long long printable(std::uint64_t number) { return number; }
 int main(int count, char** arguments) {
   Options options;
   if (!parse(count, arguments, options)) {
-    std::fprintf(stderr, "usage: %s [--operations N | --seconds S] [--seed K] [--patience S]\n",
+    std::fprintf(stderr, "usage: %s [--operations N | --seconds S | --frames N] [--seed K] [--patience S]\n",
                  arguments[0]);
     return 2;
   }
@@ -70,6 +81,18 @@ int main(int count, char** arguments) {
   const std::int64_t begin = shoal::now_ns();
   auto elapsed = [&] { return static_cast<double>(shoal::now_ns() - begin) / 1e9; };
   std::uint64_t seed = options.seed;
+  if (options.frames > 0) {
+    std::uint64_t sent = 0;
+    while (sent < options.frames) {
+      watchdog.begin_round(seed);
+      sent += hostile(seed++, std::min<std::uint64_t>(options.frames - sent, 1000), tally);
+    }
+    std::printf(
+        "%llu frames of hostile peers in %llu rounds and %.1f s: %llu connections refused, %llu groups\n",
+        printable(sent), printable(seed - options.seed), elapsed(), printable(tally.failures),
+        printable(tally.groups));
+    return 0;
+  }
   do {
     watchdog.begin_round(seed);
     (seed % 2 ? live : race)(seed, watchdog, tally);

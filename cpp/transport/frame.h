@@ -3,6 +3,10 @@
 // A message is one kMessage frame with at most kEager bytes of it; if it is longer, the receiver answers with
 // kGrant once it has a buffer, and the rest follows in kMore frames of bounded size, so that groups which
 // share a link take turns and a message nobody reads blocks no other.
+//
+// What a peer has not read yet is bounded: each kMessage is charged to a window of its link, and the receiver
+// gives the bytes back (kCredit) once it has them in their place, or has dropped them.  A message for which
+// the window has no room is sent as a header alone (kWithheld), and all of it waits for a grant.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +23,11 @@ constexpr std::size_t kTextLimit = 64 * 1024;  // payload of a control frame
 constexpr std::uint64_t kPointToPoint = 1ULL << 63;
 constexpr int kMaxDims = 8;
 
+constexpr std::uint64_t kUnreadLimit = 8 << 20;  // bytes of a link that may be unread at its receiver
+constexpr std::uint64_t kHeaderCharge = 256;     // what a message is charged beyond its payload
+constexpr std::uint64_t kLongest = 1ULL << 48;   // bytes of a message: no address space holds more
+constexpr std::uint16_t kWithheld = 1;           // code of a kMessage that waits for a grant as a whole
+
 enum class FrameType : std::uint16_t {
   kMessage = 1,
   kMore = 2,
@@ -29,6 +38,7 @@ enum class FrameType : std::uint16_t {
   kGroupClosed = 7,  // orderly end of a group
   kBye = 8,          // orderly end of the process
   kHeartbeat = 9,
+  kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
 };
 
@@ -37,6 +47,9 @@ enum Closing : std::uint16_t {
   kLeaves = 0,
   kHasRead = 1,  // the receiver's farewell and all before it: no message of it will be granted any more
 };
+
+// What a kCallReply says of a call, and a kCallQuery of its own: its code.
+enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
 
 // What an operation claims to be.  Peers compare it before they touch data.
 struct Fingerprint {
@@ -69,7 +82,7 @@ struct Shape {
 struct FrameHeader {
   std::uint32_t magic = kFrameMagic;
   FrameType type{};
-  std::uint16_t code = 0;     // kBroken: the error code; kCallReply: 1 if the call is known
+  std::uint16_t code = 0;     // kBroken: the error code; calls: Knowledge; kMessage: kWithheld or 0
   std::uint32_t payload = 0;  // bytes that follow
   std::uint32_t source = 0;   // rank in the group
   std::uint64_t group = 0;

@@ -2,10 +2,17 @@
 
 #include <algorithm>
 
+#include "transport/check.h"
+
 namespace shoal {
 namespace {
 
-constexpr std::size_t kReadBatch = 16;  // frames delivered before others get a turn
+constexpr std::size_t kReadBatch = 16;                    // frames delivered before others get a turn
+constexpr std::uint64_t kCreditBatch = kUnreadLimit / 2;  // bytes given back with one frame
+
+std::uint64_t charge_of(const FrameHeader& header) {
+  return header.code == kWithheld ? 0 : header.payload + kHeaderCharge;
+}
 
 }  // namespace
 
@@ -36,13 +43,35 @@ void Link::finish(Item& item) {
   sink_.on_sent();
 }
 
+Charge::~Charge() {
+  if (link_ != nullptr) link_->release(bytes_);
+}
+
+// What fits goes at once, if the peer's window has room for it; else only the header.
+Link::Item Link::first_chunk(const std::shared_ptr<Outgoing>& message) {
+  Item item;
+  message->begun = true;
+  message->header.type = FrameType::kMessage;
+  const std::uint64_t bytes = std::min<std::uint64_t>(message->header.total, kEager);
+  const bool withheld = lent_ + bytes + kHeaderCharge > kUnreadLimit;
+  item.bytes = withheld ? 0 : static_cast<std::size_t>(bytes);
+  item.header = message->header;
+  item.header.code = withheld ? kWithheld : 0;
+  item.header.payload = static_cast<std::uint32_t>(item.bytes);
+  item.data = message->data;
+  item.message = message;
+  message->cursor = item.bytes;
+  item.last = !withheld && message->cursor == message->header.total;
+  lent_ += charge_of(item.header);
+  return item;
+}
+
 Link::Item Link::next_chunk(const std::shared_ptr<Outgoing>& message) {
   Item item;
-  std::uint64_t left = message->header.total - message->cursor;
-  bool first = message->cursor == 0;
-  item.bytes = static_cast<std::size_t>(std::min<std::uint64_t>(left, first ? kEager : kMoreLimit));
+  const std::uint64_t left = message->header.total - message->cursor;
+  item.bytes = static_cast<std::size_t>(std::min<std::uint64_t>(left, kMoreLimit));
   item.header = message->header;
-  item.header.type = first ? FrameType::kMessage : FrameType::kMore;
+  item.header.type = FrameType::kMore;
   item.header.payload = static_cast<std::uint32_t>(item.bytes);
   item.data = message->data + message->cursor;
   item.message = message;
@@ -94,7 +123,7 @@ bool Link::idle() {
 
 void Link::send_control(FrameHeader header, const void* payload, std::size_t bytes) {
   Item item;
-  bytes = std::min(bytes, kTextLimit);
+  bytes = clipped(static_cast<const char*>(payload), bytes, kTextLimit);
   header.payload = static_cast<std::uint32_t>(bytes);
   item.header = header;
   if (bytes > 0) {
@@ -104,6 +133,7 @@ void Link::send_control(FrameHeader header, const void* payload, std::size_t byt
   item.data = item.owned.data();
   item.bytes = bytes;
   std::lock_guard lock(send_mutex_);
+  if (broken()) return;
   queue_.push_back(std::move(item));
   want_write(!flush_locked());
 }
@@ -111,7 +141,7 @@ void Link::send_control(FrameHeader header, const void* payload, std::size_t byt
 void Link::send(const std::shared_ptr<Outgoing>& message) {
   std::lock_guard lock(send_mutex_);
   message->header.message = next_message_++;
-  Item item = next_chunk(message);
+  Item item = first_chunk(message);
   if (!item.last) awaiting_grant_.emplace(message->header.message, message);
   if (queue_.empty() && !broken() && push(item) == Push::kAll) {
     finish(item);
@@ -157,18 +187,48 @@ void Link::cancel(const std::shared_ptr<Outgoing>& message) {
   message->done.store(true, std::memory_order_release);
 }
 
-void Link::route(std::uint64_t message, std::shared_ptr<Incoming> incoming) {
-  std::lock_guard lock(route_mutex_);
-  routes_[message] = std::move(incoming);
+void Link::credited(std::uint64_t bytes) {
+  std::lock_guard lock(send_mutex_);
+  lent_ -= bytes;
 }
 
-std::shared_ptr<Incoming> Link::routed(std::uint64_t message, bool last) {
+std::uint64_t Link::lent() {
+  std::lock_guard lock(send_mutex_);
+  return lent_;
+}
+
+void Link::release(std::uint64_t bytes) {
+  if (bytes == 0 || read_.fetch_add(bytes, std::memory_order_acq_rel) + bytes < kCreditBatch) return;
+  FrameHeader credit;
+  credit.type = FrameType::kCredit;
+  credit.total = read_.exchange(0, std::memory_order_acq_rel);
+  if (credit.total == 0) return;  // another thread gave it back
+  unread_.fetch_sub(credit.total, std::memory_order_acq_rel);
+  send_control(credit);
+}
+
+void Link::ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> incoming) {
+  {
+    std::lock_guard lock(route_mutex_);
+    routes_[header.message] = {header, header.payload, std::move(incoming)};
+  }
+  FrameHeader grant;
+  grant.type = FrameType::kGrant;
+  grant.message = header.message;
+  send_control(grant);
+}
+
+std::shared_ptr<Incoming> Link::routed(std::uint64_t message) {
   std::lock_guard lock(route_mutex_);
   auto found = routes_.find(message);
-  if (found == routes_.end()) return nullptr;
-  auto incoming = found->second;
-  if (last) routes_.erase(found);
-  return incoming;
+  return found == routes_.end() ? nullptr : found->second.incoming;
+}
+
+void Link::forget(std::uint64_t group) {
+  std::lock_guard lock(route_mutex_);
+  std::erase_if(routes_, [&](const auto& entry) {
+    return entry.second.header.group == group && entry.second.incoming == nullptr;
+  });
 }
 
 void Link::detach(const Incoming* incoming) {
@@ -176,8 +236,8 @@ void Link::detach(const Incoming* incoming) {
     std::lock_guard lock(receive_mutex_);
     if (destination_.incoming.get() == incoming) destination_ = {};
     std::lock_guard routes(route_mutex_);
-    for (auto it = routes_.begin(); it != routes_.end();)
-      it = it->second.get() == incoming ? routes_.erase(it) : ++it;
+    for (auto& [message, route] : routes_)
+      if (route.incoming.get() == incoming) route.incoming = nullptr;
   }
   if (missed_.load(std::memory_order_seq_cst)) receive();
 }
@@ -208,26 +268,68 @@ void Link::receive_all() {
   }
 }
 
+bool Link::failed(std::ptrdiff_t moved) {
+  if (moved == kPeerGone) fail(LinkEnd::kGone, "connection closed");
+  if (moved == kCorrupt) refuse("indices of a ring that are out of range");
+  return moved < 0;
+}
+
+// Checks the header that has arrived, and finds out where its payload goes.  False: the link has ended.
+bool Link::accept_header() {
+  LinkState state;
+  state.next_message = arrived_ + 1;
+  state.unread = unread_.load(std::memory_order_relaxed);
+  FrameHeader continues;
+  if (header_.type == FrameType::kMore) {
+    std::lock_guard lock(route_mutex_);
+    if (auto found = routes_.find(header_.message); found != routes_.end()) {
+      continues = found->second.header;
+      state.continues = &continues;
+      state.arrived = found->second.arrived;
+    }
+  } else if (header_.type == FrameType::kGrant || header_.type == FrameType::kCredit) {
+    std::lock_guard lock(send_mutex_);
+    state.sent = next_message_ - 1;
+    state.lent = lent_;
+  }
+  if (const char* flaw = flaw_of(header_, state)) {
+    refuse(flaw);
+    return false;
+  }
+  if (header_.type == FrameType::kMessage) {
+    ++arrived_;
+    unread_.fetch_add(charge_of(header_), std::memory_order_relaxed);
+    charge_ = Charge(*this, charge_of(header_));
+  }
+  destination_ = sink_.on_header(*this, header_);
+  return !broken();
+}
+
+// Hands on the frame that is complete.
+void Link::accept_payload() {
+  Destination destination = std::move(destination_);
+  destination_ = {};
+  if (header_.type == FrameType::kMore) {
+    std::lock_guard lock(route_mutex_);
+    Route& route = routes_[header_.message];
+    route.arrived += header_.payload;
+    if (route.arrived == route.header.total) routes_.erase(header_.message);
+  }
+  sink_.on_frame(*this, header_, destination);
+  Charge read = std::move(charge_);
+}
+
 // Reads one frame, or as much of it as is there.  True if anything was read.
 bool Link::receive_some() {
   bool any = false;
   while (header_filled_ < sizeof(FrameHeader)) {
     auto at = reinterpret_cast<std::byte*>(&header_) + header_filled_;
     std::ptrdiff_t got = read_some(at, sizeof(FrameHeader) - header_filled_);
-    if (got < 0) fail("connection closed");
-    if (got <= 0) return any;
+    if (failed(got) || got == 0) return any;
     any = true;
     header_filled_ += static_cast<std::size_t>(got);
-    if (header_filled_ == sizeof(FrameHeader)) {
-      bool data = header_.type == FrameType::kMessage || header_.type == FrameType::kMore;
-      if (header_.magic != kFrameMagic || header_.payload > kMoreLimit ||
-          (data && header_.payload > header_.total)) {
-        fail("the peer sent something that is not a frame");
-        return any;
-      }
-      payload_filled_ = 0;
-      destination_ = sink_.on_header(*this, header_);
-    }
+    payload_filled_ = 0;
+    if (header_filled_ == sizeof(FrameHeader) && !accept_header()) return any;
   }
   while (payload_filled_ < header_.payload) {
     std::byte scratch[16 * 1024];
@@ -235,28 +337,25 @@ bool Link::receive_some() {
     bool keep = destination_.data != nullptr;
     std::ptrdiff_t got = read_some(keep ? destination_.data + payload_filled_ : scratch,
                                    keep ? left : std::min(left, sizeof scratch));
-    if (got < 0) fail("connection closed");
-    if (got <= 0) return any;
+    if (failed(got) || got == 0) return any;
     any = true;
     payload_filled_ += static_cast<std::size_t>(got);
   }
   header_filled_ = 0;
-  Destination destination = std::move(destination_);
-  destination_ = {};
-  sink_.on_frame(*this, header_, destination);
+  accept_payload();
   return true;
 }
 
 void Link::close() {
   std::scoped_lock lock(receive_mutex_, send_mutex_);
   broken_.store(true, std::memory_order_release);
-  release();
+  let_go();
 }
 
-void Link::fail(const char* why) {
+void Link::fail(LinkEnd end, const char* why) {
   if (broken_.exchange(true, std::memory_order_acq_rel)) return;
   unwatch();
-  sink_.on_link_lost(*this, why);
+  sink_.on_link_lost(*this, end, why);
 }
 
 }  // namespace shoal

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "transport/frame.h"
@@ -24,6 +25,7 @@ struct Outgoing {
   FrameHeader header;
   const std::byte* data = nullptr;
   std::uint64_t cursor = 0;  // bytes handed to frames
+  bool begun = false;        // the receiver has its header
   std::atomic<bool> done{false};
 };
 
@@ -53,19 +55,42 @@ struct Destination {
   std::shared_ptr<Incoming> incoming;
 };
 
+// Why a link ended: the peer is gone, or it broke the rules.
+enum class LinkEnd { kGone, kRefused };
+
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
   virtual Destination on_header(Link& link, const FrameHeader& header) = 0;
   virtual void on_frame(Link& link, const FrameHeader& header, const Destination& destination) = 0;
-  virtual void on_link_lost(Link& link, const char* why) = 0;
+  virtual void on_link_lost(Link& link, LinkEnd end, const char* why) = 0;
   virtual void on_sent() = 0;  // an Outgoing finished
+};
+
+// The part of a link's window that one unread message takes up: given back to the peer by the destructor, so
+// that no way of reading or dropping a message can forget it.
+class Charge {
+ public:
+  Charge() = default;
+  Charge(Link& link, std::uint64_t bytes) : link_(&link), bytes_(bytes) {}
+  Charge(Charge&& other) noexcept
+      : link_(std::exchange(other.link_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Charge& operator=(Charge&& other) noexcept {
+    std::swap(link_, other.link_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Charge();
+
+ private:
+  Link* link_ = nullptr;
+  std::uint64_t bytes_ = 0;
 };
 
 class Link {
  public:
   Link(int peer, FrameSink& sink) : peer_(peer), sink_(sink) {}
-  virtual ~Link() = default;
+  virtual ~Link() { broken_.store(true); }  // the charge of a message half read goes nowhere
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
@@ -77,6 +102,13 @@ class Link {
   void cancel(const std::shared_ptr<Outgoing>& message);
   void granted(std::uint64_t message);
   bool ungranted(const Outgoing& message);
+  // The peer gives back so many bytes of its window.
+  void credited(std::uint64_t bytes);
+  // Bytes of our window that the peer may use again.
+  void release(std::uint64_t bytes);
+  // Bytes of the peer's window in use, and of ours that we have not given back yet.
+  std::uint64_t lent();
+  std::uint64_t unread() const { return unread_.load(std::memory_order_relaxed); }
 
   // Writes what is queued as far as it goes; true if nothing is left.
   bool flush();
@@ -88,18 +120,24 @@ class Link {
   void receive_all();
   // From now on nothing is written to the receive's buffer.
   void detach(const Incoming* incoming);
-  // Route the kMore frames of a message to its buffer.
-  void route(std::uint64_t message, std::shared_ptr<Incoming> incoming);
-  // The receive that a kMore frame belongs to (null if it was given up), removed when it is the last.
-  std::shared_ptr<Incoming> routed(std::uint64_t message, bool last);
-  void fail(const char* why);
+  // The charge of the message whose header has just arrived, for who keeps it unread.
+  Charge take_charge() { return std::move(charge_); }
+  // Asks for the rest of a message, of which `header` was the first frame.
+  void ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> incoming);
+  // The receive that a kMore frame belongs to; null if it was given up.
+  std::shared_ptr<Incoming> routed(std::uint64_t message);
+  // The peer sends no more frames of the group.
+  void forget(std::uint64_t group);
+  // Ends the link because of what the peer sent.
+  void refuse(const char* why) { fail(LinkEnd::kRefused, why); }
   // Ends the link without a word.  Threads that still use it find it broken: its descriptor may be another's
   // soon.
   void close();
   std::int64_t last_heard() const { return last_heard_.load(std::memory_order_relaxed); }
 
  protected:
-  // Bytes moved; 0: would block; -1: the peer is gone.
+  static constexpr std::ptrdiff_t kPeerGone = -1, kCorrupt = -2;
+  // Bytes moved; 0: would block; or one of the above.
   virtual std::ptrdiff_t write_some(const iovec* parts, int count) = 0;
   virtual std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) = 0;
   virtual void want_write(bool) {}
@@ -107,7 +145,7 @@ class Link {
   virtual void unwatch() {}
   // Bytes were taken from the peer that nobody has read yet: no event will tell of them.
   virtual bool holds_bytes() const { return false; }
-  virtual void release() {}
+  virtual void let_go() {}
   std::atomic<std::int64_t> last_heard_{0};
 
  private:
@@ -120,13 +158,24 @@ class Link {
     std::shared_ptr<Outgoing> message;
     bool last = false;
   };
+  // A message whose rest was asked for; its receive is null once that was given up.
+  struct Route {
+    FrameHeader header;
+    std::uint64_t arrived = 0;
+    std::shared_ptr<Incoming> incoming;
+  };
   enum class Push { kAll, kBlocked, kBroken };
   Push push(Item& item);
   void finish(Item& item);
+  Item first_chunk(const std::shared_ptr<Outgoing>& message);
   Item next_chunk(const std::shared_ptr<Outgoing>& message);
   bool flush_locked();
   bool flush_queues();
   bool receive_some();
+  bool failed(std::ptrdiff_t moved);
+  bool accept_header();
+  void accept_payload();
+  void fail(LinkEnd end, const char* why);
 
   const int peer_;
   FrameSink& sink_;
@@ -138,6 +187,7 @@ class Link {
   std::unordered_map<std::uint64_t, std::shared_ptr<Outgoing>> awaiting_grant_;
   std::deque<std::shared_ptr<Outgoing>> bulk_;
   std::uint64_t next_message_ = 1;
+  std::uint64_t lent_ = 0;
 
   std::mutex receive_mutex_;
   std::atomic<bool> missed_{false};  // somebody found another thread reading
@@ -146,7 +196,11 @@ class Link {
   std::size_t payload_filled_ = 0;
   Destination destination_;
   std::mutex route_mutex_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<Incoming>> routes_;
+  std::unordered_map<std::uint64_t, Route> routes_;
+  std::uint64_t arrived_ = 0;             // messages
+  Charge charge_;                         // of the message being read
+  std::atomic<std::uint64_t> unread_{0};  // bytes charged and not given back to the peer
+  std::atomic<std::uint64_t> read_{0};    // of these, bytes to be given back with the next kCredit
 };
 
 }  // namespace shoal

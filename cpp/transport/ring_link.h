@@ -39,18 +39,23 @@ class RingLink final : public Link {
 
   // Cheap enough for a spinning thread.
   bool readable() const {
-    return in_->head.load(std::memory_order_acquire) != in_->tail.load(std::memory_order_relaxed);
+    return in_->head.load(std::memory_order_acquire) != tail_ || corrupt_.load(std::memory_order_relaxed);
   }
 
  protected:
   std::ptrdiff_t write_some(const iovec* parts, int count) override {
-    std::uint64_t head = out_->head.load(std::memory_order_relaxed);
-    std::uint64_t room = capacity_ - (head - out_->tail.load(std::memory_order_acquire));
-    if (room == 0) {
+    std::uint64_t head = head_;
+    std::uint64_t used = head - out_->tail.load(std::memory_order_acquire);
+    if (used == capacity_) {
       out_->full.store(1, std::memory_order_seq_cst);
-      room = capacity_ - (head - out_->tail.load(std::memory_order_seq_cst));
-      if (room == 0) return 0;
+      used = head - out_->tail.load(std::memory_order_seq_cst);
     }
+    if (used > capacity_) {  // the reader ends the link: whoever sends may hold the locks of others
+      corrupt_.store(true, std::memory_order_relaxed);
+      return kCorrupt;
+    }
+    if (used == capacity_) return 0;
+    std::uint64_t room = capacity_ - used;
     std::ptrdiff_t moved = 0;
     for (int i = 0; i < count && room > 0; ++i) {
       std::size_t bytes = parts[i].iov_len < room ? parts[i].iov_len : static_cast<std::size_t>(room);
@@ -64,21 +69,24 @@ class RingLink final : public Link {
       room -= bytes;
       moved += static_cast<std::ptrdiff_t>(bytes);
     }
+    head_ = head;
     out_->head.store(head, std::memory_order_release);
     bell_->ring_link();
     return moved;
   }
 
   std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) override {
-    std::uint64_t tail = in_->tail.load(std::memory_order_relaxed);
-    std::uint64_t there = in_->head.load(std::memory_order_acquire) - tail;
+    const std::uint64_t tail = tail_;
+    const std::uint64_t there = in_->head.load(std::memory_order_acquire) - tail;
+    if (there > capacity_ || corrupt_.load(std::memory_order_relaxed)) return kCorrupt;
     if (there == 0) return 0;
     if (bytes > there) bytes = static_cast<std::size_t>(there);
     transfer(
         tail, bytes,
         [&](std::byte* ring, std::size_t offset, std::size_t n) { std::memcpy(data + offset, ring, n); },
         in_);
-    in_->tail.store(tail + bytes, std::memory_order_seq_cst);
+    tail_ = tail + bytes;
+    in_->tail.store(tail_, std::memory_order_seq_cst);
     if (in_->full.load(std::memory_order_seq_cst) != 0 && in_->full.exchange(0) != 0) bell_->ring_link();
     return static_cast<std::ptrdiff_t>(bytes);
   }
@@ -96,6 +104,10 @@ class RingLink final : public Link {
   Ring* in_;
   std::size_t capacity_;
   Doorbell* bell_;
+  // Our own indices: the peer can write to both rings, and what it writes there is checked against these.
+  std::uint64_t head_ = 0;
+  std::atomic<std::uint64_t> tail_{0};
+  std::atomic<bool> corrupt_{false};
 };
 
 }  // namespace shoal

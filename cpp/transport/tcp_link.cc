@@ -66,7 +66,7 @@ std::ptrdiff_t TcpLink::write_some(const iovec* parts, int count) {
     ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) return sent;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : kPeerGone;
   }
 }
 
@@ -80,9 +80,9 @@ std::ptrdiff_t TcpLink::take(std::byte* data, std::size_t bytes) {
       drained_ = static_cast<std::size_t>(got) < bytes;
       return got;
     }
-    if (got == 0) return -1;
+    if (got == 0) return kPeerGone;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : kPeerGone;
   }
 }
 

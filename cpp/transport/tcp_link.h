@@ -25,7 +25,7 @@ class TcpLink final : public Link {
   void want_write(bool wanted) override;
   void unwatch() override;
   bool holds_bytes() const override { return ahead_begin_ != ahead_end_; }
-  void release() override { disown(); }
+  void let_go() override { disown(); }
 
  private:
   // Reads from the socket: bytes; 0: nothing there; -1: the peer is gone.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import OutOfSharedMemory as OutOfSharedMemory
     from .errors import OutOfStep as OutOfStep
     from .errors import PeerLost as PeerLost
+    from .errors import ProtocolError as ProtocolError
     from .errors import RemoteError as RemoteError
     from .errors import RendezvousError as RendezvousError
     from .errors import RendezvousTimeout as RendezvousTimeout
@@ -101,6 +102,7 @@ _PUBLIC = {
         "OutOfSharedMemory",
         "OutOfStep",
         "PeerLost",
+        "ProtocolError",
         "RemoteError",
         "RendezvousError",
         "RendezvousTimeout",

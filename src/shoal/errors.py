@@ -113,6 +113,23 @@ class PeerLost(GroupError, ConnectionError):
         self.ranks = tuple(ranks)
 
 
+class ProtocolError(GroupError, WireError):
+    """A member of the group sent, or wrote into shared memory, what the protocol does not allow.
+
+    The connection to it is cut, so that nothing it sent is used; it is lost to every group.
+
+    Attributes:
+        ranks: that member, numbered in this group.
+
+    Its memory is damaged, or it runs another build, or something else speaks in its place.  The others can
+    go on in a group without it.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class CollectiveMismatch(GroupError):
     """The ranks of a group called different operations, or the same one with arguments that differ.
 

@@ -22,6 +22,7 @@ from .backend.registry import backend_factory
 from .errors import UsageError
 from .group import ProcessGroup
 from .rendezvous import Membership, rendezvous
+from .spec import encodable
 
 #: seconds for closing what was left open when the process ends
 _EXIT_TIMEOUT = 10.0
@@ -113,6 +114,7 @@ def world(
     options: dict[str, Any],
 ) -> ProcessGroup:
     """The group of all ranks over a connected backend; it owns ``engine`` and ``membership``."""
+    name = encodable(name)
     identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
         name=name,

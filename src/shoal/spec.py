@@ -16,6 +16,11 @@ import torch
 from .errors import UsageError
 
 
+def encodable(text: str) -> str:
+    r"""``text`` as UTF-8 can carry it: a lone surrogate, as of an undecodable name, becomes ``\udcff``."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class OpKind(enum.IntEnum):
     """What an operation does.  The value is the code on the wire."""
 

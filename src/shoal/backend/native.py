@@ -29,11 +29,13 @@ from ..errors import (
     OutOfResources,
     OutOfSharedMemory,
     PeerLost,
+    ProtocolError,
     ShoalError,
     UsageError,
+    WireError,
 )
 from ..future import Future
-from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp
+from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from .base import Backend, DataChannel, GroupSpec, Membership
 from .mesh import Memory, connect, lacking
 
@@ -106,9 +108,12 @@ class NativeBackend(Backend):
         with mesh:  # what the core does not take over is closed
             for rank in list(mesh.local):
                 peer = mesh.local[rank]
-                self._context.add_local(
-                    rank, peer.socket, peer.memory_fd, peer.capacity, peer.out, peer.in_, peer.pid
-                )
+                try:
+                    self._context.add_local(
+                        rank, peer.socket, peer.memory_fd, peer.capacity, peer.out, peer.in_, peer.pid
+                    )
+                except ConnectionError as error:
+                    raise WireError(f"rank {rank} shares memory that cannot be used: {error}") from None
                 del mesh.local[rank]
                 os.close(peer.memory_fd)
             for rank in list(mesh.remote):
@@ -118,7 +123,7 @@ class NativeBackend(Backend):
         with _limits(f"rank {self._me.rank} cannot make the group {group.name!r}"):
             core = self._context.group(
                 group.ident,
-                group.name,
+                encodable(group.name),
                 group.rank,
                 list(group.ranks),
                 [self._hosts[rank] for rank in group.ranks],
@@ -174,6 +179,15 @@ class NativeBackend(Backend):
     def sever(self, rank: int) -> None:
         """Cut the connection to a rank, as a broken cable would."""
         self._context.sever(rank)
+
+    def held(self) -> tuple[int, int, int, int]:
+        """What is kept for peers, for tests.
+
+        Returns:
+            Groups remembered, unread messages, frames for groups that are not made yet, and bytes of the
+            peers' windows in use.
+        """
+        return self._context.held()
 
     def hush(self, silent: bool = True) -> None:
         """Stop (or go on) sending signs of life."""
@@ -273,7 +287,7 @@ class NativeChannel(DataChannel):
         return self._failure
 
     def abort(self, reason: str) -> None:
-        self._core.abort(reason)
+        self._core.abort(encodable(reason))
 
     def begin_close(self) -> None:
         self._core.begin_close()
@@ -373,6 +387,8 @@ def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:
         return PeerLost(text, ranks)
     if code == 3:
         return OperationTimeout(text, ranks)
+    if code == 8:
+        return ProtocolError(text, ranks)
     kinds = {2: CollectiveMismatch, 4: GroupAborted, 5: GroupClosed, 6: OutOfSharedMemory, 7: ForkedProcess}
     return kinds.get(code, GroupError)(text)
 

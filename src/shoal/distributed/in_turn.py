@@ -14,7 +14,8 @@ import torch
 
 from ..future import Future
 from ..group.submission import mapped
-from ..group.validation import has_memory, overlaps_itself
+from ..group.overlap import overlaps_itself
+from ..group.validation import has_memory
 
 
 def in_turn(

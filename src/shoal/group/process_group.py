@@ -26,7 +26,7 @@ from ..backend.base import Backend, DataChannel, GroupSpec
 from ..errors import GroupAborted, GroupClosed
 from ..future import Future
 from ..recorder import FlightRecorder
-from ..spec import ANY_SOURCE, DTYPE_CODES
+from ..spec import ANY_SOURCE, DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
 from . import fork
 from .batch import Batch
@@ -289,6 +289,7 @@ class ProcessGroup(Collectives, PointToPoint):
         return group
 
     def _make(self, members: list[int], label: str, timeout: float | None = None) -> ProcessGroup:
+        label = encodable(label)
         name = f"{self.name}/{label}"
         digest = hashlib.blake2b(f"{self._spec.ident:x}/{label}".encode(), digest_size=8)
         spec = GroupSpec(

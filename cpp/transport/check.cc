@@ -1,0 +1,196 @@
+#include "transport/check.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+
+#include "kernels/types.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::uint8_t kLastCollective = 9;  // enum Kind of engine/operation.h
+constexpr std::uint16_t kLastError = 8;      // enum ErrorCode of the same
+constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
+
+enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };
+
+// What the frames of a type may hold; a field that is not named must be zero.
+struct Limits {
+  std::uint16_t codes[2];  // the least and the largest
+  std::uint32_t payload;   // bytes, at most
+  bool member;             // of a group: `source` and `group` are meant
+  bool channel;
+  bool message;
+  std::uint64_t total;  // at most
+  bool step;
+  Content content;
+};
+
+const Limits* limits_of(FrameType type) {
+  //                       codes      payload      member channel message total     step   content
+  static constexpr Limits kTable[] = {
+      {{0, kWithheld}, kEager, true, true, true, kLongest, true, Content::kCallOrShape},
+      {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage},
+      {{0, 0}, 0, false, false, true, 0, false, Content::kNothing},                    // grant
+      {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},         // query
+      {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},        // reply
+      {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},  // broken
+      {{0, 0}, 0, true, true, false, 0, false, Content::kNothing},                     // closed
+      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                   // bye
+      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                   // beat
+      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing},        // credit
+      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},        // closing
+  };
+  const auto index = static_cast<std::size_t>(type) - 1;
+  return index < std::size(kTable) ? &kTable[index] : nullptr;
+}
+
+// Whether the union of call and shape holds nothing from `from` on.
+bool empty(const FrameHeader& header, std::size_t from) {
+  auto bytes = reinterpret_cast<const unsigned char*>(&header.shape);
+  return std::all_of(bytes + from, bytes + sizeof(Shape), [](unsigned char byte) { return byte == 0; });
+}
+
+const char* flaw_of_call(const FrameHeader& header) {
+  const Fingerprint& call = header.call;
+  if (call.kind < 1 || call.kind > kLastCollective) return "an operation that does not exist";
+  if (itemsize(static_cast<DType>(call.dtype)) == 0) return "a dtype that does not exist";
+  if (call.op >= kRedOpCount) return "a reduction that does not exist";
+  if (call.lanes == 0 || call.root < -1) return "a call that cannot be";
+  return empty(header, sizeof(Fingerprint)) ? nullptr : "bytes in what is reserved";
+}
+
+const char* flaw_of_message(const FrameHeader& header, const LinkState& link) {
+  const bool withheld = header.code == kWithheld;
+  const std::uint64_t due = withheld ? 0 : std::min<std::uint64_t>(header.total, kEager);
+  if (header.payload != due) return "a message that is not cut as messages are";
+  if (header.message != link.next_message) return "a message out of turn";
+  if (!withheld && link.unread + header.payload + kHeaderCharge > kUnreadLimit)
+    return "more than its window has room for";
+  if ((header.channel & kPointToPoint) == 0) return flaw_of_call(header);
+  if (header.step != 0) return "a step of a message that has none";
+  return flaw_of_shape(header.shape, header.total);
+}
+
+const char* flaw_of_more(const FrameHeader& header, const LinkState& link) {
+  if (link.continues == nullptr) return "the rest of a message that was not asked for";
+  FrameHeader expected = *link.continues;
+  expected.type = header.type;
+  expected.code = 0;
+  expected.payload =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(expected.total - link.arrived, kMoreLimit));
+  return std::memcmp(&expected, &header, sizeof header) == 0 ? nullptr
+                                                             : "something else than the rest of its message";
+}
+
+// A shape of more than kMaxDims dimensions, as backend/native.py packs it: their number, then each length in
+// seven bits a byte, then zeros, and a last byte of 0x80, which no plain length has.
+bool unpack(const Shape& shape, std::vector<std::uint64_t>& sizes) {
+  constexpr std::size_t kBytes = sizeof shape.sizes;
+  auto bytes = reinterpret_cast<const unsigned char*>(shape.sizes);
+  if (bytes[kBytes - 1] != 0x80 || bytes[0] <= kMaxDims) return false;
+  std::size_t at = 1;
+  for (int dim = 0; dim < bytes[0]; ++dim) {
+    std::uint64_t size = 0;
+    for (int shift = 0;; shift += 7) {
+      if (at == kBytes - 1 || shift > 56) return false;
+      const unsigned char byte = bytes[at++];
+      size |= static_cast<std::uint64_t>(byte & 0x7f) << shift;
+      if ((byte & 0x80) == 0) break;
+    }
+    sizes.push_back(size);
+  }
+  return std::all_of(bytes + at, bytes + kBytes - 1, [](unsigned char byte) { return byte == 0; });
+}
+
+}  // namespace
+
+const char* flaw_of_shape(const Shape& shape, std::uint64_t total) {
+  const std::size_t item = itemsize(static_cast<DType>(shape.dtype));
+  if (item == 0) return "a dtype that does not exist";
+  if (shape.dims > kMaxDims) return "more dimensions than a header holds";
+  if (std::any_of(shape.unused, std::end(shape.unused), [](auto byte) { return byte != 0; }) ||
+      std::any_of(shape.sizes + shape.dims, std::end(shape.sizes), [](auto size) { return size != 0; }))
+    return "bytes in what is reserved";
+  std::vector<std::uint64_t> packed;
+  const std::uint64_t* first = shape.sizes;
+  const std::uint64_t* last = first + shape.dims;
+  if (shape.dims == kMaxDims && shape.sizes[kMaxDims - 1] >> 63) {
+    if (!unpack(shape, packed)) return "a shape that is not one";
+    first = packed.data();
+    last = first + packed.size();
+  }
+  // The strides of an empty tensor, too, must be numbers.
+  std::uint64_t count = item, strides = 1;
+  for (; first != last; ++first) {
+    if (__builtin_mul_overflow(strides, std::max<std::uint64_t>(*first, 1), &strides) || strides > kMost)
+      return "a shape that is larger than any tensor";
+    if (__builtin_mul_overflow(count, *first, &count)) return "a shape that is larger than any tensor";
+  }
+  return count == total ? nullptr : "a shape that does not fit the number of bytes";
+}
+
+const char* flaw_of(const FrameHeader& header, const LinkState& link) {
+  if (header.magic != kFrameMagic) return "something that is not a frame";
+  const Limits* limits = limits_of(header.type);
+  if (limits == nullptr) return "a frame of a type that does not exist";
+  if (header.code < limits->codes[0] || header.code > limits->codes[1]) return "a code that does not exist";
+  if (header.payload > limits->payload) return "a frame that is too long";
+  if (header.total > limits->total) return "a number of bytes that cannot be";
+  if (header.unused != 0 || (!limits->member && (header.source != 0 || header.group != 0)) ||
+      (!limits->channel && header.channel != 0) || (!limits->message && header.message != 0) ||
+      (!limits->step && header.step != 0))
+    return "bytes in what is reserved";
+  switch (header.type) {
+    case FrameType::kMessage:
+      return flaw_of_message(header, link);
+    case FrameType::kMore:
+      return flaw_of_more(header, link);
+    case FrameType::kCallQuery:
+    case FrameType::kCallReply:
+      if (header.channel & kPointToPoint) return "a question about a message";
+      if (header.code == kKnown) return flaw_of_call(header);
+      break;
+    case FrameType::kGrant:
+      if (header.message == 0 || header.message > link.sent) return "a grant of a message that was not sent";
+      break;
+    case FrameType::kCredit:
+      if (header.total == 0 || header.total > link.lent) return "credit that it was not given";
+      break;
+    default:
+      break;
+  }
+  return empty(header, 0) ? nullptr : "bytes in what is reserved";
+}
+
+const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector<int>& ranks) {
+  if (header.source >= ranks.size() || ranks[header.source] != peer) return "a frame in the name of another";
+  const bool question = header.type == FrameType::kCallQuery || header.type == FrameType::kCallReply;
+  const bool call = header.type == FrameType::kMessage ? (header.channel & kPointToPoint) == 0
+                                                       : question && header.code == kKnown;
+  if (call && header.call.root >= static_cast<int>(ranks.size()))
+    return "a root that is no rank of the group";
+  return nullptr;
+}
+
+const char* flaw_of_text(const std::string& text, int size) {
+  const char* at = text.data();
+  const char* end = at + text.size();
+  while (at != end && *at != '\n') {
+    int rank = -1;
+    auto [next, error] = std::from_chars(at, end, rank);
+    if (error != std::errc() || rank < 0 || rank >= size || next == end || *next != ' ')
+      return "an error of ranks that are not in the group";
+    at = next + 1;
+  }
+  return at == end ? "an error that is not one" : nullptr;
+}
+
+std::size_t clipped(const char* text, std::size_t bytes, std::size_t limit) {
+  if (bytes <= limit) return bytes;
+  while (limit > 0 && (static_cast<unsigned char>(text[limit]) & 0xc0) == 0x80) --limit;
+  return limit;
+}
+
+}  // namespace shoal

@@ -1,0 +1,41 @@
+// What a received frame may hold.  Nothing acts on a frame, or on a field of it, that has not passed here.
+//
+// A frame is checked in two steps, because the group that it belongs to may not exist here yet: as a frame
+// of its link when its header has arrived, and as a frame of its group at once or when the group is made.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "transport/frame.h"
+
+namespace shoal {
+
+// What the link knows when a frame arrives.
+struct LinkState {
+  std::uint64_t next_message = 1;  // the name of the next kMessage
+  std::uint64_t unread = 0;        // bytes of our window that the peer has used
+  std::uint64_t sent = 0;          // kMessage: how many we have sent
+  std::uint64_t lent = 0;          // bytes of the peer's window that we have used
+  // kMore: the message that it continues, null if none was granted, and how much of that has come.
+  const FrameHeader* continues = nullptr;
+  std::uint64_t arrived = 0;
+};
+
+// What is wrong with a frame, for the error that the connection ends with; null if nothing is.
+const char* flaw_of(const FrameHeader& header, const LinkState& link);
+
+// The same for what depends on the group: its members' global ranks, in order.
+const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector<int>& ranks);
+
+// The same for the payload of a kBroken frame of a group of `size` ranks.
+const char* flaw_of_text(const std::string& text, int size);
+
+// The same for the shape of a point-to-point message of `total` bytes.
+const char* flaw_of_shape(const Shape& shape, std::uint64_t total);
+
+// The longest part of a text of at most `limit` bytes that ends with a whole character (UTF-8).
+std::size_t clipped(const char* text, std::size_t bytes, std::size_t limit);
+
+}  // namespace shoal

@@ -1,0 +1,265 @@
+"""Every field of a frame is checked before anything acts on it: a peer that lies loses its connection.
+
+The peer is a bare socket behind one rank of the core, so that it can send what no shoal would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import _core
+from shoal.backend.native import _packed, error_of
+from shoal.errors import GroupError, ProtocolError, WireError
+
+PATIENCE = 30.0
+GROUP, LATE = 77, 78
+
+MESSAGE, MORE, GRANT, QUERY, REPLY, BROKEN, CLOSED, BYE, HEARTBEAT, CREDIT = range(1, 11)
+SEND, RECV, ALL_REDUCE = 10, 11, 1
+FLOAT32 = 1
+P2P = 1 << 63
+EAGER = 256 * 1024
+WINDOW = 8 << 20
+
+
+def call(kind: int = ALL_REDUCE, dtype: int = FLOAT32, op: int = 0, root: int = -1, lanes: int = 1) -> bytes:
+    return struct.pack("<BBBBiQQdQ", kind, dtype, op, lanes, root, 100, 0, 1.0, 0).ljust(72, b"\0")
+
+
+def shape(*sizes: int, dtype: int = FLOAT32, dims: int | None = None) -> bytes:
+    head = struct.pack("<BB6x", dtype, len(sizes) if dims is None else dims)
+    return (head + struct.pack(f"<{len(sizes)}Q", *sizes)).ljust(72, b"\0")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A legal message with tag 1 and five floats, unless told otherwise."""
+
+    type: int = MESSAGE
+    code: int = 0
+    source: int = 1
+    group: int = GROUP
+    channel: int = P2P | 1
+    message: int = 1
+    total: int = 20
+    step: int = 0
+    unused: int = 0
+    rest: bytes = shape(5)
+    payload: bytes = bytes(20)
+    claimed: int | None = None  # another length than that of the payload
+    magic: int = 0x4C4F4853
+
+    def encoded(self) -> bytes:
+        size = len(self.payload) if self.claimed is None else self.claimed
+        fields = (self.magic, self.type, self.code, size, self.source, self.group, self.channel)
+        tail = (self.message, self.total, self.step, self.unused, self.rest)
+        return struct.pack("<IHHIIQQQQII72s", *fields, *tail) + self.payload
+
+
+def control(type: int, **fields: Any) -> Frame:
+    none = {"channel": 0, "message": 0, "total": 0, "rest": bytes(72), "payload": b""}
+    return Frame(type, **{**none, **fields})
+
+
+def ours(type: int, **fields: Any) -> Frame:
+    return control(type, **{"source": 0, "group": 0, **fields})
+
+
+COLLECTIVE = Frame(channel=0, total=400, rest=call(), payload=bytes(400))
+WITHHELD = Frame(code=1, payload=b"")
+
+#: What is wrong -> the frames, the last of which is refused.
+LIES: dict[str, list[Frame]] = {
+    "not a frame": [Frame(magic=0)],
+    "type 0": [Frame(0)],
+    "unknown type": [Frame(11)],
+    "reserved bytes": [Frame(unused=1)],
+    "unknown code": [Frame(code=2, payload=b"")],
+    "longer than any frame": [Frame(total=1 << 30, rest=shape(1 << 28), payload=b"", claimed=EAGER + 1)],
+    "shorter than its message": [Frame(claimed=16, payload=bytes(16))],
+    "no bytes of a message of one": [Frame(total=0, rest=shape(1), payload=b"")],
+    "bytes of a message of none": [Frame(rest=shape(0))],
+    "a length that overflows": [Frame(total=0, rest=shape(1 << 62, 4), payload=b"")],
+    "an empty shape that overflows": [Frame(total=0, rest=shape(0, 1 << 62, 4), payload=b"")],
+    "longer than memory": [Frame(total=1 << 60, rest=shape(1 << 58), payload=b"", claimed=EAGER)],
+    "unknown dtype": [Frame(rest=shape(5, dtype=20))],
+    "dtype 255": [Frame(rest=shape(5, dtype=255))],
+    "nine dimensions": [Frame(rest=shape(5, 1, 1, 1, 1, 1, 1, 1, dims=9))],
+    "sizes beyond its dimensions": [Frame(rest=shape(5, 7, dims=1))],
+    "a packed shape that never ends": [Frame(rest=shape(*[(1 << 64) - 1] * 8))],
+    "a packed shape of two": [Frame(rest=shape(2 | 5 << 8, *[0] * 6, 1 << 63))],
+    "a step of a message": [Frame(step=1)],
+    "a name out of turn": [Frame(message=2)],
+    "the same name again": [Frame(), Frame()],
+    "another's name": [Frame(source=0)],
+    "no rank": [Frame(source=0x7FFFFFF0)],
+    "a negative rank": [Frame(source=0xFFFFFFFF)],
+    "more than its window": [Frame(message=i, total=EAGER, rest=shape(EAGER // 4), payload=bytes(EAGER))
+                             for i in range(1, WINDOW // EAGER + 1)],
+    "a call of no kind": [replace(COLLECTIVE, rest=call(kind=0))],
+    "a call of a message's kind": [replace(COLLECTIVE, rest=call(kind=SEND))],
+    "a call with an unknown dtype": [replace(COLLECTIVE, rest=call(dtype=20))],
+    "a call with an unknown reduction": [replace(COLLECTIVE, rest=call(op=9))],
+    "a call of no lanes": [replace(COLLECTIVE, rest=call(lanes=0))],
+    "a call with a root outside": [replace(COLLECTIVE, rest=call(root=2))],
+    "a call and more": [replace(COLLECTIVE, rest=call()[:40] + b"\1" + bytes(31))],
+    "the rest of nothing": [Frame(MORE)],
+    "the rest of a whole message": [Frame(), Frame(MORE)],
+    "a grant of nothing": [ours(GRANT, message=1)],
+    "a grant in a group": [ours(GRANT, message=1, group=GROUP)],
+    "credit that was not lent": [ours(CREDIT, total=1)],
+    "a question about a message": [control(QUERY, channel=P2P)],
+    "a question with a wrong call": [control(QUERY, code=1, rest=call(dtype=20))],
+    "a question in another's name": [control(QUERY, source=0x7FFFFFF0)],
+    "a reply of no kind": [control(REPLY, code=3)],
+    "a reply in another's name": [control(REPLY, source=5)],
+    "an end without a cause": [control(BROKEN, payload=b"\n")],
+    "an end of an unknown cause": [control(BROKEN, code=99, payload=b"\n")],
+    "an end with a text too long": [control(BROKEN, code=4, payload=bytes(65537))],
+    "an end by ranks outside": [control(BROKEN, code=1, payload=b"0 2000000000 \nlost")],
+    "an end in another's name": [control(BROKEN, code=4, source=0x7FFFFFF0, payload=b"\n")],
+    "a farewell in another's name": [control(CLOSED, source=0x7FFFFFF0)],
+    "a farewell with a text": [control(CLOSED, payload=b"x")],
+    "a departure with a text": [ours(BYE, payload=b"x")],
+    "a heartbeat with a number": [ours(HEARTBEAT, step=1)],
+}  # fmt: skip
+
+#: What is found out only when the group is known.
+OF_THE_GROUP = [name for name in LIES if "another's name" in name or "rank" in name or "root" in name]
+OF_THE_GROUP.remove("a reply in another's name")  # nobody asked, so it is dropped
+
+
+class Rank:
+    """Rank 0 of 2 in the core, and the other side of its connection."""
+
+    def __init__(self) -> None:
+        here, self.peer = socket.socketpair()
+        self.peer.settimeout(PATIENCE)
+        self.context = _core.Context.make(0, 2, 2, 1 << 26, 1 << 26, 600.0)
+        self.context.add_remote(1, here.detach())
+        self.context.start()
+        self.group = self.make(GROUP)
+
+    def make(self, ident: int) -> Any:
+        return self.context.group(ident, "pair", 0, [0, 1], [0, 1], 1)
+
+    def send(self, *frames: Frame) -> None:
+        with contextlib.suppress(ConnectionError):  # a frame may be refused before all of it was sent
+            for frame in frames:
+                self.peer.sendall(frame.encoded())
+
+    def receive(self, group: Any, tag: int = 1) -> Any:
+        operation = group.message(RECV, [], 1, tag, 0, [], PATIENCE)
+        assert operation.wait(PATIENCE)
+        return operation
+
+    def heard(self) -> bytes:
+        """Everything until the connection ends."""
+        data = b""
+        with contextlib.suppress(ConnectionResetError):  # what was sent and not read
+            while part := self.peer.recv(65536):
+                data += part
+        return data
+
+    def close(self) -> None:
+        self.peer.close()
+        self.context.close(PATIENCE)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.close()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_frame_that_cannot_be_ends_the_connection(rank: Rank, lie: str) -> None:
+    rank.send(*LIES[lie])
+    rank.heard()
+    operation = rank.receive(rank.group, tag=2)
+    code, text, ranks = operation.error()
+    assert (code, ranks) == (8, [1])
+    assert "rank 1 is lost: it sent " in text
+    error = error_of(operation.error())
+    assert isinstance(error, ProtocolError)
+    assert isinstance(error, (WireError, GroupError))
+    assert error.ranks == (1,)
+
+
+@pytest.mark.parametrize("lie", OF_THE_GROUP)
+def test_a_frame_that_came_before_its_group_is_checked_when_the_group_is_made(rank: Rank, lie: str) -> None:
+    rank.send(*(replace(frame, group=LATE) for frame in LIES[lie]))
+    messages = sum(frame.type == MESSAGE for frame in LIES[lie])
+    rank.send(Frame(message=messages + 1))
+    assert rank.receive(rank.group).error() is None  # so what was sent before has arrived, too
+    late = rank.make(LATE)
+    rank.heard()
+    assert rank.receive(late).error()[0] == 8
+    assert rank.receive(rank.group, tag=2).error()[0] == 8
+
+
+def test_the_frames_that_lies_are_made_of_are_legal(rank: Rank) -> None:
+    text = control(BROKEN, code=4, group=LATE, payload=b"1 \nbecause of \xff\xfe")
+    rank.send(
+        Frame(), ours(HEARTBEAT), control(QUERY), control(QUERY, code=1, rest=call()), control(REPLY), text
+    )
+    rank.send(replace(WITHHELD, message=2), Frame(message=3, total=0, rest=shape(0), payload=b""))
+    first = rank.receive(rank.group)
+    assert first.error() is None
+    _, source, tag, dtype, dims = first.received()
+    assert (source, tag, dtype, dims) == (1, 1, FLOAT32, [5])
+    second = rank.group.message(RECV, [], 1, 1, 0, [], PATIENCE)
+    rank.send(Frame(MORE, message=2, payload=bytes(range(20))))
+    assert second.wait(PATIENCE)
+    assert torch.from_dlpack(second.received()[0]).tolist() == list(range(20))
+    assert rank.receive(rank.group).received()[4] == [0]
+    code, message, ranks = rank.make(LATE).failure()
+    assert (code, ranks) == (4, [1])
+    assert message.startswith("because of \\xff\\xfe")
+    assert not rank.group.broken()
+
+
+def grown(frame: Frame, by: int) -> Frame:
+    return replace(frame, payload=bytes(by))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda more: grown(more, 24),  # beyond the message
+        lambda more: grown(more, 16),  # a part that is not cut as parts are
+        lambda more: replace(more, total=16, payload=bytes(16)),  # of another length than was claimed
+        lambda more: replace(more, group=LATE),
+        lambda more: replace(more, rest=shape(1, 5)),
+        lambda more: replace(more, code=1),
+    ],
+)
+def test_the_rest_of_a_message_is_what_was_announced(rank: Rank, wrong: Callable[[Frame], Frame]) -> None:
+    rank.send(WITHHELD)
+    operation = rank.group.message(RECV, [], 1, 1, 0, [], PATIENCE)
+    while rank.peer.recv(128)[4] != GRANT:
+        pass
+    rank.send(wrong(Frame(MORE)))
+    assert operation.wait(PATIENCE)
+    assert operation.error()[0] == 8
+
+
+@pytest.mark.parametrize("sizes", [[2] * 10, [1] * 30 + [3], [0] * 12, [1] * 9])
+def test_a_shape_of_many_dimensions_is_legal(rank: Rank, sizes: list[int]) -> None:
+    words = _packed(sizes)
+    count = 1
+    for size in sizes:
+        count *= size
+    rank.send(Frame(total=4 * count, rest=shape(*words), payload=bytes(4 * count)))
+    operation = rank.receive(rank.group)
+    assert operation.error() is None
+    assert operation.received()[4] == words
