@@ -6,6 +6,7 @@ The peer is a bare socket behind one rank of the core, so that it can send what 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -263,3 +264,27 @@ def test_a_shape_of_many_dimensions_is_legal(rank: Rank, sizes: list[int]) -> No
     operation = rank.receive(rank.group)
     assert operation.error() is None
     assert operation.received()[4] == words
+
+
+def test_memory_that_a_peer_could_cut_is_not_mapped() -> None:
+    mine = _core.Context.make(0, 2, 2, 1 << 26, 1 << 26, 600.0)
+    peer = _core.Context.make(1, 2, 2, 1 << 26, 1 << 26, 600.0)
+    here, there = mine.make_ring(), peer.make_ring()
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(peer.memory_fd, 4096)
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, 1 << 26)
+    refused: list[tuple[type[Exception], tuple[int, int, int, int, int]]] = [
+        (ConnectionError, (1, loose, 1 << 26, here, there)),
+        (ConnectionError, (1, peer.memory_fd, 1 << 27, here, there)),
+        (ConnectionError, (1, peer.memory_fd, 1 << 26, here, (1 << 26) - 4096)),
+        (ConnectionError, (1, peer.memory_fd, 1 << 26, here, there + 1)),
+        (ConnectionError, (1, peer.memory_fd, 1 << 26, 1 << 60, there)),
+        (ValueError, (0, peer.memory_fd, 1 << 26, here, there)),
+        (ValueError, (2, peer.memory_fd, 1 << 26, here, there)),
+        (ValueError, (-1, peer.memory_fd, 1 << 26, here, there)),
+    ]
+    for kind, (rank, fd, capacity, out, in_) in refused:
+        with pytest.raises(kind):
+            mine.add_local(rank, -1, fd, capacity, out, in_, 0)
+    os.close(loose)
