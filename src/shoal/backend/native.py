@@ -187,7 +187,8 @@ class NativeBackend(Backend):
             Groups remembered, unread messages, frames for groups that are not made yet, and bytes of the
             peers' windows in use.
         """
-        return self._context.held()
+        held: tuple[int, int, int, int] = self._context.held()
+        return held
 
     def hush(self, silent: bool = True) -> None:
         """Stop (or go on) sending signs of life."""

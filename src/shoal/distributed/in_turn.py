@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..group.submission import mapped
 from ..group.overlap import overlaps_itself
+from ..group.submission import mapped
 from ..group.validation import has_memory
 
 

@@ -105,8 +105,8 @@ def tcp(request: Request) -> Venue:
         if isinstance(error, AuthenticationError) and not request.secret:
             raise AuthenticationError(
                 f"{error}. This process was given no secret, so it used the one that the processes of its "
-                "user share on this host; another user started the store there, or one with a secret, or with "
-                f"another TMPDIR: {SET_A_SECRET}"
+                "user share on this host; another user started the store there, or one with a secret, or "
+                f"with another TMPDIR: {SET_A_SECRET}"
             ) from error
         raise
     venue = Venue(store, request.rank, request.size, secret=secret, address=address)
