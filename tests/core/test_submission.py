@@ -57,7 +57,7 @@ class Rank:
         parts = [[(x.data_ptr(), x.nbytes) for x in tensors] for tensors in (inputs, outputs)]
         code = DTYPE_CODES[torch.float32]
         return self.group.collective(
-            kind, *parts, count, code, SUM.code, SUM.factor, root, [], number, 5, TIMEOUT
+            kind, *parts, count, code, SUM.code, root, [], number, 5, TIMEOUT
         )
 
 
