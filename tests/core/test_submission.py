@@ -56,9 +56,7 @@ class Rank:
         self.kept += inputs + outputs  # the core reads and writes them without owning them
         parts = [[(x.data_ptr(), x.nbytes) for x in tensors] for tensors in (inputs, outputs)]
         code = DTYPE_CODES[torch.float32]
-        return self.group.collective(
-            kind, *parts, count, code, SUM.code, root, [], number, 5, TIMEOUT
-        )
+        return self.group.collective(kind, *parts, count, code, SUM.code, root, [], number, 5, TIMEOUT)
 
 
 def _pair(transport: str, lanes: int = 1) -> list[Rank]:
