@@ -1,7 +1,8 @@
 """Programs on several ranks, told what ``shoal run`` tells them, in processes that have torch already.
 
 Starting Python and importing torch takes a rank seconds; a fork of the fork server has both.  Programs that
-use Gloo are not for this: one whose Gloo threads let go of their group last waits for itself and never ends.
+use Gloo are not for this: one was seen that never ended, perhaps because a thread of Gloo that lets go of its
+group last waits for itself.
 """
 
 from __future__ import annotations
