@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shoal.backend import native
+from shoal.errors import OutOfResources
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
 
@@ -99,3 +101,41 @@ def test_what_is_dropped_before_it_is_complete_is_still_written(transport: str) 
         return y[0].item()
 
     assert run_threads(fn, 2, transport=transport) == [2.0, 2.0]
+
+
+class NoMoreThreads(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_can_be_started_it_is_said_and_made_up_for_later(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_turn, called = threading.Event(), threading.Event()
+
+    def fn(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            others_turn.wait(PATIENCE)
+            for _ in range(3):
+                group.all_reduce(torch.ones(10)).wait()
+            return
+        with monkeypatch.context() as patched:
+            patched.setattr(native.threading, "Thread", NoMoreThreads)
+            x = torch.ones(10)
+            y, freed = x.detach(), weakref.ref(x)
+            group.all_reduce(x)
+            del x
+            gc.collect()
+            assert freed() is not None, "the core still reads and writes it"
+            future = group.all_reduce(torch.ones(10))
+            with pytest.raises(OutOfResources, match=r"rank 0 cannot tell .* \(ulimit -u\)"):
+                future.add_done_callback(lambda _: called.set())
+        last = group.all_reduce(torch.ones(10))
+        last.add_done_callback(lambda _: None)
+        others_turn.set()
+        last.wait()
+        assert until(lambda: freed() is None)
+        assert bool(y.eq(2).all())
+        assert called.wait(PATIENCE)
+
+    run_threads(fn, 2, transport=transport)

@@ -5,8 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from types import SimpleNamespace
 
 import pytest
+
+from shoal.backend import mesh
+from shoal.errors import RemoteError
+from shoal.group import ProcessGroup
+from shoal.testing import no_leaks, run_threads
 
 _HEAD = """
 import os, resource, sys
@@ -88,3 +95,31 @@ def test_wherever_descriptors_run_out_it_is_said_and_none_stays_open(transport: 
             raise AssertionError(text)
         assert refusals > 0
     """)
+
+
+class _OneMoreThread(threading.Thread):
+    """A thread of a process that may have one more."""
+
+    left = 1
+
+    def start(self) -> None:
+        if type(self).left == 0:
+            raise RuntimeError("can't start new thread")
+        type(self).left -= 1
+        super().start()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_where_threads_run_out_it_is_said_and_no_connection_stays_open(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fn(group: ProcessGroup) -> None:
+        raise AssertionError("no group can be made")
+
+    with no_leaks(), monkeypatch.context() as patched:
+        patched.setattr(_OneMoreThread, "left", left)
+        patched.setattr(mesh, "threading", SimpleNamespace(Thread=_OneMoreThread, Lock=threading.Lock))
+        with pytest.raises(
+            RemoteError, match=r"OutOfResources: rank . cannot start .*can't start new thread"
+        ):
+            run_threads(fn, 2, timeout=20)

@@ -17,7 +17,14 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.errors import AuthenticationError, StoreError, StoreTimeout, UsageError, WireError
+from shoal.errors import (
+    AuthenticationError,
+    OutOfResources,
+    StoreError,
+    StoreTimeout,
+    UsageError,
+    WireError,
+)
 from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
 from shoal.store.protocol import MAX_MESSAGE, PURPOSE
 from shoal.store.requests import Get, Wait, encode
@@ -336,3 +343,16 @@ def _until(condition: object) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_a_server_without_a_thread_says_so_and_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = TCPStoreServer(secret=SECRET)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OutOfResources, match=r"cannot serve a store: .*ulimit -u"):
+            server.start()
+    server.close()
+    listen("127.0.0.1", server.port, secret=SECRET).close()

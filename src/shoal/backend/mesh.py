@@ -161,15 +161,16 @@ class _Builder:
                 threading.Thread(target=self._accept_all, args=(listener,), daemon=True)
                 for listener in (unix, tcp)
             ]
-            for acceptor in acceptors:
-                acceptor.start()
             try:
+                for acceptor in acceptors:
+                    _start(acceptor)
                 for rank in range(me.rank):
                     self._reach(rank)
             except BaseException as error:
                 self._failure = error
             for acceptor in acceptors:
-                acceptor.join()
+                if acceptor.ident is not None:
+                    acceptor.join()
         try:
             if self._failure is not None:
                 raise self._failure
@@ -450,6 +451,13 @@ def lacking(error: BaseException) -> OSError | None:
         if isinstance(cause, OSError) and cause.errno in _LACKING:
             return cause
     return None
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 def _names(ranks: list[int]) -> str:

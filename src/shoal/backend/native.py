@@ -38,9 +38,9 @@ from ..future import Future
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from .base import Backend, DataChannel, GroupSpec, Membership
 from .mesh import Memory, connect, lacking
+from .shapes import packed, unpacked
 
 _FOREVER = 1e12  # seconds
-_MAX_DIMS = 8  # what a message's header holds
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
@@ -144,22 +144,37 @@ class NativeBackend(Backend):
         self._context = _CLOSED
 
     def after_fork_in_child(self) -> None:
+        self._lock = threading.RLock()  # a thread that the child does not have may have held it
         self._context.disown()
 
     def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
-        """Call ``fn`` from the dispatcher's thread when ``core`` is done, or at once if it is."""
+        """Call ``fn`` from the dispatcher's thread when ``core`` is done, or at once if it is.
+
+        Raises:
+            OutOfResources: the dispatcher cannot be started; ``fn`` waits for one that can.
+        """
         ticket = next(self._tickets)
+        lack = None
         with self._lock:
             self._callbacks[ticket] = fn
             if self._dispatcher is None and not self._stopped:
-                self._dispatcher = threading.Thread(
+                dispatcher = threading.Thread(
                     target=self._dispatch, name=f"shoal-dispatch-{self._me.rank}", daemon=True
                 )
-                self._dispatcher.start()
+                try:
+                    dispatcher.start()
+                    self._dispatcher = dispatcher
+                except RuntimeError as error:
+                    lack = error
         if core.announce(ticket):
             with self._lock:
                 del self._callbacks[ticket]
             fn()
+        elif lack is not None:
+            raise OutOfResources(
+                f"rank {self._me.rank} cannot tell when an operation is complete: {lack}.  Raise the number "
+                "of threads that the process may have (ulimit -u)"
+            ) from lack
 
     def _dispatch(self) -> None:
         context = self._context
@@ -217,7 +232,7 @@ class NativeChannel(DataChannel):
     def check(self, operation: Operation) -> None:
         if operation.kind is OpKind.SEND or operation.kind is OpKind.RECV:
             for x in (*operation.inputs, *operation.outputs):
-                _dims(x)
+                packed(x.shape)
 
     def usual(
         self,
@@ -262,7 +277,7 @@ class NativeChannel(DataChannel):
         if tensors:
             x = tensors[0]
             dtype = DTYPE_CODES[x.dtype]
-            dims = _dims(x)
+            dims = packed(x.shape)
         core = self._core.message(
             operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
         )
@@ -338,7 +353,8 @@ class _Source:
 
     def __del__(self) -> None:
         if self._keep is not None and not self.core.done():
-            self._channel.notify(self.core, partial(_let_go, self._keep))
+            with contextlib.suppress(OutOfResources):  # the backend keeps them all the same
+                self._channel.notify(self.core, partial(_let_go, self._keep))
 
     def wait(self, timeout: float | None) -> bool:
         done = self.core.wait(_FOREVER if timeout is None else timeout)
@@ -439,49 +455,9 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     if outputs:
         return outputs[0], source, tag
     dtype = DTYPES_BY_CODE[code]
-    dims = _unpacked(dims)
+    dims = unpacked(dims)
     raw = from_dlpack(data)
     return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
-
-
-def _dims(x: torch.Tensor) -> list[int]:
-    """The words of a message's header that tell the shape of ``x``."""
-    return list(x.shape) if x.dim() <= _MAX_DIMS else _packed(x.shape)
-
-
-def _packed(shape: Sequence[int]) -> list[int]:
-    """A shape of more dimensions than a header has words: its lengths in seven bits a byte.
-
-    The highest bit of the last word tells such a shape from a plain one: no length is that large.
-    """
-    encoded = bytearray([len(shape)])
-    for length in shape:
-        while length > 0x7F:
-            encoded.append(length & 0x7F | 0x80)
-            length >>= 7
-        encoded.append(length)
-    if len(encoded) >= 8 * _MAX_DIMS:
-        raise UsageError(f"a message cannot carry the shape {tuple(shape)}; send a view of fewer dimensions")
-    encoded = encoded.ljust(8 * _MAX_DIMS - 1, b"\0") + b"\x80"
-    return [int.from_bytes(encoded[i : i + 8], "little") for i in range(0, len(encoded), 8)]
-
-
-def _unpacked(dims: list[int]) -> list[int]:
-    """The shape that a header's words stand for."""
-    if len(dims) < _MAX_DIMS or not dims[-1] >> 63:
-        return dims
-    encoded = b"".join(word.to_bytes(8, "little") for word in dims)
-    shape = [0] * encoded[0]
-    place = 1
-    for i in range(len(shape)):
-        shift = 0
-        while encoded[place] & 0x80:
-            shape[i] |= (encoded[place] & 0x7F) << shift
-            shift += 7
-            place += 1
-        shape[i] |= encoded[place] << shift
-        place += 1
-    return shape
 
 
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import StoreError, UsageError, WireError
+from ..errors import OutOfResources, StoreError, UsageError, WireError
 from ..wire import HANDSHAKE_TIMEOUT, Deadline, PendingHandshake, close_in_forked_child, listen
 from ..wire.sockets import prepare
 from .base import checked_key, checked_value
@@ -109,10 +109,22 @@ class TCPStoreServer:
         return len(self._sessions)
 
     def start(self) -> TCPStoreServer:
-        """Begin to serve; returns the server.  Starting twice is harmless."""
+        """Begin to serve; returns the server.  Starting twice is harmless.
+
+        Raises:
+            OutOfResources: the process cannot have one more thread; the server is closed.
+        """
         if self._thread is None and not self._stopping:
-            self._thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.close()
+                raise OutOfResources(
+                    f"cannot serve a store: {error}.  Raise the number of threads that the process may have "
+                    "(ulimit -u)"
+                ) from error
+            self._thread = thread
         return self
 
     def close(self) -> None:
