@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 
 import pytest
 import torch
 
 from shoal.errors import GroupAborted
+from shoal.future import Future
 from shoal.group import ProcessGroup, lists
 from shoal.testing import run_threads
 
@@ -93,3 +96,36 @@ def test_an_operation_goes_on_where_no_thread_can_be_started(monkeypatch: pytest
     assert [operation.number for operation in group._backend.channels[1].operations] == [0, 1]
     assert channel.operations == []
     group.close()
+
+
+def test_a_second_group_is_looked_at_in_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = {"first": threading.Event(), "second": threading.Event()}
+
+    def look(self: lists.ListWatch, wait: lists._Wait) -> bool:
+        wait.due += 3600.0  # the thread sleeps
+        looked[str(wait.given.name)].set()
+        return False
+
+    monkeypatch.setattr(lists.ListWatch, "_look", look)
+    world, _ = null_group()
+    watch = lists.ListWatch()
+    pending: Future[None] = Future()
+    for name, event in looked.items():
+        watch.first_operation(world, lists.Given(name, (0, 1), 1), world, pending)
+        assert event.wait(30), name
+    watch.end(30)
+    world.close()
+
+
+def test_a_subgroup_is_free_when_it_is_closed_though_nobody_looks_for_cycles() -> None:
+    world, _ = null_group()
+    gc.disable()
+    try:
+        part = world.subgroup([1, 2])
+        gone = weakref.ref(part)
+        part.close()
+        del part
+        assert gone() is None
+    finally:
+        gc.enable()
+        world.close()

@@ -68,18 +68,21 @@ class ListWatch:
         self._ended = False
 
     def first_operation(
-        self, parent: ProcessGroup, group: ProcessGroup, given: Given, future: Future[Any]
+        self, parent: ProcessGroup, given: Given, group: ProcessGroup, future: Future[Any]
     ) -> None:
         """``future`` is of the first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
         with self._condition:
             if self._ended:
                 return
-            self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads: there is the timeout
+                try:
                     thread.start()
-                    self._thread = thread
+                except RuntimeError:
+                    return  # no more threads: there is the timeout
+                self._thread = thread
+            self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
+            self._condition.notify()  # the thread may sleep for longer than this one has patience
 
     def end(self, timeout: float) -> None:
         """Stop watching."""

@@ -285,7 +285,7 @@ class ProcessGroup(Collectives, PointToPoint):
         group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", seconds)
         if len(members) > 1:
             given = Given(name, tuple(members), count)
-            group._on_first = partial(self._family.lists.first_operation, self, group, given)
+            group._on_first = partial(self._family.lists.first_operation, self, given)
         return group
 
     def _make(self, members: list[int], label: str, timeout: float | None = None) -> ProcessGroup:

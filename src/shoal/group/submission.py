@@ -41,8 +41,8 @@ class Submitter:
         self._cpu = "cpu" in channel.devices
         self._submitting = threading.Lock()
         self._number = 0
-        #: Told of the future of the first numbered operation, if anybody wants to be.
-        self._on_first: Callable[[Future[Any]], None] | None = None
+        #: Told of this group and the future of its first numbered operation, if anybody wants to be.
+        self._on_first: Callable[[Any, Future[Any]], None] | None = None
         self._calls: dict[str, Call] = {}
         records = config.RECORDER_SIZE.get()
         self._recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
@@ -91,7 +91,7 @@ class Submitter:
                 x = inputs[0] if inputs else outputs[0] if outputs else _NOTHING
                 self._recorder.add(future, kind, number, key, x.dtype, x.numel(), root)
             if number == 0 and self._on_first is not None:
-                self._on_first(future)
+                self._on_first(self, future)
         return future
 
     def _submit_usual(
@@ -118,7 +118,7 @@ class Submitter:
                 y = x if x is not None else out if out is not None else _NOTHING
                 self._recorder.add(future, kind, number, 0, y.dtype, y.numel(), root)
             if number == 0 and self._on_first is not None:
-                self._on_first(future)
+                self._on_first(self, future)
         return future
 
     def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
