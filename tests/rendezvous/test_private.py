@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal import ConfigurationError
@@ -75,3 +76,24 @@ def test_a_directory_that_others_can_enter_is_refused(directory: Path) -> None:
     directory.chmod(0o755)
     with pytest.raises(ConfigurationError, match=r"only user .* can enter"):
         PrivateFile("job", "SOME_RANK")
+
+
+def test_neither_the_path_nor_the_file_moves_with_the_clock(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = PrivateFile("job", "SOME_RANK")
+    of_the_day = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: of_the_day(process) + 1.0)
+    after = PrivateFile("job", "SOME_RANK")
+    assert after.path == before.path
+    assert list(directory.iterdir()) == [before.path]
+    before.close()
+    after.close()
+
+
+@pytest.mark.parametrize("name", ["notes", "1-2", "x-1-00000000", "1-x-00000000", "²-1-00000000"])
+def test_files_of_others_are_left_alone(name: str, directory: Path) -> None:
+    PrivateFile("job", "SOME_RANK").close()
+    (directory / name).touch()
+    PrivateFile("job", "SOME_RANK").close()
+    assert (directory / name).exists()

@@ -34,8 +34,7 @@ class Here:
 
 def here() -> Here:
     """Where the calling process runs."""
-    state = _state(os.getpid())
-    return Here(machine_id(), f"{_pid_namespace()}/{os.getpid()}/{_UNKNOWN if state is None else state[0]}")
+    return Here(machine_id(), f"{_pid_namespace()}/{os.getpid()}/{start_of(os.getpid())}")
 
 
 def now() -> float:
@@ -94,6 +93,12 @@ def process_is_gone(process: str) -> bool:
         return not _exists(int(pid))
     found, ended = state
     return ended or found != start
+
+
+def start_of(pid: int) -> str:
+    """When a process was started, in ticks since its machine was; ``unknown`` when nothing tells."""
+    state = _state(pid)
+    return _UNKNOWN if state is None else state[0]
 
 
 def _exists(pid: int) -> bool:

@@ -26,7 +26,7 @@ from .. import config
 from ..errors import ConfigurationError, StoreError, StoreTimeout
 from ..store import FileStore
 from ..store.trusted import open_trusted
-from .host import is_loopback, resolve
+from .host import is_loopback, resolve, start_of
 
 #: what to do where no secret is and none can be agreed on
 SET_A_SECRET = (
@@ -89,7 +89,7 @@ class PrivateFile:
         self._directory = _private_directory()
         _sweep(self._directory)
         launcher = _launcher(marker)
-        name = f"{launcher.pid}-{_start(launcher)}-{zlib.crc32(job.encode()):08x}"
+        name = f"{launcher}-{start_of(launcher)}-{zlib.crc32(job.encode()):08x}"
         self.path = self._directory / name
         self._fd = open_trusted(self.path)
 
@@ -108,7 +108,7 @@ class PrivateFile:
         os.close(self._fd)
 
 
-def _launcher(marker: str) -> psutil.Process:
+def _launcher(marker: str) -> int:
     process = psutil.Process()
     for ancestor in process.parents():
         process = ancestor
@@ -117,11 +117,7 @@ def _launcher(marker: str) -> psutil.Process:
                 break
         except psutil.Error:
             break  # another user's process: the launcher's daemon
-    return process
-
-
-def _start(process: psutil.Process) -> int:
-    return int(process.create_time() * 1000)
+    return process.pid
 
 
 def _private_directory() -> Path:
@@ -146,14 +142,8 @@ def _private_directory() -> Path:
 def _sweep(directory: Path) -> None:
     """Remove the files of launchers that are gone: their ranks ended before all had met."""
     for path in directory.iterdir():
-        named = re.fullmatch(r"(\d+)-(\d+)-[0-9a-f]{8}", path.name)
-        if named is None:
-            continue
-        try:
-            alive = _start(psutil.Process(int(named[1]))) == int(named[2])
-        except psutil.NoSuchProcess:
-            alive = False
-        if not alive:
+        named = re.fullmatch(r"([0-9]+)-([0-9]+)-[0-9a-f]{8}", path.name)
+        if named is not None and start_of(int(named[1])) != named[2]:
             path.unlink(missing_ok=True)
 
 
