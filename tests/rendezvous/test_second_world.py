@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shoal
-from shoal.rendezvous import rendezvous
+from shoal.rendezvous import hosting, rendezvous
 from shoal.testing import no_leaks
 from tests.support.starts import SECRET, End, Start, place, served
 
@@ -47,6 +49,29 @@ def test_the_server_of_two_worlds_goes_with_the_last_of_them(tmp_path: Path) -> 
             worlds[last].close()
             with pytest.raises(shoal.RendezvousTimeout):
                 rendezvous(f"tcp://{where}", rank=1, size=2, secret=SECRET, timeout=0.1)
+
+
+def test_a_world_with_another_secret_is_refused_by_the_server_of_the_first(tmp_path: Path) -> None:
+    url = f"tcp://{place('tcp', tmp_path)}"
+    with no_leaks(), shoal.init(url, rank=0, size=1, secret=SECRET) as first:
+        with pytest.raises(shoal.AuthenticationError):
+            shoal.init(url, rank=0, size=1, secret="another", job="second")
+        first.store.set("x", b"1")
+
+
+def test_a_child_that_is_forked_while_a_server_is_looked_for_can_meet(tmp_path: Path) -> None:
+    url = f"tcp://{place('tcp', tmp_path)}"
+    with hosting._lock:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(30)
+                with shoal.init(url, rank=0, size=1, secret=SECRET):
+                    code = 0
+            finally:
+                os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,11 @@ def share(address: str, port: int, secret: bytes, *, start: bool) -> Share | Non
             return None
         _shares.setdefault(key, []).append(found)
         return found
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that the child does not have may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
