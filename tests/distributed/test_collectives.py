@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 
 import shoal
 import shoal.distributed as dist
+from shoal.distributed.in_turn import in_turn
+from shoal.group import overlap
 
 from .pool import Pool
 
@@ -193,6 +196,13 @@ def _refused() -> None:
     rank = dist.get_rank()
     with pytest.raises(shoal.UsageError, match=f"gather on rank {rank}: gather_list must be given"):
         dist.gather(x, None, dst=rank)
+    nothing: Any = None
+    with pytest.raises(shoal.UsageError, match=f"all_gather on rank {rank}: tensor_list must be given"):
+        dist.all_gather(nothing, x)
+    with pytest.raises(shoal.UsageError, match=f"all_to_all on rank {rank}: out must be a list of 4 tensors"):
+        dist.all_to_all(nothing, [x] * 4)
+    with pytest.raises(shoal.UsageError, match=f"gather on rank {rank}: out must be a list of 4 tensors"):
+        dist.gather(x, cast(Any, 5), dst=rank)
     with pytest.raises(shoal.UsageError, match=f"all_reduce on rank {rank}: group must be"):
         dist.all_reduce(x, group="everybody")
     with pytest.raises(shoal.UsageError, match=r"expected a reduction such as ReduceOp\.SUM"):
@@ -285,3 +295,12 @@ def _outputs_that_share_memory() -> None:
 
 def test_the_last_rank_stays_in_outputs_that_share_memory(ranks: Pool) -> None:
     ranks.run(_outputs_that_share_memory)
+
+
+def test_an_output_that_nobody_can_judge_is_left_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(20).as_strided((5, 2), (2, 3))
+    monkeypatch.setattr(overlap.dims_overlap, "__defaults__", (0,))
+    given: list[torch.Tensor] = []
+    future = in_turn([x, x], lambda out: (given.extend(out), shoal.Future())[1])
+    assert [each is x for each in given] == [True, True]
+    assert not future.done()

@@ -86,6 +86,8 @@ def all_gather(
     pg = member_group(group, "all_gather")
     if pg is None:
         return None
+    if tensor_list is None:
+        pg._call("all_gather").refuse(f"tensor_list must be given, a list of {pg.size} tensors")
     return finished(in_turn(tensor_list, lambda out: pg.all_gather(tensor, out)), tensor_list, async_op)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..group.overlap import overlaps_itself
+from ..group.overlap import TooHard, overlaps_itself
 from ..group.submission import mapped
 from ..group.validation import has_memory
 
@@ -51,13 +51,19 @@ def in_turn(
 
 
 def _stand_in(x: torch.Tensor, keep: bool) -> torch.Tensor:
-    if overlaps_itself(x):
-        return x  # cannot be written to; the group says so
+    try:
+        refused = overlaps_itself(x)
+    except TooHard:
+        refused = True
+    if refused:
+        return x  # the group says why
     return x.detach().clone() if keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _share_memory(xs: Sequence[torch.Tensor]) -> bool:
-    """Whether two of ``xs`` may have an address in common; False if one is no tensor with memory."""
+    """Whether two of ``xs`` may have an address in common; False if they are not all tensors with memory."""
+    if not isinstance(xs, (list, tuple)):
+        return False  # the group refuses it in words
     spans = []
     for x in xs:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or not has_memory(x):
