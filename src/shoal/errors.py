@@ -116,7 +116,8 @@ class PeerLost(GroupError, ConnectionError):
 class ProtocolError(GroupError, WireError):
     """A member of the group sent, or wrote into shared memory, what the protocol does not allow.
 
-    The connection to it is cut, so that nothing it sent is used; it is lost to every group.
+    If it sent it, the connection to it is cut, so it is lost to every group; if it wrote it, the group whose
+    operation read it ends.  Either way it is not used.
 
     Attributes:
         ranks: that member, numbered in this group.
@@ -176,9 +177,9 @@ class OutOfSharedMemory(GroupError, MemoryError):
 
 
 class OutOfResources(ShoalError, OSError):
-    """The operating system refused descriptors, threads or the like to a rank that starts.
+    """The operating system refused descriptors, threads or the like.
 
-    Raise the limit that the message names (``ulimit -n`` for descriptors).
+    Raise the limit that the message names (``ulimit -n`` for descriptors, ``ulimit -u`` for threads).
     """
 
 
