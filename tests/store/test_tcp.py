@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -356,3 +357,18 @@ def test_a_server_without_a_thread_says_so_and_keeps_no_port(monkeypatch: pytest
             server.start()
     server.close()
     listen("127.0.0.1", server.port, secret=SECRET).close()
+
+
+@pytest.mark.parametrize("refused", ["socket.socketpair", "selectors.DefaultSelector"])
+def test_a_server_without_descriptors_says_so_and_leaves_none_open(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(refused, refuse)
+        with pytest.raises(OutOfResources, match=r"cannot serve a store: Too many open files.*ulimit -n"):
+            TCPStoreServer(secret=SECRET)
+    assert os.listdir("/proc/self/fd") == before

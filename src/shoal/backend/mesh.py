@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
@@ -46,6 +47,10 @@ _LOOK = 0.25  # seconds between looks at whether the ranks that are awaited live
 _PATIENCE = 1.0  # seconds in which the reason is found why a rank went away
 
 
+#: a place in a memory, or its length, in bytes
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class _Address(msgspec.Struct):
     """Where a rank listens."""
 
@@ -62,8 +67,8 @@ class _Hello(msgspec.Struct):
     rank: int
     job: str
     epoch: int
-    ring: int
-    capacity: int
+    ring: _Offset
+    capacity: _Offset
 
 
 @dataclass(frozen=True, slots=True)

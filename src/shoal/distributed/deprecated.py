@@ -36,6 +36,8 @@ def all_reduce_coalesced(
     pg = member_group(group, "all_reduce_coalesced")
     if pg is None:
         return None
+    if not isinstance(tensors, (torch.Tensor, Sequence)):
+        pg._call("all_reduce_coalesced").refuse(f"expected a list of tensors, got {type(tensors).__name__}")
     several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     kind = reduction(op)
     future = in_turn(several, lambda every: collect_all([pg.all_reduce(x, kind) for x in every]), keep=True)

@@ -85,9 +85,19 @@ class TCPStoreServer:
         self.host = host
         self.port: int = self._listener.getsockname()[1]
         self._accepting = True
-        self._wake_in, self._wake_out = socket.socketpair()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._listener.close)
+            try:
+                self._wake_in, self._wake_out = socket.socketpair()
+                undo.callback(self._wake_in.close)
+                undo.callback(self._wake_out.close)
+                self._selector = selectors.DefaultSelector()
+            except OSError as error:
+                raise OutOfResources(
+                    f"cannot serve a store: {error.strerror}; raise the limit of descriptors (ulimit -n)"
+                ) from error
+            undo.pop_all()
         self._wake_in.setblocking(False)
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         for inherited in (self._wake_in, self._wake_out, self._selector):
