@@ -423,7 +423,7 @@ void scribble(Random& random, Tally& tally) {
         request.kind = number % 2 ? Kind::kBroadcast : Kind::kAllReduce;
         request.channel = number;
         request.root = number % 2 ? 0 : -1;
-        request.reduction = {DType::kFloat32, RedOp::kSum, 1.0, 2};
+        request.reduction = {DType::kFloat32, RedOp::kSum, 2};
         request.count = mine.size() / 4;
         request.in.push_back({mine.data(), mine.size()});
         request.out = request.in;
