@@ -121,8 +121,14 @@ OperationPtr submit(Group& group, Kind kind, std::vector<std::byte>* data, std::
 
 class Peer {
  public:
-  Peer(Context& victim, int rank, Random& random)
-      : victim_(victim), rank_(rank), random_(random()), small_(400), large_(1 << 20), filled_(4000) {
+  Peer(Context& victim, int rank, Random& random, Desk& desk)
+      : victim_(victim),
+        rank_(rank),
+        random_(random()),
+        desk_(desk),
+        small_(400),
+        large_(1 << 20),
+        filled_(4000) {
     if (rank % 2)
       wire_ = std::make_unique<SocketWire>(victim, rank);
     else
@@ -133,12 +139,14 @@ class Peer {
     group_ = make_group(ident());
     operations_ = {submit(*group_, Kind::kAllReduce, &small_, 0), submit(*group_, Kind::kSend, &large_, 5),
                    submit(*group_, Kind::kRecv, &filled_, 6), submit(*group_, Kind::kRecv, nullptr, 7)};
+    for (auto& operation : operations_) desk_.begun(operation);
   }
 
   // Sends a frame or more; false once the connection is over.
   bool go_on() {
     if (!late_ && chance(random_, 20)) late_ = make_group(ident() + 1);
     if (broken()) return false;
+    desk_.doing(rank_ % 2 ? "a frame over a socket" : "a frame over a ring", group_.get());
     wire_->drain();
     FrameHeader header = honest();
     std::vector<std::byte> payload(header.payload);
@@ -168,6 +176,7 @@ class Peer {
 
   // Ends what goes on; every operation must come to its end.
   void finish(Tally& tally) {
+    desk_.doing("the end", group_.get());
     if (broken()) {
       ++tally.failures;
       auto error = group_->failure();
@@ -183,6 +192,7 @@ class Peer {
     group_->fail({ErrorCode::kAborted, "the stress test aborts", {0}}, true);
     for (auto& operation : operations_) {
       check(victim_.wait(*operation, now_ns() + 60 * kSecond), "an operation hangs");
+      desk_.ended(operation);
       if (operation->error().code != ErrorCode::kNone || !operation->received) continue;
       const FrameHeader& header = operation->received->header;
       check(flaw_of_shape(header.shape, header.total) == nullptr, "a message was received that cannot be");
@@ -343,6 +353,7 @@ class Peer {
   Context& victim_;
   const int rank_;
   Random random_;
+  Desk& desk_;
   std::unique_ptr<Wire> wire_;
   std::vector<std::byte> small_, large_, filled_;
   std::shared_ptr<Group> group_, late_;
@@ -353,11 +364,12 @@ class Peer {
   bool left_ = false;  // it said that it leaves the group, and may do what it likes to it then
 };
 
-std::uint64_t frames(Random& random, std::uint64_t count, Tally& tally) {
+std::uint64_t frames(Random& random, std::uint64_t count, Watchdog& watchdog, Tally& tally) {
   auto victim =
       std::make_shared<Context>(Context::Options{0, kPeers + 1, kPeers + 1, kMemory, kMemory, 600 * kSecond});
   std::vector<std::unique_ptr<Peer>> peers;
-  for (int rank = 1; rank <= kPeers; ++rank) peers.push_back(std::make_unique<Peer>(*victim, rank, random));
+  for (int rank = 1; rank <= kPeers; ++rank)
+    peers.push_back(std::make_unique<Peer>(*victim, rank, random, watchdog.desk(0)));
   victim->start();
   for (auto& peer : peers) peer->begin();
   tally.groups += kPeers;
@@ -376,7 +388,7 @@ std::uint64_t frames(Random& random, std::uint64_t count, Tally& tally) {
 }
 
 // Two ranks that share memory compute, while a third hand writes into what they have published.
-void scribble(Random& random, Tally& tally) {
+void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
   World world(std::vector<int>{0, 0});
   std::vector<std::shared_ptr<Group>> groups;
   std::vector<std::vector<std::byte>> data;
@@ -418,6 +430,8 @@ void scribble(Random& random, Tally& tally) {
     ranks.emplace_back([&, rank] {
       Group& group = *groups[static_cast<std::size_t>(rank)];
       auto& mine = data[static_cast<std::size_t>(rank)];
+      Desk& desk = watchdog.desk(rank);
+      desk.doing("memory that another writes to", &group);
       for (std::uint64_t number = 0; number < 50 && !group.broken(); ++number) {
         Request request;
         request.kind = number % 2 ? Kind::kBroadcast : Kind::kAllReduce;
@@ -429,9 +443,11 @@ void scribble(Random& random, Tally& tally) {
         request.out = request.in;
         request.timeout = kPatience;
         auto operation = group.submit(std::move(request));
+        desk.begun(operation);
         if (!world.at(rank).wait(*operation, now_ns() + kSecond / 5))
           group.fail({ErrorCode::kAborted, "the stress test aborts", {rank}}, true);
         check(world.at(rank).wait(*operation, now_ns() + 60 * kSecond), "an operation hangs");
+        desk.ended(operation);
       }
       group.fail({ErrorCode::kAborted, "the stress test aborts", {rank}}, true);
     });
@@ -444,11 +460,11 @@ void scribble(Random& random, Tally& tally) {
 
 }  // namespace
 
-std::uint64_t hostile(std::uint64_t seed, std::uint64_t count, Tally& tally) {
+std::uint64_t hostile(std::uint64_t seed, std::uint64_t count, Watchdog& watchdog, Tally& tally) {
   Random random(seed);
   std::uint64_t sent = 0;
-  while (sent < count) sent += frames(random, count - sent, tally);
-  scribble(random, tally);
+  while (sent < count) sent += frames(random, count - sent, watchdog, tally);
+  scribble(random, watchdog, tally);
   return sent;
 }
 

@@ -24,6 +24,6 @@ void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 // Hostile peers: at least so many frames, most of them wrong somewhere, over sockets and rings, to a rank
 // with groups and operations in flight; and words of shared memory overwritten under collectives.  Returns
 // how many frames were sent.
-std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Tally& tally);
+std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Watchdog& watchdog, Tally& tally);
 
 }  // namespace shoal::stress

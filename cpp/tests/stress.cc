@@ -85,7 +85,7 @@ int main(int count, char** arguments) {
     std::uint64_t sent = 0;
     while (sent < options.frames) {
       watchdog.begin_round(seed);
-      sent += hostile(seed++, std::min<std::uint64_t>(options.frames - sent, 1000), tally);
+      sent += hostile(seed++, std::min<std::uint64_t>(options.frames - sent, 1000), watchdog, tally);
     }
     std::printf(
         "%llu frames of hostile peers in %llu rounds and %.1f s: %llu connections refused, %llu groups\n",
