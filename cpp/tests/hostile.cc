@@ -126,6 +126,7 @@ class Peer {
         rank_(rank),
         random_(random()),
         desk_(desk),
+        honest_frames_(chance(random_, 2) ? 6 : 60),
         small_(400),
         large_(1 << 20),
         filled_(4000) {
@@ -150,12 +151,13 @@ class Peer {
     wire_->drain();
     FrameHeader header = honest();
     std::vector<std::byte> payload(header.payload);
-    if (auto* ring = dynamic_cast<RingWire*>(wire_.get()); ring != nullptr && chance(random_, 100)) {
+    if (auto* ring = dynamic_cast<RingWire*>(wire_.get());
+        ring != nullptr && chance(random_, 16 * honest_frames_)) {
       lied_ = true;
       ring->corrupt(random_);
       return true;
     }
-    if (chance(random_, 6)) lie(header, payload);
+    if (chance(random_, honest_frames_)) lie(header, payload);
     if (header.type == FrameType::kMessage) ++messages_;
     left_ |= header.type == FrameType::kBye || header.type == FrameType::kGroupClosed;
     auto bytes = reinterpret_cast<const std::byte*>(&header);
@@ -354,6 +356,7 @@ class Peer {
   const int rank_;
   Random random_;
   Desk& desk_;
+  const int honest_frames_;  // about so many between two lies: late ones meet states that early ones cannot
   std::unique_ptr<Wire> wire_;
   std::vector<std::byte> small_, large_, filled_;
   std::shared_ptr<Group> group_, late_;
