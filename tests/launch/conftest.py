@@ -32,6 +32,10 @@ def tell(name, text=""):
 def await_file(name):
     while not os.path.exists(name):
         time.sleep(0.005)
+def await_signal():
+    # Python looks for signals and then sleeps: one that comes in between waits for the end of the sleep.
+    while True:
+        time.sleep(0.05)
 """
 
 

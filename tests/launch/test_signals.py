@@ -57,7 +57,7 @@ def test_a_user_signal_spares_the_children_of_a_rank(workshop: Workshop) -> None
 def test_a_stopped_job_ends_with_128_and_the_signal(
     workshop: Workshop, number: signal.Signals, code: int
 ) -> None:
-    launcher = workshop.start("tell(f'pid{rank}', os.getpid()); time.sleep(600)")
+    launcher = workshop.start("tell(f'pid{rank}', os.getpid()); await_signal()")
     ranks = workshop.pids("pid0", "pid1")
     launcher.send_signal(number)
     returned, _, err = workshop.end(launcher)
@@ -79,7 +79,7 @@ def test_ranks_that_finish_their_work_on_a_signal_end_the_job_well(
         signal.signal(signal.SIGTERM, save)
         signal.signal(signal.SIGINT, save)
         tell(f"ready{rank}")
-        time.sleep(600)
+        await_signal()
         """
     )
     workshop.read("ready0"), workshop.read("ready1")
@@ -97,8 +97,7 @@ def test_the_second_sigint_kills(workshop: Workshop) -> None:
             tell(f"got{rank}")
         signal.signal(signal.SIGINT, stubborn)
         tell(f"pid{rank}", os.getpid())
-        while True:
-            time.sleep(600)
+        await_signal()
         """
     )
     ranks = workshop.pids("pid0", "pid1")

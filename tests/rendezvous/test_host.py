@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from shoal.rendezvous.host import (
     is_loopback,
     is_mine,
     machine_id,
+    now,
     process_is_gone,
     resolve,
 )
@@ -103,3 +105,21 @@ def test_ranks_on_several_machines_listen_where_the_store_is_reached() -> None:
     spread = [member("a"), member("b")]
     assert _interface(alone, venue, None) == "127.0.0.1"
     assert _interface(spread, venue, None) == address_towards("192.0.2.1")
+
+
+def test_a_process_was_started_after_whatever_came_before_it() -> None:
+    script = """
+    import os, time
+    from shoal.rendezvous.host import now, started
+    def in_child():
+        before, child = now(), os.fork()
+        if not child:
+            os._exit(not before <= started() <= now())
+        assert os.waitpid(child, 0)[1] == 0
+    for _ in range(20):
+        in_child()
+    print(started())
+    """
+    before = now()
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, stdout=subprocess.PIPE)
+    assert before <= float(out.stdout) <= now()

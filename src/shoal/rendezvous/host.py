@@ -43,9 +43,24 @@ def now() -> float:
 
 
 def started() -> float:
-    """The moment, as of :func:`now`, at which this process was started; infinity when unknown."""
+    """The moment, as of :func:`now`, at which this process was started; infinity when unknown.
+
+    A process that was forked after this module was imported knows it exactly.  The kernel tells the others a
+    tick of 10 ms, of which this is the end: what another process did within that tick came first.
+    """
+    if _forked_at is not None:
+        return _forked_at
     state = _state(os.getpid())
-    return math.inf if state is None else int(state[0]) / os.sysconf("SC_CLK_TCK")
+    return math.inf if state is None else (int(state[0]) + 1) / os.sysconf("SC_CLK_TCK")
+
+
+def _note_fork() -> None:
+    global _forked_at
+    _forked_at = now()
+
+
+_forked_at: float | None = None
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @cache
