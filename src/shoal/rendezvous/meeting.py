@@ -129,15 +129,17 @@ class Meeting:
         Raises:
             RendezvousError: the meeting failed; the message names the member that died, or the reason.
         """
-        if dead := self._dead_now(ranks):
+        dead = self._dead_now(ranks)
+        # After the look at who is dead: a member that ends because the meeting failed has said why before.
+        with contextlib.suppress(StoreError, WireError):
+            if (why := self._room.why_failed()) is not None:
+                raise self._failed(why)
+        if dead:
             reason = died(dead)
             with contextlib.suppress(StoreError, WireError):
                 self._room.fail(reason, at=max(each.at for each in dead.values()))
                 self._room.why_failed()
             raise self._failed(reason)
-        with contextlib.suppress(StoreError, WireError):
-            if (why := self._room.why_failed()) is not None:
-                raise self._failed(why)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank could not connect because of ``error``."""
