@@ -88,7 +88,7 @@ std::optional<Error> Group::in_vain(Operation& op) {
   return std::nullopt;
 }
 
-// What a later operation published would be taken for the rest of this one.
+// Peers would take what a later operation published for the rest of this one.
 void Group::give_up_from(std::uint64_t channel) {
   std::uint64_t first = given_up_.load();
   while (channel < first && !given_up_.compare_exchange_weak(first, channel)) {

@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::int64_t kMillisecond = 1'000'000;
 constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
-// Of frames that end groups which do not exist here yet: what is kept of one peer.
+// Bytes kept of one peer's frames that end groups which do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
 constexpr std::int64_t kActive =
     20 * kMillisecond;  // how long after a submission the progress thread looks in

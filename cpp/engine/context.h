@@ -88,7 +88,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void submitted(bool large);
   // Takes note of peers that have died by now, before somebody is told who has.
   void look_for_deaths();
-  // What to tell the user if this process did not run for a while just now: it was stopped, or starved.
+  // Tells the user, in words, that this process did not run for a while just now: it was stopped, or starved.
   std::string absence() const;
 
   Destination on_header(Link& link, const FrameHeader& header) override;

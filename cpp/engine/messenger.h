@@ -41,7 +41,7 @@ class Messenger {
   std::vector<std::pair<Link*, const char*>> flawed(std::uint64_t group, const std::vector<int>& ranks);
   // In the end, before the links go: drops everything.
   void clear();
-  // What is kept for others, for tests: groups, and early messages.
+  // For tests: the numbers of groups and of early messages that are kept.
   std::pair<std::size_t, std::size_t> held();
   // Fingerprints of collective messages that arrived early for an operation.
   std::vector<Fingerprint> early_calls(std::uint64_t group, std::uint64_t channel);

@@ -53,7 +53,8 @@ struct Error {
   std::vector<int> ranks;  // in the group
 };
 
-// What a peer wrote into shared memory cannot be: ends the group of the operation that throws it.
+// Says that a peer wrote into shared memory what cannot be; it ends the group of the operation that throws
+// it.
 class PeerFlaw : public std::runtime_error {
  public:
   PeerFlaw(int rank, const std::string& what) : std::runtime_error(what), rank(rank) {}
@@ -104,7 +105,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // Runs as far as possible; only under the token of its lane.  True if anything moved.
   bool step();
-  // What the thread that submits a large operation does of it: it goes up to `begun`.
+  // Runs a large operation up to `begun`, in the thread that submits it.
   bool begin();
   void fail(Error error);
   // In a forked child an operation that was not done never will be: it fails.  True if so.

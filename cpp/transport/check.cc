@@ -15,7 +15,7 @@ constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };
 
-// What the frames of a type may hold; a field that is not named must be zero.
+// The limits of the fields of one type of frame; a field that is not named must be zero.
 struct Limits {
   std::uint16_t codes[2];  // the least and the largest
   std::uint32_t payload;   // bytes, at most

@@ -1,4 +1,4 @@
-// What a received frame may hold.  Nothing acts on a frame, or on a field of it, that has not passed here.
+// Checks received frames.  Nothing acts on a frame, or on a field of it, that has not passed here.
 //
 // A frame is checked in two steps, because the group that it belongs to may not exist here yet: as a frame
 // of its link when its header has arrived, and as a frame of its group at once or when the group is made.
@@ -12,7 +12,7 @@
 
 namespace shoal {
 
-// What the link knows when a frame arrives.
+// The state of the link on which a frame arrives.
 struct LinkState {
   std::uint64_t next_message = 1;  // the name of the next kMessage
   std::uint64_t unread = 0;        // bytes of our window that the peer has used
@@ -23,7 +23,7 @@ struct LinkState {
   std::uint64_t arrived = 0;
 };
 
-// What is wrong with a frame, for the error that the connection ends with; null if nothing is.
+// Returns the flaw of a frame, in words for the error that ends the connection; null if it has none.
 const char* flaw_of(const FrameHeader& header, const LinkState& link);
 
 // The same for what depends on the group: its members' global ranks, in order.

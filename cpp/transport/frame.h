@@ -42,13 +42,13 @@ enum class FrameType : std::uint16_t {
   kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
 };
 
-// What a kGroupClosing says besides.
+// The code of a kGroupClosing.
 enum Closing : std::uint16_t {
   kLeaves = 0,
   kHasRead = 1,  // the receiver's farewell and all before it: no message of it will be granted any more
 };
 
-// What a kCallReply says of a call, and a kCallQuery of its own: its code.
+// The code of a kCallReply, and of a kCallQuery for the asking rank's own call.
 enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
 
 // What an operation claims to be.  Peers compare it before they touch data.

@@ -47,7 +47,7 @@ Charge::~Charge() {
   if (link_ != nullptr) link_->release(bytes_);
 }
 
-// What fits goes at once, if the peer's window has room for it; else only the header.
+// The first part goes at once if the peer's window has room for it; else only the header goes.
 Link::Item Link::first_chunk(const std::shared_ptr<Outgoing>& message) {
   Item item;
   message->begun = true;

@@ -85,7 +85,7 @@ class LocalPeer:
 
 @dataclass(frozen=True, slots=True)
 class _SharedMemory:
-    """What a rank on this host handed over: its memory, and where the ring for this rank lies in it."""
+    """The memory that a rank on this host handed over, and where the ring for this rank lies in it."""
 
     fd: int
     capacity: int
@@ -451,7 +451,7 @@ class _Builder:
 
 
 def lacking(error: BaseException) -> OSError | None:
-    """What the system refused to this process because it has no more, if that is what an error is about."""
+    """The system's refusal of a descriptor or of memory, if that is the cause of an error."""
     for cause in (error, error.__cause__):
         if isinstance(cause, OSError) and cause.errno in _LACKING:
             return cause

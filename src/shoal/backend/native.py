@@ -196,7 +196,7 @@ class NativeBackend(Backend):
         self._context.sever(rank)
 
     def held(self) -> tuple[int, int, int, int]:
-        """What is kept for peers, for tests.
+        """Count what is kept for peers, for tests.
 
         Returns:
             Groups remembered, unread messages, frames for groups that are not made yet, and bytes of the
