@@ -4,7 +4,7 @@
 // kGrant once it has a buffer, and the rest follows in kMore frames of bounded size, so that groups which
 // share a link take turns and a message nobody reads blocks no other.
 //
-// What a peer has not read yet is bounded: each kMessage is charged to a window of its link, and the receiver
+// A peer's unread bytes are bounded: each kMessage is charged to a window of its link, and the receiver
 // gives the bytes back (kCredit) once it has them in their place, or has dropped them.  A message for which
 // the window has no room is sent as a header alone (kWithheld), and all of it waits for a grant.
 #pragma once

@@ -1,4 +1,4 @@
-"""What operations return: torch's ``Work`` over a shoal future with ``async_op=True``, or a result."""
+"""The results of operations: torch's ``Work`` over a shoal future with ``async_op=True``, or a result."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _LONGEST_INTERVAL = 8.0
 
 @dataclass(frozen=True)
 class Given:
-    """What was given to one call of ``subgroup``, and that it was the ``count``-th such call."""
+    """The list given to one call of ``subgroup``, which was the ``count``-th such call."""
 
     name: str | None
     members: tuple[int, ...]
