@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -246,6 +248,44 @@ def test_a_fast_rank_waits_for_the_slow_ones_of_the_job_before(store: MemoryStor
         return meet_in(store, rank, 2)
 
     assert len(all_well(together(lambda: again(0), lambda: again(1)))) == 2
+
+
+@pytest.mark.parametrize("second_size", [2, 3])
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "by arrival"])
+def test_the_last_member_may_leave_at_any_moment_of_a_newcomers_way(
+    monkeypatch: pytest.MonkeyPatch, named: bool, second_size: int
+) -> None:
+    monkeypatch.setattr(meeting, "_LEAVING_CHECK", 0.01)
+    for moment in range(30):
+        with MemoryStore(20.0) as store, monkeypatch.context() as patch:
+            _come_while_the_last_one_leaves(patch, store, moment, named, second_size)
+            assert store.list_keys() == ["job/0/ended/1", "job/0/generation"], moment
+
+
+def _come_while_the_last_one_leaves(
+    patch: pytest.MonkeyPatch, store: MemoryStore, moment: int, named: bool, second_size: int
+) -> None:
+    """Rank 0 of two left and comes again; rank 1 leaves before rank 0's store operation ``moment``."""
+    first = _meet_all(store, 2)
+    first[0].release(1.0)
+    execute, left, steps = MemoryStore._execute, threading.Event(), itertools.count()
+    newcomer: list[int] = []
+
+    def stepped(self: MemoryStore, *args: Any, **how: Any) -> Any:
+        if not left.is_set() and threading.get_ident() in newcomer and next(steps) == moment:
+            left.set()
+            first[1].release(1.0)  # the last one: it clears the room
+        return execute(self, *args, **how)
+
+    def come(rank: int) -> Membership:
+        if rank == 0:
+            newcomer.append(threading.get_ident())
+        else:
+            assert left.wait(20.0)
+        return meet_in(store, rank if named else None, second_size)
+
+    patch.setattr(MemoryStore, "_execute", stepped)
+    release_all(all_well(together(*(lambda rank=rank: come(rank) for rank in range(second_size)))))
 
 
 def test_a_rank_that_never_leaves_is_named(store: MemoryStore) -> None:

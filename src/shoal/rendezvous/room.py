@@ -124,9 +124,17 @@ class Room:
 
     def is_ending(self, members: Mapping[int, Descriptor] | None = None) -> bool:
         """Whether some members left it already, or are dead."""
-        if self.has_ended() or self.store.add("left", 0) > 0:
+        # In this order: the last to leave opens the next room, and then deletes the count.
+        if self._left() > 0 or self.has_ended():
             return True
         return any(self.is_dead(each) for each in (members or self.members()).values())
+
+    def _left(self) -> int:
+        """How many members closed their group."""
+        try:
+            return int(self.store.get("left", 0.0))
+        except StoreTimeout:
+            return 0
 
     def fail_if_doomed(self) -> bool:
         """Fail the room if a member died before all had come; whether the room has ended."""
