@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from . import torch_release as _torch_release
+
 if TYPE_CHECKING:
     from .backend.base import Backend as Backend
     from .backend.base import DataChannel as DataChannel
@@ -81,6 +83,10 @@ if TYPE_CHECKING:
     from .store import register_store as register_store
 
 __version__ = "0.1.0"
+
+# A release that is not supported must not keep programs from `import torch`: compat.registration warns then.
+if not _torch_release.torch_is_importing():
+    _torch_release.check()
 
 #: submodule -> the public names that it gives; the block above is the same for type checkers
 _PUBLIC = {

@@ -1,15 +1,18 @@
 """Makes torch.distributed know the backend "shoal".
 
-The entry point ``torch.backends`` has torch call :func:`register` at the end of ``import torch``, so that
-``torch.distributed.init_process_group("shoal")`` needs no import at all; ``import shoal`` calls it if torch
-is there already, and ``import shoal.compat`` always.  It must be cheap: the backend itself is imported when
-the first group is made.
+The entry point ``torch.backends`` has torch import this module at the end of ``import torch``, so that
+``torch.distributed.init_process_group("shoal")`` needs no import at all; ``import shoal`` does so if torch
+is there already.  ``import shoal.compat`` calls :func:`register`.  It must be cheap: the backend itself is
+imported when the first group is made.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
+
+from ..torch_release import check, problem
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ def register() -> None:
     in those that do not use it.  A torch that takes no backend in this way is a warning of the logger.
     """
     try:
+        check()
         import torch.distributed as dist
 
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
@@ -32,6 +36,17 @@ def register() -> None:
         logger.warning(
             "torch.distributed does not take the backend %r: %s: %s", NAME, type(error).__name__, error
         )
+
+
+def called_by_torch() -> None:
+    """The entry point, which torch calls when this module, and with it :func:`register`, has been imported.
+
+    With a release of torch that is not supported ``import torch`` goes on.  The package is forgotten then, so
+    that the program's own ``import shoal`` looks at the release again, and raises.
+    """
+    if problem():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
+            del sys.modules[name]
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -30,10 +30,9 @@ class Shown:
 
     def __init__(self, rank: int, size: int) -> None:
         kind = TorchGroup.BackendType.CUSTOM
-        # Older torch has the constructor of the class instead.
-        make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+        idle = FakeProcessGroup._create_internal(rank, size)
         self._group = TorchGroup(HashStore(), rank, size)
-        self._group._register_backend(torch.device("cpu"), kind, make(rank, size))
+        self._group._register_backend(torch.device("cpu"), kind, idle)
         self._group._set_default_backend(kind)
 
     def show(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -16,8 +16,6 @@ _Class = TypeVar("_Class", bound=type)
 
 def uncompiled(cls: _Class) -> _Class:
     """Let the methods of a class, and all that they call, run as they are."""
-    if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch before 2.7 cannot be told
-        return cls
     for method in vars(cls).values():
         if isinstance(method, FunctionType):
             _skip(method)
