@@ -22,7 +22,7 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress sanitize bench scaling training lint type format docs core clean
+.PHONY: help demo test stress sanitize bench scaling training lint type format docs wheel core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -81,8 +81,15 @@ format: $(BIN)/ruff  ## rewrite every source in the one format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-docs: $(DONE)/docs  ## the documentation as HTML in out/docs; a dead link is an error
+docs: $(DONE)/docs  ## the documentation as a site in out/docs; a dead link is an error
 	$(BIN)/mkdocs build --strict --site-dir out/docs
+
+# The tag says which glibc the wheel needs, which is that of the machine that builds it, or an older one.
+wheel: $(DONE)/shoal  ## a wheel for manylinux, checked and named by auditwheel, into dist/
+	rm -rf build/wheel dist/shoal-*.whl
+	$(TOOLS) $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w build/wheel .
+	$(TOOLS) $(BIN)/auditwheel --quiet repair -w dist build/wheel/shoal-*.whl
+	@ls dist/shoal-*.whl
 
 core: $(DONE)/shoal  ## bring the native module into src/shoal, for work with PYTHONPATH=src
 	install $(VENV)/lib/python3*/site-packages/shoal/_core*.so src/shoal/
@@ -124,5 +131,5 @@ $(BIN)/ruff:
 	@$(MAKE) --no-print-directory $(DONE)/shoal
 
 $(DONE)/docs: $(BIN)/ruff constraints.txt
-	$(PIP) mkdocs
+	$(PIP) mkdocs Pygments
 	@touch $@
