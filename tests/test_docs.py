@@ -57,6 +57,28 @@ def _run(program: str, folder: Path, *launcher: str) -> str:
     return result.stdout
 
 
+@pytest.mark.parametrize("page", ["PYPI.md", "docs/installation.md"])
+def test_the_first_example_is_the_same_everywhere(page: str) -> None:
+    assert _programs(page)[:1] == _programs("README.md")
+
+
+def test_the_description_for_the_package_index_links_to_no_file() -> None:
+    """It is read far from the checkout."""
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "PYPI.md").read_text())
+    assert not [link for link in links if not link.startswith("https://")]
+
+
+def test_the_site_leads_to_every_page() -> None:
+    """By its navigation, and docs/index.md for those who read in a checkout."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"^ *- [^:\n]+: ([\w-]+\.md)$", navigation, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert set(listed) == pages | {"readme.md", "changelog.md", "contributing.md"}
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert not {page for page in pages - {"index.md"} if f"]({page})" not in index}
+
+
 def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     (program,) = _programs("README.md")
     assert _run(program, tmp_path) == "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"
@@ -73,7 +95,15 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(tmp_path: Path) ->
         program
         for page in (
             f"docs/{name}.md"
-            for name in ("tutorial", "data-parallel", "distributed", "comm-hooks", "join", "zero")
+            for name in (
+                "tutorial",
+                "data-parallel",
+                "distributed",
+                "comm-hooks",
+                "join",
+                "zero",
+                "when-it-hangs",
+            )
         )
         for program in _programs(page)
     ],
