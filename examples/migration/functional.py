@@ -1,4 +1,4 @@
-"""After, with shoal's own API under torch's names: handwritten digits without torch.distributed.
+"""After, with torch's function names over shoal's groups: handwritten digits without torch.distributed.
 
     shoal run -n 2 examples/migration/functional.py
 

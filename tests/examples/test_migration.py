@@ -14,6 +14,8 @@ import torch
 from tests.examples.load import EXAMPLES
 from tests.support.stage import ROOT, Stage
 
+MOVED = ("backend", "wrapper", "functional", "native")
+
 
 def _code(name: str) -> list[str]:
     """The lines of a script without its docstring."""
@@ -22,7 +24,9 @@ def _code(name: str) -> list[str]:
     return source.splitlines()[end:]
 
 
-@pytest.mark.parametrize(("name", "changed"), [("backend", 1), ("functional", 5)])
+@pytest.mark.parametrize(
+    ("name", "changed"), [("backend", 1), ("wrapper", 3), ("functional", 5), ("native", 9)]
+)
 def test_the_page_shows_what_changes(name: str, changed: int) -> None:
     shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "migration.md").read_text(), re.DOTALL)
     lines = [line for line in difflib.ndiff(_code("gloo"), _code(name)) if line[0] in "+-" and line[2:]]
@@ -31,12 +35,12 @@ def test_the_page_shows_what_changes(name: str, changed: int) -> None:
     assert sum(line.startswith("-") for line in lines) == changed
 
 
-def test_all_three_train_alike(tmp_path: Path) -> None:
+def test_all_of_them_train_alike(tmp_path: Path) -> None:
     """What they print is the same, digit for digit, and what they keep bit for bit."""
     stage = Stage(tmp_path)
     found: dict[str, tuple[list[str], dict[str, Any]]] = {}
     try:
-        for name in ("gloo", "backend", "functional"):
+        for name in ("gloo", *MOVED):
             checkpoint = tmp_path / f"{name}.pt"
             script = str(EXAMPLES / "migration" / f"{name}.py")
             arguments = ("run", "-n", "2", script, "--epochs", "2", "--checkpoint", str(checkpoint))
@@ -48,7 +52,7 @@ def test_all_three_train_alike(tmp_path: Path) -> None:
         stage.close()
     lines, kept = found["gloo"]
     assert len(lines) == 2
-    for other_lines, other in (found["backend"], found["functional"]):
+    for other_lines, other in (found[name] for name in MOVED):
         assert other_lines == lines
         assert other["epochs"] == kept["epochs"]
         for name, value in kept["model"].items():

@@ -1,0 +1,79 @@
+"""After, with shoal's DDP on the backend "shoal": handwritten digits by torch.distributed and shoal together.
+
+    torchrun --nproc-per-node 2 examples/migration/wrapper.py
+
+On the CPU; a checkpoint is written after each epoch, and the next start goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from shoal import DistributedDataParallel
+
+
+def digits() -> TensorDataset:
+    """1,797 images [64] with values from 0 to 1, and what they show."""
+    images, labels = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--checkpoint", type=Path, default=Path("out/digits.pt"))
+    options = parser.parse_args()
+
+    dist.init_process_group("shoal")
+    first = dist.get_rank() == 0
+    data = digits()
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    model = DistributedDataParallel(network(), group=dist.group.WORLD.group)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    done = 0
+    if options.checkpoint.exists():
+        state = torch.load(options.checkpoint)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["epochs"]
+    dist.barrier()  # nobody writes a checkpoint before all have read it
+
+    for epoch in range(done, options.epochs):
+        sampler.set_epoch(epoch)
+        metrics = torch.zeros(3)  # the loss, how many are right, how many there are
+        for images, labels in loader:
+            scores = model(images)
+            loss = cross_entropy(scores, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            right = (scores.argmax(dim=1) == labels).sum()
+            metrics += torch.stack([loss.detach() * len(labels), right, torch.tensor(len(labels))])
+        dist.all_reduce(metrics)
+        if first:
+            loss, right, count = metrics.tolist()
+            print(f"epoch {epoch + 1}: loss {loss / count:.6f}, {right / count:.2%} right")
+            options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "epochs": epoch + 1}, options.checkpoint)
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
