@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,40 @@ def _names_for_type_checkers() -> dict[str, list[str]]:
         assert isinstance(statement, ast.ImportFrom)
         for alias in statement.names:
             assert alias.asname == alias.name
-            found.setdefault(str(statement.module), []).append(alias.name)
+            found.setdefault(statement.module or "", []).append(alias.name)
     return found
 
 
 def test_type_checkers_see_the_names_that_there_are() -> None:
     seen = {module: sorted(names) for module, names in _names_for_type_checkers().items()}
-    assert seen == {module: sorted(names) for module, names in shoal._PUBLIC.items()}
+    assert seen == {
+        **{module: sorted(names) for module, names in shoal._PUBLIC.items()},
+        "": sorted(shoal._SUBMODULES),
+    }
+
+
+def test_every_public_module_is_there_after_import_shoal() -> None:
+    program = (
+        "import shoal, types\n"
+        "listed = [name for name in shoal._SUBMODULES if name not in dir(shoal)]\n"
+        "assert not listed, listed\n"
+        "for name in shoal._SUBMODULES:\n"
+        "    assert isinstance(getattr(shoal, name), types.ModuleType), name\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_module_that_a_page_names_is_public() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    modules = {path.stem if path.is_file() else path.name for path in (ROOT / "src" / "shoal").iterdir()}
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"\bshoal\.([a-z_]+)\b", page.read_text())
+        if name in modules
+    }
+    assert {"distributed", "errors", "testing"} <= named
+    assert named <= set(shoal._SUBMODULES)
 
 
 def test_no_name_is_exported_by_two_modules() -> None:

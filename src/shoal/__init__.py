@@ -17,6 +17,20 @@ from typing import TYPE_CHECKING
 from . import torch_release as _torch_release
 
 if TYPE_CHECKING:
+    from . import backend as backend
+    from . import compat as compat
+    from . import config as config
+    from . import distributed as distributed
+    from . import errors as errors
+    from . import future as future
+    from . import group as group
+    from . import parallel as parallel
+    from . import recorder as recorder
+    from . import rendezvous as rendezvous
+    from . import spec as spec
+    from . import store as store
+    from . import streams as streams
+    from . import testing as testing
     from .backend.base import Backend as Backend
     from .backend.base import DataChannel as DataChannel
     from .backend.base import GroupSpec as GroupSpec
@@ -151,6 +165,23 @@ _PUBLIC = {
     ],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+#: modules that programs use by name, as in ``shoal.errors.PeerLost``: ``import shoal`` is enough for them
+_SUBMODULES = (
+    "backend",
+    "compat",
+    "config",
+    "distributed",
+    "errors",
+    "future",
+    "group",
+    "parallel",
+    "recorder",
+    "rendezvous",
+    "spec",
+    "store",
+    "streams",
+    "testing",
+)
 
 __all__ = ["__version__", *_MODULES]
 
@@ -158,6 +189,8 @@ __all__ = ["__version__", *_MODULES]
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)  # which sets the attribute
     if name not in _MODULES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     value: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
@@ -166,7 +199,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
 # Where shoal is installed torch does this itself at its own import (entry point torch.backends).
