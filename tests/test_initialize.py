@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,62 @@ def test_bad_arguments_are_refused_before_anybody_waits() -> None:
         shoal.init("env://", store=shoal.MemoryStore())
     with pytest.raises(shoal.UsageError, match=r"expected a shoal.store.Store or a torch"):
         shoal.init(store="tcp://127.0.0.1:1", rank=0, size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"timeout": 0}, "timeout=0: expected a positive number of seconds"),
+        ({"timeout": True}, "timeout=True: expected"),
+        ({"timeout": datetime.timedelta(1)}, "expected a positive number of seconds; pass its total_seconds"),
+        ({"transport": "ib"}, "transport='ib': expected one of auto, shm, tcp"),
+        ({"heartbeat_timeout": -1}, "heartbeat_timeout=-1: expected a positive number of seconds"),
+        ({"shared_memory_limit": "1G"}, "shared_memory_limit='1G': expected a number of bytes"),
+        ({"name": 3}, "name=3: expected a str"),
+        ({"host_id": ""}, "host_id='': expected a str that is not empty"),
+        ({"rank": True}, "rank=True: expected a whole number"),
+        ({"size": True}, "size=True: expected a whole number"),
+        ({"concurrency": True}, "concurrency=True: expected a whole number"),
+        ({"backend": "gloo"}, "takes the place of torch's gloo: leave backend= out"),
+        ({"concurency": 2}, r"shoal\.init .* no argument 'concurency'; 'concurrency' is meant, probably"),
+        ({"transprt": "tcp"}, r"shoal\.init .* no argument 'transprt'; 'transport' is meant"),
+        ({"world_size": 2}, "no argument 'world_size'; 'size' is meant"),
+        ({"init_method": "env://"}, "no argument 'init_method'; 'url' is meant"),
+        ({"xyzzy": 2}, r"no argument 'xyzzy'\.  It takes url, store, rank, .*, transport, "),
+    ],
+)
+def test_every_argument_is_checked_in_a_group_of_one_too(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(shoal.UsageError, match=problem):
+        shoal.init(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["native", "store"])
+def test_every_variable_is_checked_in_a_group_of_one_too(
+    backend: str, store_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("SHOAL_TRANSPORT", "udp"), ("SHOAL_LOCAL_SIZE", "0"), ("SHOAL_TIMEOUT", "soon")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, text)
+            with pytest.raises(shoal.ConfigurationError, match=f"{name}='{text}': expected"):
+                shoal.init(backend=backend)
+
+
+def test_a_variable_that_means_nothing_is_a_warning_once(
+    store_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.config, "_warned", set())
+    monkeypatch.setenv("SHOAL_TRANPORT", "tcp")
+    monkeypatch.setenv("SHOAL_QQQ", "1")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            shoal.init(backend=store_backend).close()
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 2
+    assert texts[0].startswith("the environment variable SHOAL_QQQ means nothing to shoal")
+    assert "those that it reads are SHOAL_RANK, SHOAL_SIZE, " in texts[0]
+    assert texts[1].endswith("SHOAL_TRANSPORT is meant, probably")
+    assert caught[0].filename == __file__
 
 
 def test_lanes_come_from_the_argument_or_the_environment(

@@ -11,8 +11,10 @@ A variable that is set to the empty string counts as not set.  ``docs/environmen
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,6 +187,39 @@ RECORDER_SIZE: Variable[int] = Variable(
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in tuple(globals().values()) if isinstance(value, Variable)
 )
+
+_PREFIX = "SHOAL_"
+#: unknown variables that the user was told of
+_warned: set[str] = set()
+
+
+def check(environ: Mapping[str, str] | None = None) -> None:
+    """Look at every variable before any is used, so that a mistake shows wherever a job starts.
+
+    A variable that begins with ``SHOAL_`` and means nothing is a warning, once in a process.
+
+    Raises:
+        ConfigurationError: the text of one is not a legal value.
+    """
+    table = os.environ if environ is None else environ
+    for variable in VARIABLES:
+        variable.get(table)
+    known = [variable.name.removeprefix(_PREFIX) for variable in VARIABLES]
+    for name in sorted(table):
+        word = name.removeprefix(_PREFIX)
+        if word == name or word in known or name in _warned:
+            continue
+        _warned.add(name)
+        near = difflib.get_close_matches(word, known, 1)
+        warnings.warn(
+            f"the environment variable {name} means nothing to shoal and is ignored; "
+            + (
+                f"{_PREFIX}{near[0]} is meant, probably"
+                if near
+                else f"those that it reads are {', '.join(_PREFIX + word for word in known)}"
+            ),
+            stacklevel=3,
+        )
 
 
 def secret(environ: Mapping[str, str] | None = None) -> bytes:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from . import config
 from .backend.base import Backend, GroupSpec
-from .backend.registry import backend_factory
+from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
 from .group import ProcessGroup
+from .keywords import misspelt, taken
 from .rendezvous import Membership, rendezvous
 from .spec import encodable
 
@@ -83,14 +86,24 @@ def init(
         RendezvousError: the processes contradict each other; RendezvousTimeout names the missing ones.
         AuthenticationError, VersionMismatch: a process does not belong to this job.
     """
-    factory = backend_factory(backend)  # a misspelt name is refused before anybody waits
+    # Whatever is wrong is refused before anybody waits, and in a group of one too.
+    config.check()
+    factory = backend_factory(backend)
+    check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
     count = lanes(concurrency)
-    seconds = config.TIMEOUT.get() if timeout is None else timeout
+    seconds = config.TIMEOUT.get() if timeout is None else _checked_timeout(timeout)
+    for what, text in (("name", name), ("host_id", host_id)):
+        if not isinstance(text, str | None) or text == "":
+            raise UsageError(f"{what}={text!r}: expected a str that is not empty")
     membership = rendezvous(
         url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id, job=job
     )
     engine = connect(membership, factory, timeout=seconds, options=options)
     return world(membership, engine, name=name, timeout=seconds, concurrency=count, options=options)
+
+
+#: what :func:`init` takes itself
+_ARGUMENTS = [name for name in signature(init).parameters if name != "options"]
 
 
 def connect(
@@ -153,9 +166,38 @@ def lanes(concurrency: int | None) -> int:
     """The number of lanes that ``concurrency=`` or ``SHOAL_CONCURRENCY`` asks for."""
     if concurrency is None:
         return config.CONCURRENCY.get()
-    if not isinstance(concurrency, int) or concurrency < 1:
+    if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
         raise UsageError(f"concurrency={concurrency!r}: expected a whole number from 1")
     return concurrency
+
+
+def check_options(
+    factory: BackendFactory, options: Mapping[str, Any], where: str, others: Sequence[str]
+) -> None:
+    """Refuse options that a backend does not take, by name or by value.
+
+    Args:
+        where: the function that was given them, for the message.
+        others: what it takes beside them.
+
+    Raises:
+        UsageError: naming the option that is meant, if one is near.
+    """
+    own = taken(factory)
+    if own is not None:
+        known = [name for name in own if name not in ("membership", "timeout")]
+        if unknown := [name for name in options if name not in known]:
+            raise misspelt(where, unknown, [*others, *known])
+    if isinstance(factory, type) and issubclass(factory, Backend):
+        factory.check_options(options)
+
+
+def _checked_timeout(timeout: float) -> float:
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or math.isnan(timeout) or timeout <= 0:
+        hint = "; pass its total_seconds()" if hasattr(timeout, "total_seconds") else ""
+        raise UsageError(f"timeout={timeout!r}: expected a positive number of seconds{hint}")
+    return timeout
 
 
 def _close_at_exit() -> None:

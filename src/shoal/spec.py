@@ -6,6 +6,7 @@ the ones of the native core (``cpp/kernels/types.h``); a test compares the two.
 
 from __future__ import annotations
 
+import difflib
 import enum
 import numbers
 from collections.abc import Sequence
@@ -89,12 +90,28 @@ class ReduceOp:
             return _BY_NAME[op]
         except (KeyError, TypeError):
             names = ", ".join(sorted(_BY_NAME))
-            raise UsageError(f"unknown reduction {op!r}; expected a ReduceOp or one of: {names}") from None
+            meant = _meant(op)
+            raise UsageError(
+                f"unknown reduction {op!r}{meant and f'; {meant!r} is meant, probably'}; expected a "
+                f"shoal.ReduceOp or one of: {names}"
+            ) from None
 
     def __repr__(self) -> str:
         if self.code == _Kind.PREMUL_SUM:
             return f"ReduceOp.premul_sum({self.factor})"
         return f"ReduceOp.{self.name}"
+
+
+def _meant(op: object) -> str:
+    """The name of the reduction that something else stands for: ``"SUM"``, torch's ``ReduceOp.SUM``."""
+    # Torch's reductions show themselves as <RedOpType.SUM: 0>.
+    word = op if isinstance(op, str) else getattr(op, "name", None) or str(op)
+    word = str(word).rpartition(".")[2].partition(":")[0].lower()
+    word = _OTHER_NAMES.get(word, word)
+    return next(iter(difflib.get_close_matches(word, _BY_NAME, 1)), "")
+
+
+_OTHER_NAMES = {"mean": "avg", "average": "avg", "prod": "product", "mul": "product", "add": "sum"}
 
 
 def _factor(given: object) -> float:

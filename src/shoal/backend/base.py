@@ -12,6 +12,7 @@ its first proposal).
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -121,6 +122,18 @@ class Backend(abc.ABC):
     """Connects one process to its peers; makes a :class:`DataChannel` for each group."""
 
     name: ClassVar[str]
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuse values of options that cannot be right; called before anybody waits for anybody.
+
+        Args:
+            options: as the constructor will get them; their names are checked already.
+
+        Raises:
+            UsageError: what is wrong, and what was expected.
+        """
+        return
 
     @abc.abstractmethod
     def __init__(self, membership: Membership, *, timeout: float, **options: Any) -> None:

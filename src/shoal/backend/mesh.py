@@ -22,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-from .. import wire
+from .. import config, wire
 from ..errors import (
     AuthenticationError,
     RendezvousError,
@@ -131,6 +131,19 @@ class Memory:
         self.rings = rings  # one for each rank, its offset; unused ones cost nothing
 
 
+def checked_transport(transport: str | None) -> str:
+    """``transport``, or for None ``SHOAL_TRANSPORT``.
+
+    Raises:
+        UsageError: there is no such way.
+    """
+    if transport is None:
+        return config.TRANSPORT.get()
+    if transport not in TRANSPORTS:
+        raise UsageError(f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}")
+    return transport
+
+
 def connect(membership: Membership, memory: Memory, *, transport: str, timeout: float) -> Mesh:
     """Connect this rank to all others.
 
@@ -138,8 +151,6 @@ def connect(membership: Membership, memory: Memory, *, transport: str, timeout: 
         RendezvousTimeout: names the ranks that were not connected in time.
         RendezvousError: ranks disagree on the transport, or ``shm`` was asked for and is not possible.
     """
-    if transport not in TRANSPORTS:
-        raise UsageError(f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}")
     return _Builder(membership, memory, transport, Deadline(timeout)).run()
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from ..errors import (
 from ..future import Future
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from .base import Backend, DataChannel, GroupSpec, Membership
-from .mesh import Memory, connect, lacking
+from .mesh import Memory, checked_transport, connect, lacking
 from .shapes import packed, unpacked
 
 _FOREVER = 1e12  # seconds
@@ -64,6 +65,12 @@ class NativeBackend(Backend):
 
     name = "native"
 
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        checked_transport(options.get("transport"))
+        _checked_heartbeat(options.get("heartbeat_timeout"))
+        _checked_limit(options.get("shared_memory_limit"))
+
     def __init__(
         self,
         membership: Membership,
@@ -74,7 +81,8 @@ class NativeBackend(Backend):
         shared_memory_limit: int | None = None,
     ) -> None:
         self._me = membership
-        heartbeat = config.HEARTBEAT_TIMEOUT.get() if heartbeat_timeout is None else heartbeat_timeout
+        way = checked_transport(transport)
+        heartbeat = _checked_heartbeat(heartbeat_timeout)
         capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
@@ -91,7 +99,7 @@ class NativeBackend(Backend):
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat
                 )
                 if membership.size > 1:
-                    self._connect(config.TRANSPORT.get() if transport is None else transport, timeout)
+                    self._connect(way, timeout)
                 self._context.start()
             except BaseException:
                 # At once, and not when the last frame of the traceback goes.
@@ -460,15 +468,28 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
 
 
+def _checked_heartbeat(seconds: float | None) -> float:
+    if seconds is None:
+        return config.HEARTBEAT_TIMEOUT.get()
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise UsageError(f"heartbeat_timeout={seconds!r}: expected a positive number of seconds")
+    return seconds
+
+
+def _checked_limit(limit: int | None) -> int | None:
+    what = "shared_memory_limit"
+    if limit is None:
+        limit, what = config.SHARED_MEMORY_LIMIT.get(), config.SHARED_MEMORY_LIMIT.name
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 << 20):
+        raise UsageError(f"{what}={limit!r}: expected a number of bytes, at least a mebibyte (2**20)")
+    return limit
+
+
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
     """Bytes of address space to reserve, and bytes that may be in use."""
+    limit = _checked_limit(limit)
     if limit is None:
-        limit = config.SHARED_MEMORY_LIMIT.get()
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if limit is None:
-        limit = physical
-    if limit < 1 << 20:
-        raise UsageError(f"shared_memory_limit={limit}: expected at least a mebibyte")
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Every rank maps every other's memory; ranks that are threads do so in one address space.
     most: int = 2**46 // max(local_size, 1) ** 2
     capacity = min(max(limit, 1 << 30) + (1 << 28), most)

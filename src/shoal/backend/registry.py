@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 #: name of the backend that comes with shoal
 NATIVE = "native"
 _GROUP = "shoal.backends"
+#: names that torch.distributed knows, for tensors of the CPU
+_OF_TORCH = ("gloo", "mpi", "shoal")
 
 
 class BackendFactory(Protocol):
@@ -69,7 +71,10 @@ def backend_factory(name: str) -> BackendFactory:
     for entry in entry_points(group=_GROUP, name=name):
         factory: BackendFactory = entry.load()
         return factory
-    raise UsageError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
+    known = f"unknown backend {name!r}; known are {', '.join(backend_names())}"
+    if name in _OF_TORCH:
+        known += f".  {NATIVE!r}, the default, takes the place of torch's {name}: leave backend= out"
+    raise UsageError(known)
 
 
 def backend_names() -> list[str]:

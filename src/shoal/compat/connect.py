@@ -21,7 +21,7 @@ from .. import config
 from ..backend.registry import NATIVE, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..initialize import connect, lanes, world
+from ..initialize import check_options, connect, lanes, world
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.given import store_address
 from ..store import PrefixStore, adopt
@@ -78,8 +78,11 @@ def _default_group() -> ProcessGroup | None:
 
 
 def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
+    config.check()
     limit = options.timeout.total_seconds()
     concurrency = lanes(extra.pop("concurrency", None))
+    factory = backend_factory(NATIVE)
+    check_options(factory, extra, f"pg_options of the backend {NAME!r}", ["concurrency"])
     store = adopt(options.store)
     # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
     venue = Venue(
@@ -103,7 +106,7 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     # The meeting ends here and not with the group: by then the store may be gone with rank 0, which torch
     # lets serve it, and torch's C++ prints a stack whenever a store is gone.
     leaving = replace(membership, connected=partial(membership.release, _LEAVING))
-    engine = connect(leaving, backend_factory(NATIVE), timeout=limit, options=extra)
+    engine = connect(leaving, factory, timeout=limit, options=extra)
     membership.release(_LEAVING)
     own = PrefixStore(incarnation, adopt(options.store))
     membership = replace(membership, store=own, release=lambda _: own.close())

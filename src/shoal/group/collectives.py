@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..future import Future
+from ..keywords import explained
 from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp
 from .premultiplied import multiply, products
 from .staging import Staging, readable, readable_beside
-from .submission import Submitter, mapped
+from .submission import Submitter, called, mapped
 
 # Looking a member up in an enumeration costs more than a small message.
 _ALL_REDUCE = OpKind.ALL_REDUCE
@@ -35,7 +36,7 @@ class Collectives(Submitter):
     """The collective operations of a group."""
 
     def all_reduce(
-        self, x: torch.Tensor, op: ReduceOp | str = SUM, *, timeout: float | None = None
+        self, x: torch.Tensor, op: ReduceOp | str = SUM, *, timeout: float | None = None, **unknown: NoReturn
     ) -> Future[torch.Tensor]:
         """Reduce ``x`` over all ranks, in place on every rank.
 
@@ -51,6 +52,8 @@ class Collectives(Submitter):
             UnsupportedOperation: a reduction without meaning for the dtype.
             GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
         """
+        if unknown:
+            self._refuse_keywords("all_reduce", unknown)
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
         if reduction.code != _PREMUL_SUM:
             future = self._submit_usual(_ALL_REDUCE, x, x, timeout, reduction)
@@ -61,6 +64,7 @@ class Collectives(Submitter):
         call.reduction(reduction, x.dtype)
         return self._in_place(OpKind.ALL_REDUCE, x, timeout, reduction)
 
+    @explained(called)
     def reduce(
         self, x: torch.Tensor, root: int = 0, op: ReduceOp | str = SUM, *, timeout: float | None = None
     ) -> Future[torch.Tensor | None]:
@@ -83,13 +87,15 @@ class Collectives(Submitter):
         return self._submit(OpKind.REDUCE, sources, (), timeout, reduction, root)
 
     def broadcast(
-        self, x: torch.Tensor, root: int = 0, *, timeout: float | None = None
+        self, x: torch.Tensor, root: int = 0, *, timeout: float | None = None, **unknown: NoReturn
     ) -> Future[torch.Tensor]:
         """Copy ``x`` of rank ``root`` into ``x`` of all others.
 
         Returns:
             A future of ``x``.
         """
+        if unknown:
+            self._refuse_keywords("broadcast", unknown)
         if root.__class__ is int and root >= 0:
             source = x if root == self._rank else None
             future = self._submit_usual(_BROADCAST, source, x, timeout, root=root)
@@ -105,6 +111,7 @@ class Collectives(Submitter):
         submitted = self._submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
         return submitted if source is x else mapped(submitted, lambda _: x)
 
+    @explained(called)
     def all_gather(
         self,
         x: torch.Tensor,
@@ -134,7 +141,7 @@ class Collectives(Submitter):
         return self._scatter_gather(OpKind.ALL_GATHER, [x], out, list(out), timeout, sizes=sizes)
 
     def all_gather_single(
-        self, out: torch.Tensor, x: torch.Tensor, *, timeout: float | None = None
+        self, out: torch.Tensor, x: torch.Tensor, *, timeout: float | None = None, **unknown: NoReturn
     ) -> Future[torch.Tensor]:
         """Bring the tensors of all ranks to all ranks, one after another in ``out``.
 
@@ -145,6 +152,8 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
+        if unknown:
+            self._refuse_keywords("all_gather_single", unknown)
         future = self._submit_usual(_ALL_GATHER, x, out, timeout)
         if future is not None:
             return future
@@ -156,6 +165,7 @@ class Collectives(Submitter):
         sizes = [x.numel()] * self._size
         return self._scatter_gather(OpKind.ALL_GATHER, [x], [out], out, timeout, sizes=sizes)
 
+    @explained(called)
     def reduce_scatter(
         self,
         out: torch.Tensor,
@@ -187,7 +197,13 @@ class Collectives(Submitter):
         )
 
     def reduce_scatter_single(
-        self, out: torch.Tensor, x: torch.Tensor, op: ReduceOp | str = SUM, *, timeout: float | None = None
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        op: ReduceOp | str = SUM,
+        *,
+        timeout: float | None = None,
+        **unknown: NoReturn,
     ) -> Future[torch.Tensor]:
         """Reduce ``x`` over all ranks; rank *r* gets the *r*-th of ``size`` equal parts of the result.
 
@@ -199,6 +215,8 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
+        if unknown:
+            self._refuse_keywords("reduce_scatter_single", unknown)
         reduction = ReduceOp.of(op)
         if reduction.code != _PREMUL_SUM:
             future = self._submit_usual(_REDUCE_SCATTER, x, out, timeout, reduction)
@@ -213,6 +231,7 @@ class Collectives(Submitter):
         sizes = [out.numel()] * self._size
         return self._scatter_gather(OpKind.REDUCE_SCATTER, [x], [out], out, timeout, reduction, sizes=sizes)
 
+    @explained(called)
     def gather(
         self,
         x: torch.Tensor,
@@ -252,6 +271,7 @@ class Collectives(Submitter):
                 call.count(part, f"out[{i}]", counts[i], "the part of that rank")
         return self._scatter_gather(OpKind.GATHER, [x], out, list(out), timeout, root=root, sizes=counts)
 
+    @explained(called)
     def scatter(
         self,
         out: torch.Tensor,
@@ -290,6 +310,7 @@ class Collectives(Submitter):
                 call.count(part, f"inputs[{i}]", counts[i], "the part of that rank")
         return self._scatter_gather(OpKind.SCATTER, inputs, [out], out, timeout, root=root, sizes=counts)
 
+    @explained(called)
     def all_to_all(
         self,
         out: Sequence[torch.Tensor],
@@ -322,6 +343,7 @@ class Collectives(Submitter):
         input_splits: Sequence[int] | None = None,
         *,
         timeout: float | None = None,
+        **unknown: NoReturn,
     ) -> Future[torch.Tensor]:
         """Cut ``x`` along its first dimension, send part *r* to rank *r*, join what arrives in ``out``.
 
@@ -333,6 +355,8 @@ class Collectives(Submitter):
         Returns:
             A future of ``out``.
         """
+        if unknown:
+            self._refuse_keywords("all_to_all_single", unknown)
         if output_splits is None and input_splits is None:
             future = self._submit_usual(_ALL_TO_ALL, x, out, timeout)
             if future is not None:
@@ -356,8 +380,10 @@ class Collectives(Submitter):
             outputs = torch.split(staging.writable(out).detach(), incoming)
         return self._scatter_gather(OpKind.ALL_TO_ALL, inputs, outputs, out, timeout, staging=staging)
 
-    def barrier(self, *, timeout: float | None = None) -> Future[None]:
+    def barrier(self, *, timeout: float | None = None, **unknown: NoReturn) -> Future[None]:
         """Complete when every rank of the group has called it."""
+        if unknown:
+            self._refuse_keywords("barrier", unknown)
         future = self._submit_usual(_BARRIER, None, None, timeout)
         return self._submit(_BARRIER, (), (), timeout) if future is None else future
 

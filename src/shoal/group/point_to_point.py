@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..future import Future
+from ..keywords import explained
 from ..spec import ANY_SOURCE, Operation, OpKind
 from .staging import Staging, readable
-from .submission import Submitter, mapped
+from .submission import Submitter, called, mapped
 from .validation import Call
 
 
@@ -28,6 +29,7 @@ class Message(NamedTuple):
 class PointToPoint(Submitter):
     """The point-to-point operations of a group."""
 
+    @explained(called)
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
         """Send ``x`` to rank ``dst``.
 
@@ -41,6 +43,7 @@ class PointToPoint(Submitter):
         """
         return self._submit_messages([self._send_operation(self._call("send"), x, dst, tag, timeout)])[0]
 
+    @explained(called)
     def recv(
         self,
         x: torch.Tensor | None = None,
@@ -62,6 +65,7 @@ class PointToPoint(Submitter):
         """
         return self._recv("recv", x, src, tag, timeout, lambda message: message.tensor)
 
+    @explained(called)
     def recv_message(
         self,
         x: torch.Tensor | None = None,

@@ -25,6 +25,7 @@ from .. import objects
 from ..backend.base import Backend, DataChannel, GroupSpec
 from ..errors import GroupAborted, GroupClosed
 from ..future import Future
+from ..keywords import explained
 from ..recorder import FlightRecorder
 from ..spec import ANY_SOURCE, DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
@@ -35,6 +36,7 @@ from .family import Family
 from .lists import Given
 from .monitored_barrier import monitored_barrier
 from .point_to_point import PointToPoint
+from .submission import called
 
 
 class ProcessGroup(Collectives, PointToPoint):
@@ -141,6 +143,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     # -- memory --------------------------------------------------------------------------------
 
+    @explained(called)
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that the backend uses without copies.
 
@@ -168,6 +171,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     # -- operations made of others -------------------------------------------------------------
 
+    @explained(called)
     def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
         """A barrier that says on every rank which ranks did not come in time.
 
@@ -184,32 +188,38 @@ class ProcessGroup(Collectives, PointToPoint):
         """Collect sends and receives in a ``with`` block and submit them together at its end."""
         return Batch(self)
 
+    @explained(called)
     def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
         """Bring the picklable objects of all ranks to all ranks; the value is their list."""
         return objects.all_gather_object(self, obj, timeout)
 
+    @explained(called)
     def gather_object(
         self, obj: Any, root: int = 0, *, timeout: float | None = None
     ) -> Future[list[Any] | None]:
         """Bring the picklable objects of all ranks to rank ``root``; None elsewhere."""
         return objects.gather_object(self, obj, root, timeout)
 
+    @explained(called)
     def broadcast_object(
         self, obj: Any = None, root: int = 0, *, timeout: float | None = None
     ) -> Future[Any]:
         """Bring the picklable object of rank ``root`` to all ranks; ``obj`` of the others is ignored."""
         return objects.broadcast_object(self, obj, root, timeout)
 
+    @explained(called)
     def scatter_object(
         self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
     ) -> Future[Any]:
         """Hand ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on the others."""
         return objects.scatter_object(self, objs, root, timeout)
 
+    @explained(called)
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
         """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
         return objects.send_object(self, obj, dst, tag, timeout)
 
+    @explained(called)
     def recv_object(
         self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
     ) -> Future[Any]:
@@ -218,6 +228,7 @@ class ProcessGroup(Collectives, PointToPoint):
 
     # -- groups made from this one -------------------------------------------------------------
 
+    @explained(called)
     def split(
         self, color: int | None, key: int | None = None, *, timeout: float | None = None
     ) -> ProcessGroup | None:
@@ -254,6 +265,7 @@ class ProcessGroup(Collectives, PointToPoint):
         # The key of the exchange tells this split from all others, and is equal on all ranks.
         return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}")
 
+    @explained(called)
     def subgroup(
         self, ranks: Sequence[int], name: str | None = None, *, timeout: float | None = None
     ) -> ProcessGroup:

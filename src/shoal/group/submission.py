@@ -9,8 +9,9 @@ that :mod:`shoal.future` derives for them, which is equal on all ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +19,7 @@ from .. import config
 from ..backend.base import DataChannel, GroupSpec
 from ..errors import ForkedProcess, GroupAborted, GroupClosed, UsageError
 from ..future import Completion, Future, callback_scope
+from ..keywords import misspelt
 from ..recorder import FlightRecorder
 from ..spec import SUM, Operation, OpKind, ReduceOp
 from .validation import Call
@@ -27,6 +29,11 @@ _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15
 #: Stands for the tensor that an operation does not have, in its record.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def called(name: str, group: Submitter, *_: object) -> str:
+    """Who calls what, for errors about the keywords of an operation."""
+    return f"{name} on rank {group._rank}"
 
 
 class Submitter:
@@ -156,6 +163,12 @@ class Submitter:
         return operation
 
     # -- refusals ------------------------------------------------------------------------------
+
+    def _refuse_keywords(self, name: str, unknown: Iterable[str]) -> NoReturn:
+        """For operations on which small messages depend: they spare themselves ``keywords.explained``."""
+        parameters = signature(getattr(type(self), name)).parameters
+        known = [word for word in parameters if word not in ("self", "unknown")]
+        raise misspelt(called(name, self), unknown, known)
 
     def _checked_timeout(self, timeout: float) -> float:
         if not isinstance(timeout, (int, float)) or not timeout > 0:

@@ -203,9 +203,11 @@ def _check_job(job: str) -> None:
 
 
 def _check_numbers(rank: int | None, size: int | None) -> None:
-    if size is not None and (not isinstance(size, int) or size < 1):
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise UsageError(f"size={size!r}: expected a whole number from 1")
-    if rank is not None and (not isinstance(rank, int) or rank < 0 or (size is not None and rank >= size)):
+    if rank is not None and (
+        not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or (size is not None and rank >= size)
+    ):
         raise UsageError(
             f"rank={rank!r}: expected a whole number from 0" + ("" if size is None else f" to {size - 1}")
         )

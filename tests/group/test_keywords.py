@@ -1,0 +1,95 @@
+"""Torch's names for arguments, and misspelt ones: the error says which name is meant."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal
+from shoal import ProcessGroup, UsageError
+from shoal.keywords import explained
+from shoal.testing import run_threads
+
+X = torch.ones(2)
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "async_op": (
+        lambda g: g.all_reduce(X, async_op=True),
+        "all_reduce on rank 0 takes no argument 'async_op': every operation returns a future at once, and "
+        "future.wait() waits for it.  It takes x, op, timeout",
+    ),
+    "group": (lambda g: g.barrier(group=g), "'group': the operation is a method of its group"),
+    "process_group": (lambda g: g.all_reduce(X, process_group=g), "'process_group': the operation is a "),
+    "src of a broadcast": (lambda g: g.broadcast(X, src=0), "'src'; 'root' is meant"),
+    "dst of a reduce": (lambda g: g.reduce(X, dst=0), "'dst'; 'root' is meant"),
+    "src of objects": (lambda g: g.broadcast_object(1, src=0), "'src'; 'root' is meant"),
+    "gather_list": (lambda g: g.gather(X, gather_list=[X]), "'gather_list'; 'out' is meant"),
+    "scatter_list": (lambda g: g.scatter(X, scatter_list=[X]), "'scatter_list'; 'inputs' is meant"),
+    "splits": (lambda g: g.all_to_all_single(X, X, input_split_sizes=[2]), "'input_splits' is meant"),
+    "misspelt": (lambda g: g.all_gather_single(X, X, timout=3), "'timout'; 'timeout' is meant"),
+    "nothing like it": (lambda g: g.split(0, zzz=3), r"'zzz'.  It takes color, key, timeout"),
+    "receive": (lambda g: g.recv(X, group_src=0), "recv on rank 0 takes no argument 'group_src'; 'src' is "),
+    "capitals": (lambda g: g.all_reduce(X, op="SUM"), "unknown reduction 'SUM'; 'sum' is meant"),
+    "mean": (lambda g: g.all_reduce(X, op="mean"), "unknown reduction 'mean'; 'avg' is meant"),
+    "torch's": (lambda g: g.all_reduce(X, dist.ReduceOp.MAX), ">; 'max' is meant, probably; expected"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_error_says_the_name_that_is_meant_and_the_group_stays_usable(name: str) -> None:
+    call, text = CALLS[name]
+
+    def rank(group: ProcessGroup) -> list[float]:
+        with pytest.raises(UsageError, match=re.escape(text)):
+            call(group)
+        return group.all_reduce(torch.ones(1)).wait().tolist()
+
+    assert run_threads(rank, 1) == [[1.0]]
+
+
+def test_every_operation_refuses_what_it_does_not_take() -> None:
+    operations = [
+        name
+        for name, method in inspect.getmembers(ProcessGroup, inspect.isfunction)
+        if not name.startswith("_") and "timeout" in inspect.signature(method).parameters
+    ]
+    assert len(operations) > 20
+
+    def rank(group: ProcessGroup) -> None:
+        for name in operations:
+            if name == "close":
+                continue
+            method = getattr(group, name)
+            needed = [p for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+            given = [X for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD]
+            with pytest.raises(
+                UsageError, match=f"{name} on rank 0 takes no argument 'timeuot'; 'timeout' is"
+            ):
+                method(*given, timeuot=3)
+
+    run_threads(rank, 1)
+
+
+def test_pg_options_are_named_as_such() -> None:
+    with pytest.raises(UsageError, match="'concurency'; 'concurrency' is meant"):
+        shoal.distributed.init_process_group(pg_options={"concurency": 2})
+    assert not shoal.distributed.is_initialized()
+
+
+def test_what_a_decorated_function_takes_is_still_seen() -> None:
+    @explained(lambda name, *_: f"function {name}")
+    def scale(x: float, *, by: float = 2) -> float:
+        """Docstring."""
+        return x * by
+
+    assert list(inspect.signature(scale).parameters) == ["x", "by"]
+    assert scale.__doc__ == "Docstring."
+    assert scale(3, by=3) == 9
+    with pytest.raises(TypeError, match=r"function scale takes no argument 'bye'; 'by' is meant, probably\."):
+        scale(3, bye=3)  # type: ignore[call-arg]
