@@ -105,7 +105,7 @@ def _refused() -> None:
         dist.new_subgroups_by_enumeration([[0, 1], [1]])
     with pytest.raises(shoal.UsageError, match="lists of ranks that are not empty"):
         dist.split_group(split_ranks=[[0], []])
-    with pytest.raises(shoal.UsageError, match="got int: -100"):
+    with pytest.raises(shoal.UsageError, match="this rank is not a member of the group"):
         dist.get_process_group_ranks(ABSENT)
     assert _sum(None) == 1111.0
 

@@ -147,7 +147,7 @@ def test_other_arguments_without_meaning_are_refused() -> None:
             shoal.PeriodicModelAverager(0, group=group)
         with pytest.raises(shoal.UsageError, match="warmup_steps must be a number of steps, got -1"):
             shoal.PeriodicModelAverager(2, -1, group=group)
-        with pytest.raises(shoal.UsageError, match="group must be a ProcessGroup, got NoneType"):
+        with pytest.raises(shoal.UsageError, match="no default group of shoal"):
             shoal.PeriodicModelAverager(2, group=None)  # type: ignore[arg-type]
         averager = shoal.PeriodicModelAverager(2, group=group)
         with pytest.raises(shoal.UsageError, match="got str"):

@@ -21,6 +21,7 @@ from .. import config
 from ..backend.registry import NATIVE, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
+from ..group.given import default_groups
 from ..initialize import check_options, connect, lanes, world
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.given import store_address
@@ -75,6 +76,9 @@ def _default_group() -> ProcessGroup | None:
     """The shoal group of all ranks, if torch's default group stands on one."""
     default = dist.group.WORLD if dist.is_initialized() else None
     return default.group if isinstance(default, TorchProcessGroup) else None
+
+
+default_groups.append(_default_group)
 
 
 def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:

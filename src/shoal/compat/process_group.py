@@ -56,6 +56,11 @@ class TorchProcessGroup(TorchCollectives):
 
     # -- identity ------------------------------------------------------------------------------
 
+    @property
+    def __shoal_group__(self) -> ProcessGroup:
+        """:attr:`group`, for what takes groups of shoal (see :mod:`shoal.group.given`)."""
+        return self.group
+
     def name(self) -> str:
         """The backend's name."""
         return NAME

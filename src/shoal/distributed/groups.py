@@ -11,6 +11,7 @@ import torch
 from .. import config
 from ..errors import UsageError
 from ..group import ProcessGroup
+from ..group.given import adopted
 from .arguments import Duration, group_rank_of, seconds
 from .backend import parse_backend, refuse_device
 from .state import NON_GROUP_MEMBER, GroupLike, default_group, is_absent, not_a_group, state
@@ -234,8 +235,8 @@ def _a_group(group: GroupLike, operation: str) -> ProcessGroup:
     """A group that this rank is in."""
     if group is None:
         return default_group(operation)
-    if isinstance(group, ProcessGroup):
-        return group
+    if (pg := adopted(group)) is not None:
+        return pg
     raise not_a_group(operation, group)
 
 

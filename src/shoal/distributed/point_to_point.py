@@ -162,6 +162,7 @@ class P2POp:
             return
         pg = member_group(group, "P2POp")
         assert pg is not None  # this rank is in the group
+        self.group = pg
         self.group_peer = rank_in_group(pg, "P2POp", "peer", peer, group_peer)
         self.peer = pg.ranks[self.group_peer]
 

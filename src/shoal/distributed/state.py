@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from ..errors import UsageError
 from ..group import ProcessGroup
+from ..group.given import adopted, default_groups, not_ours
 
 #: What takes the place of a group in a rank that is not in it.
 NON_GROUP_MEMBER = -100
@@ -73,6 +74,7 @@ class _State:
 
 
 state = _State()
+default_groups.append(lambda: state.world)
 
 
 class _World(type):
@@ -114,8 +116,8 @@ def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
     """
     if group is None:
         return default_group(operation)
-    if isinstance(group, ProcessGroup):
-        return group
+    if (pg := adopted(group)) is not None:
+        return pg
     if is_absent(group):
         warnings.warn(
             f"{operation} on global rank {default_group(operation).rank}: this rank is not in the given "
@@ -132,11 +134,8 @@ def is_absent(group: object) -> bool:
 
 
 def not_a_group(operation: str, group: object) -> UsageError:
-    """The error for something that is no group."""
-    return UsageError(
-        f"{operation}{_here()}: group must be a shoal.ProcessGroup, such as new_group() returns, or None for "
-        f"the default group, got {type(group).__name__}: {group!r}"
-    )
+    """The error for something that is no group of ours."""
+    return not_ours(group, f"{operation}{_here()}")
 
 
 def _no_group(operation: str) -> UsageError:

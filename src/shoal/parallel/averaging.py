@@ -16,6 +16,7 @@ import torch
 from ..errors import UsageError
 from ..future import Future
 from ..group import ProcessGroup
+from ..group.given import given_group
 from ..spec import AVG
 from .parcel import MESSAGE_BYTES
 
@@ -23,7 +24,7 @@ from .parcel import MESSAGE_BYTES
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
-def average_parameters(params: Parameters, group: ProcessGroup) -> None:
+def average_parameters(params: Parameters, group: object = None) -> None:
     """Replace each parameter by its mean over all ranks of ``group``.  Collective; returns when it is done.
 
     Parameters of one dtype are sent together, in messages of up to 25 MiB; one is packed while another is on
@@ -38,6 +39,7 @@ def average_parameters(params: Parameters, group: ProcessGroup) -> None:
         UsageError: ``params`` holds something else.
         OutOfSharedMemory: a message does not fit.
     """
+    ranks = given_group(group, "average_parameters")
     on_the_way: list[tuple[list[torch.Tensor], list[torch.Tensor], Future[torch.Tensor]]] = []
 
     def unpack_one() -> None:
@@ -47,11 +49,11 @@ def average_parameters(params: Parameters, group: ProcessGroup) -> None:
 
     with torch.no_grad():
         for tensors in _messages(_trained(params)):
-            memory = group.empty(sum(x.numel() for x in tensors), dtype=tensors[0].dtype)
+            memory = ranks.empty(sum(x.numel() for x in tensors), dtype=tensors[0].dtype)
             parts = memory.split_with_sizes([x.numel() for x in tensors])
             views = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
             torch._foreach_copy_(views, tensors)
-            on_the_way.append((tensors, views, group.all_reduce(memory, AVG)))
+            on_the_way.append((tensors, views, ranks.all_reduce(memory, AVG)))
             if len(on_the_way) > 1:
                 unpack_one()
         while on_the_way:
@@ -70,12 +72,10 @@ class ModelAverager(abc.ABC):
         group: the ranks.
     """
 
-    def __init__(self, group: ProcessGroup, warmup_steps: int) -> None:
-        if not isinstance(group, ProcessGroup):
-            raise UsageError(f"group must be a ProcessGroup, got {type(group).__name__}")
+    def __init__(self, group: object, warmup_steps: int) -> None:
         if not isinstance(warmup_steps, int) or warmup_steps < 0:
             raise UsageError(f"warmup_steps must be a number of steps, got {warmup_steps!r}")
-        self.group = group
+        self.group = given_group(group, type(self).__name__)
         self.warmup_steps = warmup_steps
         self.step = 0
 
@@ -107,7 +107,7 @@ class PeriodicModelAverager(ModelAverager):
         UsageError: an argument makes no sense.
     """
 
-    def __init__(self, period: int, warmup_steps: int = 0, *, group: ProcessGroup) -> None:
+    def __init__(self, period: int, warmup_steps: int = 0, *, group: object = None) -> None:
         super().__init__(group, warmup_steps)
         _check_period(period)
         if period == 1:
@@ -139,14 +139,15 @@ class HierarchicalModelAverager(ModelAverager):
     """
 
     def __init__(
-        self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, *, group: ProcessGroup
+        self, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0, *, group: object = None
     ) -> None:
         super().__init__(group, warmup_steps)
-        _check_hierarchy(period_group_size_dict, group.size)
+        ranks = self.group
+        _check_hierarchy(period_group_size_dict, ranks.size)
         if max(period_group_size_dict) == 1:
             _warn_of_period_1()
         self.period_process_group_dict = {
-            period: group if size == group.size else group.subgroup(_block(group.rank, size))
+            period: ranks if size == ranks.size else ranks.subgroup(_block(ranks.rank, size))
             for period, size in period_group_size_dict.items()
         }
 

@@ -13,6 +13,8 @@ from torch._compile import _disable_dynamo
 
 from ..errors import UsageError
 from ..group import ProcessGroup
+from ..group.given import given_group
+from ..keywords import explained
 from .buckets import reduced_dtype
 from .buffers import BufferSync
 from .copies import Copies, Device, pick_devices
@@ -52,7 +54,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             may be named again), and every forward pass splits its inputs among the copies.
         output_device: where several copies' outputs are joined; the first of ``device_ids`` unless given.
         dim: the dimension along which several copies' inputs are split and their outputs joined.
-        group: the ranks to train on.
+        group: the ranks to train on: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the
+            backend "shoal"; None: the default group of ``torch.distributed`` or ``shoal.distributed``.
         broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.
         init_sync: give all ranks rank 0's parameters and buffers now, and check that they hold the same
             model. Without it both are up to the caller.
@@ -88,6 +91,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     module: nn.Module
     group: ProcessGroup
 
+    @explained(lambda name, *_: "DistributedDataParallel")
     def __init__(
         self,
         module: nn.Module,
@@ -95,7 +99,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         output_device: Device | None = None,
         dim: int = 0,
         *,
-        group: ProcessGroup,
+        group: object = None,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
         bucket_cap_mb: float = 25,
@@ -115,11 +119,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UsageError(
                 "skip_all_reduce_unused_params needs find_unused_parameters=True, and no static_graph"
             )
+        ranks = given_group(group, "DistributedDataParallel")
         check_trainable(module)
         devices, output_on = pick_devices(module, device_ids, output_device)
         if init_sync:
             check_same_model(
-                group,
+                ranks,
                 module,
                 {
                     "dim": dim,
@@ -133,9 +138,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                 },
             )
-            broadcast_all(group, [*module.parameters(), *module.buffers()])
+            broadcast_all(ranks, [*module.parameters(), *module.buffers()])
         self.module = module
-        self.group = group
+        self.group = ranks
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         delayed, after = _delayed(named, delay_all_reduce_named_params or (), param_to_hook_all_reduce)
         precision = mixed_precision or MixedPrecision()
@@ -166,12 +171,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             reduce_dtype=reduce_dtype,
         )
         names = [name for name, _ in named]
-        self._reducer: Reducer | None = Reducer(group, names, self._all_copies(names), options)
+        self._reducer: Reducer | None = Reducer(ranks, names, self._all_copies(names), options)
         if carrying := take_over_optimizers_in_backward(parameter for _, parameter in named):
             self._reducer.set_hook(None, hook_then_optimizers_in_backward(allreduce_hook))
             self._reducer.after_pass.append(partial(_forget_gradients, carrying))
-        self._buffers_in_step = BufferSync(group, module) if broadcast_buffers else None
-        self._watch = ModelWatch(module, group.rank)
+        self._buffers_in_step = BufferSync(ranks, module) if broadcast_buffers else None
+        self._watch = ModelWatch(module, ranks.rank)
         self._share = Share()
         self._synchronised = True
         self._divide_by_initial_world_size = True

@@ -36,6 +36,7 @@ from ..errors import (
 )
 from ..future import Future
 from ..group import ProcessGroup
+from ..group.given import given_group
 
 #: A rank that has shadowed so many steps says that the inputs are very uneven.
 _MANY_STEPS = 1000
@@ -89,8 +90,11 @@ class Joinable(ABC):
 
     @property
     @abstractmethod
-    def join_process_group(self) -> ProcessGroup:
-        """The ranks; the same for all joinables of a Join."""
+    def join_process_group(self) -> Any:
+        """The ranks; the same for all joinables of a Join.
+
+        A :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the backend "shoal".
+        """
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,7 @@ class Join:
         config = _config(joinable)
         if not (config.enable and config.is_first_joinable):
             return None
-        group = joinable.join_process_group
+        group = _group_of(joinable)
         if group.size == 1:
             return None
         named = config.throw_on_early_termination
@@ -295,15 +299,19 @@ def _common_group(joinables: Sequence[Joinable]) -> ProcessGroup:
         _config(joinable)
         if any(joinable is other for other in joinables[:index]):
             raise UsageError(f"joinable {index} of the Join, {_name(joinable)}, is named twice")
-    group = joinables[0].join_process_group
+    group = _group_of(joinables[0])
     for joinable in joinables[1:]:
-        other = joinable.join_process_group
+        other = _group_of(joinable)
         if other is not group:
             raise UsageError(
                 f"the joinables of a Join must share one group: {_name(joinables[0])} has {group!r}, but "
                 f"{_name(joinable)} has {other!r}"
             )
     return group
+
+
+def _group_of(joinable: Joinable) -> ProcessGroup:
+    return given_group(joinable.join_process_group, "Join", f"join_process_group of {_name(joinable)}")
 
 
 def _config(joinable: Joinable) -> JoinConfig:

@@ -10,6 +10,7 @@ import torch
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
+from ...group.given import adopted, backend_of, not_ours
 from .bucket import CommHook, GradBucket
 
 
@@ -21,8 +22,10 @@ def group_of(state: object, bucket: GradBucket, hook: str) -> ProcessGroup:
     """
     if state is None:
         return bucket.group
-    if isinstance(state, ProcessGroup):
-        return state
+    if (group := adopted(state)) is not None:
+        return group
+    if backend_of(state) is not None:
+        raise not_ours(state, hook, "its state")
     raise UsageError(
         f"the state of {hook} is a ProcessGroup, or None for the group of the model; got "
         f"{type(state).__name__}.  Register it with model.register_comm_hook(None, {hook})"
@@ -35,8 +38,10 @@ def checked_group(group: object, what: str) -> ProcessGroup | None:
     Raises:
         UsageError: it is neither a group nor None.
     """
-    if group is None or isinstance(group, ProcessGroup):
-        return group
+    if group is None or (found := adopted(group)) is not None:
+        return None if group is None else found
+    if backend_of(group) is not None:
+        raise not_ours(group, "a communication hook", what)
     raise UsageError(f"{what} must be a ProcessGroup or None, got {type(group).__name__}")
 
 

@@ -16,12 +16,17 @@ from torch.optim import Optimizer
 
 from ...errors import UsageError
 from ...group import ProcessGroup
+from ...group.given import given_group
+from ...keywords import misspelt
 from ..join import Join, Joinable, JoinHook
 from ..model_check import check_same
 from .arguments import checked_parameters, describe
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .exchange import Portion
 from .partition import Partition
+
+#: what the constructor takes beside what is for the optimiser inside
+_ARGUMENTS = ("params", "optimizer_class", "group", "parameters_as_bucket_view", "overlap_with_ddp")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -43,7 +48,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: as for any optimiser: tensors, pairs of name and tensor, or dictionaries for groups.
         optimizer_class: of the optimiser inside.  One that treats each parameter by itself, as all of
             ``torch.optim`` do but LBFGS.
-        group: the ranks.
+        group: the ranks: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the backend
+            "shoal"; None: the default group of ``torch.distributed`` or ``shoal.distributed``.
         parameters_as_bucket_view: make the parameters views of one piece of memory that the whole group on
             this host can see: one message a rank.  Their values do not change, but their ``data`` does.
         overlap_with_ddp: update parameters while backward still runs, in a communication hook that
@@ -66,13 +72,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: Iterable[Any],
         optimizer_class: type[Optimizer],
         *,
-        group: ProcessGroup,
+        group: object = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
+        if "process_group" in defaults:
+            raise misspelt("ZeroRedundancyOptimizer", ["process_group"], _ARGUMENTS)
         given = checked_parameters(params, optimizer_class)
-        self.group = group
+        self.group: ProcessGroup = given_group(group, "ZeroRedundancyOptimizer")
         if overlap_with_ddp and parameters_as_bucket_view:
             raise UsageError(
                 "with overlap_with_ddp=True parameters travel with the buckets of gradients; leave "
@@ -82,7 +90,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         #: Whether a hook updates parameters in backward.
         self.hooked = False
         self._as_views = parameters_as_bucket_view
-        self._partition = Partition(group.size)
+        self._partition = Partition(self.group.size)
         self._portions: list[Portion] = []
         self._consolidated: dict[str, Any] | None = None
         self._made = False

@@ -1,0 +1,97 @@
+"""The group that a caller means by ``group=``.
+
+It is one of ours; or something that stands on one, as the groups do that torch.distributed makes with the
+backend "shoal"; or None for the default group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from ..errors import UsageError
+from .process_group import ProcessGroup
+
+#: an object that stands on one of our groups gives it under this name.
+STANDS_ON = "__shoal_group__"
+#: what torch hands to a rank that is not in the group it asked for.
+_NOT_A_MEMBER = -100
+
+#: Each gives the default group of one API, or None while there is none; they add themselves when imported.
+default_groups: list[Callable[[], ProcessGroup | None]] = []
+
+
+def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
+    """The group that ``group`` stands for.
+
+    Args:
+        group: a :class:`~shoal.ProcessGroup`, a group of torch.distributed over the backend "shoal", or
+            None for the default group of ``torch.distributed`` or ``shoal.distributed``.
+        taker: what takes it, for errors.
+        what: the name of the argument.
+
+    Raises:
+        UsageError: it is something else, or None and there is no default group, or two.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if group is None:
+        return _default(taker, what)
+    found = adopted(group)
+    if found is None:
+        raise not_ours(group, taker, what)
+    return found
+
+
+def adopted(group: object) -> ProcessGroup | None:
+    """Our group that ``group`` is or stands on, or None."""
+    found = group if isinstance(group, ProcessGroup) else getattr(group, STANDS_ON, None)
+    return found if isinstance(found, ProcessGroup) else None
+
+
+def not_ours(group: object, taker: str, what: str = "group") -> UsageError:
+    """The error for what is no group, or none of ours."""
+    if isinstance(group, int) and group == _NOT_A_MEMBER:
+        return UsageError(
+            f"{taker}: this rank is not a member of the {what} that was given (GroupMember.NON_GROUP_MEMBER, "
+            "as new_group gives to ranks that are not in it); only its members can take part"
+        )
+    backend = backend_of(group)
+    if backend is not None:
+        return UsageError(
+            f"{taker}: {what} is a group of torch.distributed over the backend {backend!r}, which shoal "
+            'cannot use; make it with init_process_group("shoal") or new_group(..., backend="shoal"), or '
+            "pass a group of shoal.init()"
+        )
+    return UsageError(
+        f"{taker}: {what} must be a shoal.ProcessGroup (or a group of torch.distributed over the backend "
+        f"'shoal'), or None for the default group, got {type(group).__name__}: {group!r}"
+    )
+
+
+def _default(taker: str, what: str) -> ProcessGroup:
+    found = {id(group): group for find in default_groups if (group := find()) is not None}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise UsageError(
+            f"{taker}: both torch.distributed and shoal.distributed have a default group here; name one of "
+            f"them, {what}=..."
+        )
+    raise UsageError(
+        f"{taker}: {what} is not given, and this process has no default group of shoal; pass "
+        f'{what}=shoal.init(), or call init_process_group("shoal") of torch.distributed first'
+    )
+
+
+def backend_of(group: object) -> str | None:
+    """The backend of a group of torch.distributed; None for what is none."""
+    # Known by its name: only shoal.compat imports torch.distributed.
+    kinds = type(group).__mro__
+    if not any(kind.__name__ == "ProcessGroup" and "distributed" in kind.__module__ for kind in kinds):
+        return None
+    names = []
+    for device in getattr(group, "_device_types", ()):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            names.append(group._get_backend(device).name())  # type: ignore[attr-defined]
+    return ",".join(dict.fromkeys(names)) or "unknown"
