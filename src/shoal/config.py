@@ -94,6 +94,14 @@ def _bytes(text: str) -> int:
     return value
 
 
+def _descriptor(text: str) -> tuple[int, int]:
+    """``7:4026``: a descriptor, and the inode of the file that it stands for."""
+    fd, inode = map(int, text.split(":"))
+    if fd < 0 or inode < 0:
+        raise ValueError(text)
+    return fd, inode
+
+
 def job_name(text: str) -> str:
     """``text`` itself, if it can name a job: it becomes part of keys, and of every message about the job.
 
@@ -149,6 +157,10 @@ SECRET: Variable[str | None] = Variable(
 SECRET_FILE: Variable[str | None] = Variable(
     "SHOAL_SECRET_FILE", "the path of a readable file", str, None,
     "File that holds the job's secret; read when `SHOAL_SECRET` is not set.",
+)  # fmt: skip
+REPORT_FD: Variable[tuple[int, int] | None] = Variable(
+    "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
+    "Where this process tells its launcher of its own failure; `shoal run` sets it.",
 )  # fmt: skip
 HOST_ID: Variable[str | None] = Variable(
     "SHOAL_HOST_ID", "any text", str, None,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from . import config
+from . import config, failure_report
 from .backend.base import Backend, GroupSpec
 from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
@@ -203,6 +203,8 @@ def _checked_timeout(timeout: float) -> float:
 def _close_at_exit() -> None:
     # What the interpreter printed as the uncaught exception; 3.12 renamed it.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):
+        failure_report.ended(error)
     for group in list(_open.values()):
         with contextlib.suppress(Exception):
             if error is not None and not hasattr(sys, "ps1"):

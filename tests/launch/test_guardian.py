@@ -102,6 +102,16 @@ def test_a_launcher_killed_at_any_moment_of_its_start_leaves_nothing(
         until(lambda: not marked())
 
 
-def test_ranks_inherit_no_descriptor_but_the_standard_ones(workshop: Workshop) -> None:
-    code, out, _ = workshop.run("print(sorted(os.listdir('/proc/self/fd'))[:-1])", ranks=1)
-    assert (code, out) == (0, b"[0] ['0', '1', '2']\n")
+def test_ranks_inherit_no_descriptor_but_the_standard_ones_and_the_one_for_reports(
+    workshop: Workshop,
+) -> None:
+    code, out, _ = workshop.run(
+        """
+        there = set(map(int, os.listdir("/proc/self/fd")))
+        opened = os.open("/", os.O_RDONLY)  # as listing them needed a descriptor too
+        report = int(os.environ["SHOAL_REPORT_FD"].partition(":")[0])
+        print(sorted(there - {opened, report}))
+        """,
+        ranks=1,
+    )
+    assert (code, out) == (0, b"[0] [0, 1, 2]\n")

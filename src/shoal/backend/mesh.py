@@ -22,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-from .. import config, wire
+from .. import config, failure_report, wire
 from ..errors import (
     AuthenticationError,
     RendezvousError,
@@ -432,6 +432,7 @@ class _Builder:
             RendezvousError: with the reason, as soon as it is known.
         """
         self._look_for_reason([rank])
+        failure_report.told([rank])
         return RendezvousError(
             f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
             "prints, and start the job again"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .. import _core, config
+from .. import _core, config, failure_report
 from ..errors import (
     CollectiveMismatch,
     ForkedProcess,
@@ -44,6 +44,7 @@ from .shapes import packed, unpacked
 _FOREVER = 1e12  # seconds
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
+_OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
 
 _core.learn_tensors(torch.Tensor)
@@ -229,6 +230,7 @@ class NativeChannel(DataChannel):
         self._backend = backend
         self._core = core
         self._size = len(spec.ranks)
+        self._spec = spec
         self._failure: GroupError | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
@@ -305,10 +307,16 @@ class NativeChannel(DataChannel):
         if known is None and not self._core.broken():
             return None
         if known is None or isinstance(known, PeerLost):
-            latest = error_of(self._core.failure())  # others may have died since
+            latest = self.error(self._core.failure())  # others may have died since
             if known is None or str(latest) != str(known):
                 self._failure = latest
         return self._failure
+
+    def error(self, error: tuple[int, str, list[int]] | None) -> GroupError | None:
+        """The exception for an error of the core, of which the launcher hears if another rank caused it."""
+        if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
+            failure_report.told([self._spec.ranks[rank] for rank in error[2]])
+        return error_of(error)
 
     def abort(self, reason: str) -> None:
         self._core.abort(encodable(reason))
@@ -378,7 +386,7 @@ class _Source:
 
     def exception(self) -> BaseException | None:
         error = self.core.error()
-        return None if error is None else error_of(error)
+        return None if error is None else self._channel.error(error)
 
     def notify(self, fn: Callable[[], None]) -> None:
         def done() -> None:

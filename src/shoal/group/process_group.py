@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import objects
+from .. import failure_report, objects
 from ..backend.base import Backend, DataChannel, GroupSpec
 from ..errors import GroupAborted, GroupClosed
 from ..future import Future
@@ -350,6 +350,7 @@ class ProcessGroup(Collectives, PointToPoint):
         if self._state == "open" and self._channel.failure() is None:
             self._abort_reason = reason
             self._state = "aborted"
+        failure_report.left()
         self._channel.abort(reason)
 
     def close(self, timeout: float | None = None) -> None:
@@ -392,6 +393,8 @@ class ProcessGroup(Collectives, PointToPoint):
             if self._state in ("closed", "forked"):
                 return
             self._state = "closing"
+        if self._owner is not None:
+            failure_report.left()
         self._channel.begin_close()
 
     def _become_forked(self) -> None:

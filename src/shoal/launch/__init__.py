@@ -8,6 +8,8 @@ How data flows in ``shoal run``::
      ├─ guardian.py     a process of its own that ends the ranks should the launcher be killed
      └─ supervisor.py   the loop: exits, signals, deadlines, output
          ├─ process.py      one rank: start, signal, exit status
+         ├─ reports.py      what a rank reported of its failure
+         ├─ causes.py       which rank failed first
          ├─ lines.py        bytes of a pipe -> whole lines and progress updates
          ├─ sink.py         whole lines -> this terminal, file or pipe
          └─ summary.py      what the user reads when a rank failed

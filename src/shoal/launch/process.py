@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from contextlib import suppress
 import psutil
 
 from ..errors import LaunchError
+from ..failure_report import Report
+from .reports import Reports
 
 
 class Rank:
@@ -25,23 +28,28 @@ class Rank:
 
     Attributes:
         status: None while it runs, then the exit code, or minus the number of the signal.
-        seconds: how long it ran.
-        stopped: the launcher ended it because another rank had failed.
+        ended_at: when its end was seen, in seconds of CLOCK_MONOTONIC; infinity while it runs.
+        stopping: the launcher has sent it a signal because another rank had failed.
         stdout, stderr: the pipes that it writes to.
     """
 
     def __init__(
         self,
         index: int,
+        size: int,
         argv: Sequence[str],
         environment: Mapping[str, str],
         announce: Callable[[], None],
     ) -> None:
         self.index = index
         self.status: int | None = None
-        self.seconds = 0.0
-        self.stopped = False
+        self.ended_at = math.inf
+        self.stopping = False
         self._started = time.monotonic()
+        try:
+            self._reports = Reports(size)
+        except OSError as error:
+            raise LaunchError(f"rank {index} could not be started: {error}") from error
         try:
             self._process = subprocess.Popen(
                 argv,
@@ -49,12 +57,15 @@ class Rank:
                 stdin=None if index == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=environment,
+                env={**environment, **self._reports.variables},
                 start_new_session=True,
                 preexec_fn=announce,
+                pass_fds=[self._reports.inherited],
             )
         except (OSError, subprocess.SubprocessError) as error:
+            self._reports.close()
             raise LaunchError(f"rank {index} could not be started: {argv[0]}: {error}") from error
+        self._reports.started()
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         assert self._process.stdout is not None
@@ -67,7 +78,7 @@ class Rank:
         assert result is not None
         exited = result.si_code == os.CLD_EXITED
         self.status = result.si_status if exited else -result.si_status
-        self.seconds = time.monotonic() - self._started
+        self.ended_at = time.monotonic()
         return self.status
 
     def send(self, number: int) -> None:
@@ -86,12 +97,26 @@ class Rank:
         self.stdout.close()
         self.stderr.close()
         os.close(self.pidfd)
+        self._reports.close()
+
+    def read_reports(self) -> None:
+        """Take what the rank has reported of its failure."""
+        self._reports.read()
 
     @property
-    def exit_code(self) -> int:
-        """The status as a shell would say it: 128 and the signal's number for a killed rank."""
-        assert self.status is not None
-        return self.status if self.status >= 0 else 128 - self.status
+    def reports(self) -> Sequence[Report]:
+        """What it reported, the earliest first."""
+        return self._reports.received
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.ended_at - self._started
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the launcher ended it because another rank had failed."""
+        return self.stopping and self.status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def members(groups: Sequence[int]) -> list[psutil.Process]:

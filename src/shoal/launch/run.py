@@ -66,7 +66,7 @@ def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
         with closing(supervisor):
             for rank in range(size):
                 variables = job.variables(rank, server.url, str(port.number))
-                supervisor.start(argv, inherited | extra | variables)
+                supervisor.start(argv, inherited | extra | variables, size)
             # Threads begin here, after the last fork.
             server.start()
             return supervisor.run()

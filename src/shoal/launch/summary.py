@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import psutil
 
+from . import causes
 from .process import Rank
 
 
@@ -24,27 +25,48 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def failure(first: Rank, ranks: Sequence[Rank], tail: Sequence[bytes]) -> bytes:
-    """The summary of a job in which ``first`` was the first rank to fail.
+def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
+    """The summary of a job in which a rank failed.
 
     Args:
-        first: the rank; all of ``ranks`` have ended.
+        ranks: all of them; they have ended.
+        first: the index of the one that failed first.
         tail: the last lines of its stderr.
     """
-    assert first.status is not None
-    ran = f"after {first.seconds:.1f} s (process {first.pid})"
-    text = f"shoal: rank {first.index} failed first: {describe(first.status)}, {ran}\n".encode()
-    others = [rank for rank in ranks if rank is not first]
+    culprit = ranks[first]
+    ran = f"after {culprit.seconds:.1f} s (process {culprit.pid})"
+    text = f"shoal: rank {first} failed first: {_outcome(culprit)}, {ran}\n".encode()
+    others = [(rank, _relation(ranks, rank, first)) for rank in ranks if rank is not culprit]
     if others:
-        text += f"shoal: other ranks: {_others(others)}\n".encode()
+        text += f"shoal: other ranks: {_grouped(others)}\n".encode()
     if not tail:
         return text + b"shoal: it wrote nothing to stderr\n"
     return text + b"shoal: the end of its stderr:\n" + b"".join(b"  | " + line + b"\n" for line in tail)
 
 
+def _outcome(culprit: Rank) -> str:
+    assert culprit.status is not None
+    if not culprit.stopped:
+        return describe(culprit.status)
+    said = "".join(report.text for report in culprit.reports if report.kind == "failed")
+    shown = "".join(each if each.isprintable() else "?" for each in said)
+    return (f"{shown}; " if shown else "") + "it did not end by itself and was ended by the launcher"
+
+
+def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
+    """How a rank ended that did not fail first, and why if that is known."""
+    assert rank.status is not None
+    if rank.stopped:
+        return "ended by the launcher"
+    if rank.status != 0 and causes.origin(ranks, rank) == first:
+        return f"ended because rank {first} did ({describe(rank.status)})"
+    return "finished" if rank.status == 0 else describe(rank.status)
+
+
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
     """What is said when a signal to the launcher ended the job."""
-    return f"shoal: stopped by {signal_name(number)}: {_others(ranks)}\n".encode()
+    ended = [(rank, "finished" if rank.status == 0 else describe(rank.status or 0)) for rank in ranks]
+    return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
 
 def leftovers(processes: Sequence[psutil.Process]) -> bytes:
@@ -56,15 +78,12 @@ def leftovers(processes: Sequence[psutil.Process]) -> bytes:
     return f"shoal: killed what the ranks left running: {', '.join(names)}\n".encode()
 
 
-def _others(ranks: Sequence[Rank]) -> str:
-    outcomes: dict[str, list[int]] = {}
-    for rank in ranks:
-        assert rank.status is not None
-        outcome = "finished" if rank.status == 0 else describe(rank.status)
-        if rank.stopped:
-            outcome = "ended by the launcher"
-        outcomes.setdefault(outcome, []).append(rank.index)
-    return "; ".join(f"{numbers(indices)} {outcome}" for outcome, indices in outcomes.items())
+def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:
+    """``0, 2-3 finished; 1 exit code 7``."""
+    found: dict[str, list[int]] = {}
+    for rank, outcome in outcomes:
+        found.setdefault(outcome, []).append(rank.index)
+    return "; ".join(f"{numbers(indices)} {outcome}" for outcome, indices in found.items())
 
 
 def numbers(indices: Sequence[int]) -> str:

@@ -6,7 +6,8 @@ when many are seen at once: the first failure is the first, not the one with the
 
 A job goes through these phases::
 
-    RUNNING --a rank fails-----> FAILED    the others get SIGTERM, and SIGKILL a moment later
+    RUNNING --a rank fails-----> FAILED    the others get SIGTERM, and SIGKILL a moment later;
+       |                           |       the rank that caused it (causes.py) may end by itself
        |-----SIGINT, SIGTERM---> STOPPING  passed on; SIGKILL after a long grace or a second SIGINT
        v                           |
     every rank has ended <---------+----> what they left in their process groups is killed,
@@ -21,7 +22,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from . import summary
+from . import causes, summary
 from .guardian import Guardian
 from .output import Output
 from .process import Rank, members
@@ -29,6 +30,8 @@ from .signals import STOP, Signals
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
 FAILURE_GRACE = 0.6
+#: seconds for a rank that failed first and has not ended yet, so that its traceback and exit code are seen
+CULPRIT_GRACE = 5.0
 #: seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
 STOP_GRACE = 30.0
 #: SIGINTs nearer than this are one: it may reach the launcher directly and through its group
@@ -61,24 +64,26 @@ class Supervisor:
         self._announce = guardian.announcer()
         self._ranks: list[Rank] = []
         self._phase = _Phase.RUNNING
-        self._first_failure: Rank | None = None
+        self._culprit: Rank | None = None
         self._stop_signal = 0
         self._interrupted_at = -_SAME_INTERRUPT
         self._kill_at: float | None = None
+        #: until when the culprit may end by itself
+        self._spare_until: float | None = None
         self._selector = selectors.DefaultSelector()
         self._output: Output | None = None
         self._closing = self._impatient = False
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the next rank; raises LaunchError."""
-        rank = Rank(len(self._ranks), argv, environment, self._announce)
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], size: int) -> None:
+        """Start the next of ``size`` ranks; raises LaunchError."""
+        rank = Rank(len(self._ranks), size, argv, environment, self._announce)
         self._ranks.append(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._ended(rank))
 
     def run(self) -> int:
         """Watch until every rank and all that they started is gone; returns the exit code.
 
-        That is the first failed rank's; or 128 and a number when a signal to the launcher ended
+        That is the rank's that failed first; or 128 and a number when a signal to the launcher ended
         the job; or 0.
         """
         output = self._output = Output(self._selector, self._signals.wake, len(self._ranks))
@@ -109,24 +114,50 @@ class Supervisor:
         """Handle what is ready, or wait for it until ``timeout`` or the next deadline."""
         assert self._output is not None
         now = time.monotonic()
-        deadlines = [at - now for at in (self._kill_at, self._output.next_show()) if at is not None]
+        moments = self._kill_at, self._spare_until, self._output.next_show()
+        deadlines = [at - now for at in moments if at is not None]
         if timeout is not None:
             deadlines.append(timeout)
         for key, _ in self._selector.select(max(0.0, min(deadlines)) if deadlines else None):
             key.data()
         self._output.show()
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
             self._kill()
+        if self._spare_until is not None and now >= self._spare_until:
+            self._spare_until = None
+            self._end_all()
 
     def _ended(self, rank: Rank) -> None:
         self._selector.unregister(rank.pidfd)
         status = rank.collect()
+        if rank is self._culprit:
+            self._spare_until = None
         if self._phase is _Phase.RUNNING and status != 0:
-            self._phase, self._first_failure = _Phase.FAILED, rank
-            self._kill_at = time.monotonic() + FAILURE_GRACE
-            self._send(signal.SIGTERM)
-        elif self._phase is _Phase.FAILED:
-            rank.stopped = -status in (signal.SIGTERM, signal.SIGKILL)
+            self._phase = _Phase.FAILED
+            first = self._ranks[self._cause()]
+            if first.status is None:
+                self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE
+            self._end_all()
+
+    def _cause(self) -> int:
+        """The index of the rank that failed first, now that one has failed."""
+        for rank in self._ranks:
+            rank.read_reports()
+        found = causes.cause(self._ranks)
+        assert found is not None
+        return found
+
+    def _end_all(self) -> None:
+        """End every rank but the culprit that is spared, because one has failed."""
+        self._kill_at = time.monotonic() + FAILURE_GRACE
+        for rank in self._ranks:
+            if rank.status is None and not self._is_spared(rank):
+                rank.stopping = True
+                rank.send(signal.SIGTERM)
+
+    def _is_spared(self, rank: Rank) -> bool:
+        return rank is self._culprit and self._spare_until is not None
 
     def _signalled(self) -> None:
         assert self._output is not None
@@ -142,6 +173,9 @@ class Supervisor:
                 self._stop(number)
             elif self._phase is _Phase.STOPPING:
                 self._stop(number)
+            elif self._spare_until is not None:
+                self._spare_until = None
+                self._end_all()
         self._output.resume()
 
     def _stop(self, number: int) -> None:
@@ -170,7 +204,8 @@ class Supervisor:
     def _kill(self) -> None:
         self._kill_at = None
         for rank in self._ranks:
-            rank.send_group(signal.SIGKILL)
+            if not self._is_spared(rank):
+                rank.send_group(signal.SIGKILL)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -193,10 +228,10 @@ class Supervisor:
 
     def _conclude(self, output: Output) -> int:
         """Print the summary of a job that did not end well; gives the exit code."""
-        first = self._first_failure
-        if first is not None:
-            output.say(summary.failure(first, self._ranks, output.tail(first.index)))
-            return first.exit_code
+        if self._phase is _Phase.FAILED:
+            first = self._cause()
+            output.say(summary.failure(self._ranks, first, output.tail(first)))
+            return causes.exit_code(self._ranks, first)
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal

@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
+from .. import failure_report
 from ..errors import (
     RendezvousError,
     RendezvousTimeout,
@@ -139,10 +140,11 @@ class Meeting:
             with contextlib.suppress(StoreError, WireError):
                 self._room.fail(reason, at=max(each.at for each in dead.values()))
                 self._room.why_failed()
-            raise self._failed(reason)
+            raise self._failed(reason, dead)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank could not connect because of ``error``."""
+        failure_report.failed(error)
         reason = str(error) or type(error).__name__
         if not isinstance(error, RendezvousError):
             reason = f"rank {self.rank} could not connect: {type(error).__name__}: {reason}"
@@ -155,6 +157,7 @@ class Meeting:
 
         They would find the store gone, and look for it in vain.
         """
+        failure_report.failed(error)
         reason = f"the rank that serves the store gave up: {error or type(error).__name__}"
         notice = msgspec.json.encode(CalledOff(reason, isinstance(error, RendezvousTimeout)))
         with contextlib.suppress(StoreError, WireError):
@@ -249,6 +252,7 @@ class Meeting:
             self._room.clear()
             return False
         self.rank = rank
+        failure_report.joined(self.rank, self.size)
         return True
 
     def _agree_on_record(self) -> Record | None:
@@ -379,7 +383,9 @@ class Meeting:
         self._room.store.set(f"refused/{self._me.token}", f"{self._me}: {reason}".encode())
         return RendezvousError(f"rendezvous ({self._where}): {reason}")
 
-    def _failed(self, reason: str) -> RendezvousError:
+    def _failed(self, reason: str, ranks: Collection[int] = ()) -> RendezvousError:
+        """The error of a meeting that failed because of other ranks, ``ranks`` if they are known."""
+        failure_report.told(ranks)
         return RendezvousError(self._prefix + reason.removeprefix(self._prefix))
 
     def _as_rank(self) -> str:

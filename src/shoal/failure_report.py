@@ -1,0 +1,153 @@
+"""What a rank tells its launcher of its own failure, so that causes can be told from consequences.
+
+The rank that fails first is often not the first to end: it tells its peers, and closes its groups, while they
+end already because of it.  So each rank of ``shoal run`` inherits a descriptor and reports, with the time:
+
+- ``failed``: an exception that nobody caught ends it, or it could not connect;
+- ``left``: it aborts a group, or closes the world, which others may still need;
+- ``told``: it has heard that others failed or left, and which;
+- ``ended``: the exit code that Python gives it after an exception that nobody caught.
+
+What others will hear of is reported before they can, so the report of a cause is earlier than those of its
+consequences.  A rank that dies at once (a signal, ``os._exit``) reports nothing; those that lost it name it.
+
+Without such a launcher nothing happens here.  A forked child closes its copy of the descriptor, a program
+that the rank executes does not inherit it, and neither speaks for the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Collection
+from typing import Annotated, Literal
+
+import msgspec
+
+from . import config
+from .errors import ConfigurationError
+from .wire import close_in_forked_child
+
+#: characters of a report's text, ranks that it names, and bytes of the whole
+LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
+
+#: reports of one process
+_MOST_REPORTS = 8
+
+Kind = Literal["failed", "left", "told", "ended"]
+_Rank = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One report.
+
+    Attributes:
+        at: when it happened, in seconds of CLOCK_MONOTONIC, which all processes of a host share.
+        ranks: which ranks have failed, of a ``told``; empty if nothing says which.
+        code: of an ``ended``.
+        text: of a ``failed``: the exception, in words.
+    """
+
+    kind: Kind
+    at: float
+    ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_RANKS)] = ()
+    code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
+    text: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
+
+
+def descriptor_name(fd: int) -> str:
+    """``fd`` as ``SHOAL_REPORT_FD`` names it: with its inode, because numbers are used again."""
+    return f"{fd}:{os.fstat(fd).st_ino}"
+
+
+class _Line:
+    """The inherited descriptor."""
+
+    def __init__(self, fd: int, inode: int) -> None:
+        self._fd = fd
+        self._inode = inode
+
+    def is_there(self) -> bool:
+        """Whether the descriptor is still what the launcher gave this process."""
+        if self._fd < 0:
+            return False
+        try:
+            status = os.fstat(self._fd)
+        except OSError:
+            return False
+        return stat.S_ISSOCK(status.st_mode) and status.st_ino == self._inode
+
+    def send(self, report: bytes) -> None:
+        """Send a report if that is possible without waiting."""
+        with contextlib.suppress(OSError):
+            if self.is_there():
+                os.write(self._fd, report)
+
+    def close(self) -> None:
+        """Close this process's copy."""
+        if self.is_there():
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _inherited() -> _Line | None:
+    try:
+        named = config.REPORT_FD.get()
+    except ConfigurationError:
+        return None
+    if named is None:
+        return None
+    line = _Line(*named)
+    if not line.is_there():
+        return None
+    os.set_inheritable(named[0], False)
+    close_in_forked_child(line)
+    return line
+
+
+_line = _inherited()
+_reported: set[tuple[Kind, tuple[int, ...]]] = set()
+#: whether the world's ranks have the launcher's numbers, as far as they are known
+_same_numbers = True
+
+
+def joined(rank: int, size: int) -> None:
+    """This process is ``rank`` of a world of ``size``, which the next reports number ranks by."""
+    global _same_numbers
+    _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
+
+
+def failed(error: BaseException) -> None:
+    """This rank fails with ``error``; to be called before others hear of it."""
+    _report("failed", text=_words(error))
+
+
+def left() -> None:
+    """This rank leaves a group; to be called before others hear of it."""
+    _report("left")
+
+
+def told(ranks: Collection[int] = ()) -> None:
+    """This rank has heard that ``ranks`` of the world failed or left, or that some did."""
+    _report("told", tuple(ranks)[:MOST_RANKS] if _same_numbers else ())
+
+
+def ended(error: BaseException) -> None:
+    """The interpreter ends because of ``error``, which nobody caught."""
+    failed(error)
+    # Python ends by SIGINT, which a shell calls 130, after an interrupt that nobody caught.
+    _report("ended", code=130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _report(kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "") -> None:
+    if _line is None or (kind, ranks) in _reported or len(_reported) >= _MOST_REPORTS:
+        return
+    _reported.add((kind, ranks))
+    words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
+    _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words)))

@@ -1,0 +1,82 @@
+"""What the ranks report of their failures, as the launcher receives it.
+
+A rank runs the user's program, so what comes from it may be anything.  Everything is checked here: a report
+that is too long, malformed or names ranks that are not there is dropped, and so is all that comes after the
+first few.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import msgspec
+
+from ..failure_report import LONGEST, Report, descriptor_name
+
+#: reports that are read from one rank
+_MOST = 16
+
+
+class Reports:
+    """The reports of one rank.
+
+    Args:
+        size: number of ranks in the job.
+
+    Attributes:
+        inherited: the descriptor that the rank must inherit, until :meth:`started`.
+        received: what was reported, the earliest first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._begin = time.monotonic()
+        self._left = _MOST
+        self._mine, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._mine.setblocking(False)
+        self._theirs.setblocking(False)  # a rank does not wait for the launcher to read
+        self.inherited = self._theirs.fileno()
+        self.received: list[Report] = []
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the rank is told of its descriptor."""
+        return {"SHOAL_REPORT_FD": descriptor_name(self.inherited)}
+
+    def started(self) -> None:
+        """The rank has its copy."""
+        self._theirs.close()
+
+    def read(self) -> None:
+        """Take what has come since the last call; never blocks."""
+        while self._left > 0:
+            try:
+                data, _, flags, _ = self._mine.recvmsg(LONGEST)
+            except BlockingIOError:
+                break
+            except OSError:
+                data, flags = b"", 0
+            if not data:
+                self._left = 0
+                break
+            self._left -= 1
+            if not flags & socket.MSG_TRUNC:
+                self._take(data)
+        self.received.sort(key=lambda report: report.at)
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        self._mine.close()
+        self._theirs.close()
+
+    def _take(self, data: bytes) -> None:
+        try:
+            report = msgspec.msgpack.decode(data, type=Report)
+        except msgspec.DecodeError:
+            return
+        # Not NaN either, and not outside of the time in which the rank can have sent it.
+        if not self._begin <= report.at <= time.monotonic():
+            return
+        if all(rank < self._size for rank in report.ranks):
+            self.received.append(report)

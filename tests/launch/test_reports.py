@@ -1,0 +1,115 @@
+"""What the launcher takes from a rank: well-formed reports, a few, from the time in which it ran."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from shoal.failure_report import LONGEST, MOST_RANKS, Report
+from shoal.launch.reports import Reports
+
+
+def encoded(report: object) -> bytes:
+    return msgspec.msgpack.encode(report)
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+def test_reports_are_sorted_by_their_time() -> None:
+    reports = Reports(2)
+    early, late = Report("left", now()), Report("told", now(), (1,))
+    for each in (late, early):
+        os.write(reports.inherited, encoded(each))
+    reports.read()
+    assert reports.received == [early, late]
+    reports.close()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        lambda: b"",
+        lambda: b"\xff" * 100,
+        lambda: encoded(Report("failed", now(), text="x" * 300)),
+        lambda: encoded(Report("told", now(), tuple([0] * (MOST_RANKS + 1)))),
+        lambda: encoded(Report("told", now(), (2,))),
+        lambda: encoded(Report("told", now(), (-1,))),
+        lambda: encoded(Report("ended", now(), code=256)),
+        lambda: encoded(Report("failed", now() - 1000)),
+        lambda: encoded(Report("failed", now() + 1000)),
+        lambda: encoded(Report("failed", float("nan"))),
+        lambda: encoded({"kind": "unheard", "at": now()}),
+        lambda: encoded(Report("failed", now())) + b"\0" * LONGEST,
+    ],
+)
+def test_nonsense_is_dropped(nonsense: object) -> None:
+    assert callable(nonsense)
+    reports = Reports(2)
+    os.write(reports.inherited, nonsense())
+    reports.read()
+    assert reports.received == []
+    reports.close()
+
+
+def test_a_rank_that_reports_without_end_is_heard_a_few_times() -> None:
+    reports = Reports(2)
+    for _ in range(100):
+        try:
+            for _ in range(1000):
+                os.write(reports.inherited, encoded(Report("left", now())))
+        except BlockingIOError:
+            pass
+        reports.read()
+    assert len(reports.received) <= 16
+    reports.close()
+
+
+#: a process that says which of its children, beside itself, can report
+SPEAKERS = """
+import os, subprocess, sys
+from shoal import failure_report
+child = "from shoal import failure_report; print('executed', failure_report._line is not None, flush=True)"
+subprocess.run([sys.executable, "-c", child], close_fds=False)
+if os.fork() == 0:
+    failure_report.left()
+    os._exit(0)
+os.wait()
+failure_report.told([1])
+"""
+
+
+def test_neither_a_forked_child_nor_an_executed_one_speaks_for_the_rank() -> None:
+    reports = Reports(2)
+    ran = subprocess.run(
+        [sys.executable, "-c", SPEAKERS],
+        env={**os.environ, **reports.variables, "SHOAL_RANK": "0", "SHOAL_SIZE": "2"},
+        pass_fds=[reports.inherited],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    reports.read()
+    assert [(report.kind, report.ranks) for report in reports.received] == [("told", (1,))]
+    assert ran.stdout == b"executed False\n"
+    reports.close()
+
+
+def test_a_number_that_means_another_file_by_now_is_not_written_to() -> None:
+    reports = Reports(2)
+    script = "import os, sys; from shoal import failure_report; os.dup2(2, {}); failure_report.left()"
+    ran = subprocess.run(
+        [sys.executable, "-c", script.format(reports.inherited)],
+        env={**os.environ, **reports.variables},
+        pass_fds=[reports.inherited],
+        stderr=subprocess.PIPE,
+        check=True,
+    )
+    reports.read()
+    assert (reports.received, ran.stderr) == ([], b"")
+    reports.close()
