@@ -55,11 +55,18 @@ void Group::on_peer_closing(int rank, std::uint64_t next_number, bool has_read) 
   context_->bell().wake();
 }
 
+// A collective lacks a rank most often because that ran out of batches before the others.
+std::string departure(int rank, const Request& request) {
+  const std::string text = "rank " + std::to_string(rank) + " has closed the group and left";
+  if (request.kind >= Kind::kSend) return text;
+  return text +
+         ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches while "
+         "others go on.  Give all ranks equally many, or train inside `with shoal.Join([model])`";
+}
+
 // Why nobody will complete the operation any more, now that this member closes the group, if so.
 std::optional<Error> Group::in_vain(Operation& op) {
-  if (auto gone = departed_for(op))
-    return Error{
-        ErrorCode::kClosed, "rank " + std::to_string(*gone) + " has closed the group and left", {*gone}};
+  if (auto gone = departed_for(op)) return Error{ErrorCode::kClosed, departure(*gone, op.request()), {*gone}};
   const Request& request = op.request();
   std::lock_guard lock(state_mutex_);
   auto member = [&](int r) -> const Leaving& { return leaving_members_[static_cast<std::size_t>(r)]; };

@@ -108,7 +108,9 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
     error.text = (absence.empty() ? "the connection to this rank was lost" : absence) +
                  "; the others gave it up: " + error.text;
   }
-  if (code != ErrorCode::kMismatch && error.text.find(kReported) == std::string::npos)
+  // A table names all ranks, and an abort the one that called it.
+  const bool names = code == ErrorCode::kMismatch || code == ErrorCode::kAborted;
+  if (!names && error.text.find(kReported) == std::string::npos)
     error.text += kReported + std::to_string(rank) + ")";
   fail(std::move(error), false);
 }
@@ -263,7 +265,7 @@ std::string Group::different_lanes(const Inquiry& inquiry) const {
 }
 
 std::string Group::table(const Inquiry& inquiry) const {
-  std::string text = "the ranks of group '" + name() + "' called different things as " +
+  std::string text = "the ranks called different things as " +
                      (inquiry.channel >> 62 ? std::string("one operation of a callback")
                                             : "operation " + std::to_string(inquiry.channel)) +
                      ":";

@@ -154,10 +154,7 @@ void Group::settle(Operation& op) {
   if (auto rank = departed_for(op)) {
     op.step();
     if (op.done()) return;
-    fail({ErrorCode::kClosed,
-          "rank " + std::to_string(*rank) + " has closed the group and left; it will not take part",
-          {*rank}},
-         true);
+    fail({ErrorCode::kClosed, departure(*rank, op.request()), {*rank}}, true);
     op.fail(*failure());
   }
 }

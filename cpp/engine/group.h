@@ -183,5 +183,6 @@ class Group : public std::enable_shared_from_this<Group> {
 std::string seconds(std::int64_t nanoseconds);
 std::string describe(const Fingerprint& call);
 std::string describe(const Request& request);
+std::string departure(int rank, const Request& request);
 
 }  // namespace shoal

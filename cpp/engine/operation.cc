@@ -107,11 +107,14 @@ void Operation::complete() {
 
 void Operation::fail(Error error) {
   if (done()) return;
-  std::uint64_t completed = group_->completed_.load(std::memory_order_relaxed);
-  error.text = describe(request_) + " on rank " + std::to_string(group_->rank()) + " of group '" +
-               group_->name() + "' failed: " + error.text +
-               (completed > 0 ? " (last operation completed here: " + std::to_string(completed - 1) + ")"
-                              : " (no operation had completed here)");
+  const std::uint64_t completed = group_->completed_.load(std::memory_order_relaxed);
+  const std::string subject = describe(request_);
+  // A cause that speaks of this very operation goes on where its subject stands already.
+  const bool of_this = error.text.starts_with(subject + " ");
+  error.text = subject + " on rank " + std::to_string(group_->rank()) + " of group '" + group_->name() +
+               (completed > 0 ? "' (last operation completed here: " + std::to_string(completed - 1) + ")"
+                              : "' (no operation had completed here)") +
+               (of_this ? error.text.substr(subject.size()) : " failed: " + error.text);
   error_ = std::move(error);
   // A member that resumes late may still write its slice here, whichever group's memory it is.
   Arena& arena = *group_->context().arena();

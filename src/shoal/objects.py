@@ -127,7 +127,13 @@ def _exchange_sizes(
 
 
 def _pickled(group: ProcessGroup, obj: Any) -> torch.Tensor:
-    data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    try:
+        data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"an object of type {type(obj).__name__} on rank {group.rank} cannot be pickled, "
+            f"so it cannot be sent: {error}"
+        ) from error
     return torch.frombuffer(data, dtype=torch.uint8).to(group._scratch_device)
 
 

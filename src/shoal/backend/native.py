@@ -229,6 +229,7 @@ class NativeChannel(DataChannel):
     def __init__(self, backend: NativeBackend, core: _core.Group, spec: GroupSpec) -> None:
         self._backend = backend
         self._core = core
+        self._spec = spec
         self._size = len(spec.ranks)
         self._spec = spec
         self._failure: GroupError | None = None
@@ -299,7 +300,7 @@ class NativeChannel(DataChannel):
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        with _limits(f"{nbytes} bytes of shared memory"):
+        with _limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
             return from_dlpack(self._core.allocate(nbytes))
 
     def failure(self) -> GroupError | None:

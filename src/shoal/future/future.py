@@ -269,7 +269,11 @@ class Future(Generic[T]):
             state = f"failed with {type(self._error).__name__}"
         else:
             state = f"done with {type(self._value).__name__}"
-        return f"<shoal.Future {state}>" if self.key is None else f"<shoal.Future {self.key:#x} {state}>"
+        words = [state] if self.key is None else [f"{self.key:#x}", state]
+        if (record := self.record) is not None:
+            kind, number = record[1:3]
+            words.insert(0, f"of {kind.name.lower()}" + (f" #{number}" if number >= 0 else ""))
+        return f"<shoal.Future {' '.join(words)}>"
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -400,6 +404,7 @@ class Future(Generic[T]):
     def note_in(self, record: list[Any]) -> None:
         """Have completion noted in ``record``, once; at once if the future is complete.
 
+        Its second and third say which operation it is: the kind, a member of an enumeration, and the number.
         Its last two elements, 0 and None before, become the time of ``time.monotonic_ns`` and the failure in
         words, or None.
         """

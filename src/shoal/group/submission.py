@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -187,8 +188,11 @@ class Submitter:
             raise GroupClosed(f"{where} is {self._state}; make a new group to go on")
         failure = self._channel.failure()
         if failure is not None:
-            # One exception object for all calls: without this it would collect every caller's frames.
-            raise failure.with_traceback(None)
+            # A copy: one exception for all calls would collect every caller's frames.
+            told = copy(failure).with_traceback(None)
+            ended = "was aborted" if isinstance(failure, GroupAborted) else "is broken"
+            told.args = (f"{where} {ended}: {failure}",)
+            raise told
         raise GroupAborted(f"{where} was aborted here: {self._abort_reason}")
 
 
