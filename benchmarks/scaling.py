@@ -28,6 +28,7 @@ import socket
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for JSON and picture")
     arguments = parser.parse_args()
     console = Console()
+    pictures = find_spec("matplotlib") is not None
+    if not pictures:
+        console.print("matplotlib is not installed: no picture will be drawn", style="yellow")
     imported = Rank.imports()
     cores = len(os.sched_getaffinity(0))
     results = {}
@@ -262,8 +266,10 @@ def main() -> int:
         "growth": {name: growth(results, name, cores) for name in rows_of_interest()},
     }
     (arguments.out / "scaling.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(results, arguments.out / "scaling.png")
-    console.print(f"wrote scaling.json and scaling.png to {arguments.out}")
+    console.print(f"wrote scaling.json to {arguments.out}")
+    if pictures:
+        draw(results, arguments.out / "scaling.png")
+        console.print(f"wrote scaling.png to {arguments.out}")
     return int(bool(steep))
 
 

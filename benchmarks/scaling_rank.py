@@ -58,7 +58,7 @@ class Rank:
         for pipe in inherited:
             pipe.close()
         me = cls(rank, size)
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has ended
             while True:
                 order, arguments = orders.recv()
                 try:

@@ -41,6 +41,7 @@ from training_timeline import median_step
 
 import shoal
 from shoal.tools.bench.machine import description, machine
+from shoal.tools.measuring import cleaning_up, installed
 
 ROOT = Path(__file__).resolve().parent.parent
 #: For glibc: what is freed stays with the process.  Else the gradients of a model alone may or may not be new
@@ -76,7 +77,7 @@ def measure(task: str, ranks: int, contenders: Sequence[str], seconds: float, *o
 
 
 def save(races: Sequence[Race], out: Path) -> None:
-    """Write the record, the tables in Markdown, and the picture."""
+    """Write the record and the tables in Markdown."""
     out.mkdir(parents=True, exist_ok=True)
     entry = {
         "date": datetime.date.today().isoformat(),
@@ -86,7 +87,6 @@ def save(races: Sequence[Race], out: Path) -> None:
     }
     (out / "training.json").write_text(json.dumps(entry, indent=1) + "\n")
     (out / "training.md").write_text(markdown(races))
-    draw(races, out / "training.png")
 
 
 def main() -> int:
@@ -107,6 +107,10 @@ def main() -> int:
     # A file or a pipe has no width; this one holds a table.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     options = ["--keep"] if arguments.keep else []
+    if not (pictures := installed("matplotlib")):
+        if arguments.timeline:
+            parser.error("--timeline draws a picture, and matplotlib is not installed")
+        console.print("matplotlib is not installed: no picture will be drawn", style="yellow")
     if arguments.timeline:
         task, ranks = arguments.models[0], 2 if arguments.ranks == [1, 2, 4] else arguments.ranks[0]
         name = next((name for name in arguments.contenders if name.startswith("shoal")), "shoal")
@@ -121,10 +125,14 @@ def main() -> int:
             with console.status(f"{TASKS[task].title}, {ranks} ranks"):
                 races.append(measure(task, ranks, arguments.contenders, arguments.seconds, *options))
             show(races[-1], console)
-    save(races, arguments.out)
-    console.print(f"wrote training.json, training.md and training.png to {arguments.out}")
+            save(races, arguments.out)  # each time: what was measured is kept if a later model fails
+    console.print(f"wrote training.json and training.md to {arguments.out}")
+    if pictures:
+        draw(races, arguments.out / "training.png")
+        console.print(f"wrote training.png to {arguments.out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with cleaning_up():
+        sys.exit(main())

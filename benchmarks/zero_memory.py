@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import nn
 
 import shoal
+from shoal.tools.measuring import cleaning_up
 
 STEPS = 15
 KINDS = ("alone", "distributed")
@@ -153,4 +154,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with cleaning_up():
+        main()

@@ -43,6 +43,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -462,9 +463,12 @@ def finish(training: Training, options: argparse.Namespace, console: Console) ->
         f"validation perplexity {math.exp(loss):.3f} after {step} steps on {ranks} rank{'s' * (ranks > 1)} "
         f"(unigram {math.exp(unigram):.1f}, bigram {math.exp(bigram):.1f})",
     )
-    picture = options.out / "bytes_lm.png"
-    draw(training.history, {"unigram": unigram, "bigram": bigram}, picture)
-    console.print(f"perplexity over time: {picture}")
+    if find_spec("matplotlib") is None:
+        console.print("no picture: matplotlib is not installed")
+    else:
+        picture = options.out / "bytes_lm.png"
+        draw(training.history, {"unigram": unigram, "bigram": bigram}, picture)
+        console.print(f"perplexity over time: {picture}")
     for seed in range(2):
         sample = write(
             training.network,

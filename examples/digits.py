@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -187,7 +188,6 @@ def main() -> None:
                 progress=progress,
             )
         if first:
-            draw(history, options.out)
             share, count = history.accuracy[-1], len(digits.test_labels)
             console.print(
                 f"test accuracy {100 * share:.2f} % ({round(share * count)} of {count} digits) "
@@ -195,6 +195,10 @@ def main() -> None:
                 highlight=False,
                 soft_wrap=True,
             )
+            if find_spec("matplotlib") is None:
+                console.print("no picture: matplotlib is not installed")
+                return
+            draw(history, options.out)
             console.print(f"loss and accuracy over time: {options.out}", highlight=False, soft_wrap=True)
 
 

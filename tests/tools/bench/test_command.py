@@ -19,10 +19,12 @@ COMMAND = [sys.executable, "-m", "shoal", "bench"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
 
 
-def _bench(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _bench(
+    folder: Path, *options: str, environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, "--out", "out", *options],
-        cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -64,10 +66,48 @@ def test_a_mistake_on_the_command_line_is_named(options: list[str], problem: str
     assert problem in result.stderr
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+def _without(module: str, folder: Path) -> dict[str, str]:
+    """An environment in which Python finds no ``module``."""
+    (folder / "sitecustomize.py").write_text(f"import sys\n\nsys.modules[{module!r}] = None\n")
+    return {**ENVIRONMENT, "PYTHONPATH": f"{folder}:{ENVIRONMENT['PYTHONPATH']}"}
+
+
+FEW = (
+    "--contenders",
+    "floor",
+    "--ranks",
+    "2",
+    "--operations",
+    "all_reduce",
+    "--dtypes",
+    "fp32",
+    "--sizes",
+    "8",
+)
+
+
+def test_without_matplotlib_it_measures_and_leaves_the_record_alone(tmp_path: Path) -> None:
+    result = _bench(tmp_path, *FEW, "--rounds", "1", environment=_without("matplotlib", tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "shoal bench draws no pictures, because matplotlib is not installed" in result.stderr
+    assert "wrote bench.json to out" in result.stdout
+    assert json.loads((tmp_path / "out" / "bench.json").read_text())["cells"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["bench.json"]
+
+
+def test_without_numpy_it_says_so_before_it_measures(tmp_path: Path) -> None:
+    result = _bench(tmp_path, *FEW, environment=_without("numpy", tmp_path))
+    assert result.returncode == 2
+    assert result.stderr == "shoal: shoal bench needs numpy: pip install 'shoal[bench]'\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_process_and_no_folder(number: signal.Signals, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "--contenders", "shoal,floor", "--out", "out"],
-        cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=tmp_path, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     family: list[psutil.Process] = []
     deadline = time.monotonic() + 60
@@ -75,8 +115,10 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     while len(family) < 6 and time.monotonic() < deadline:
         family = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    assert any(tmp_path.iterdir())
+    process.send_signal(number)
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
+    assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..measuring import cleaning_up, installed
 from . import plan, side
 from .case import ITEMSIZE, OPERATIONS, Case, Size
 from .contenders import BY_NAME, entries
@@ -98,16 +99,25 @@ def bench(
     checked.  "floor" is what the machine allows: the bare loops over shared memory.  Writes bench.json and
     pictures to --out.  docs/benchmark.md says what exactly is timed.
 
-    It needs `pip install shoal[bench]`.  MPICH, Open MPI and mpi4py are not part of that: the command
-    installs their wheels itself, with pip, into environments of their own (build/bench in a checkout,
-    else ~/.cache/shoal/bench).
+    It needs `pip install shoal[bench]`; without its matplotlib it draws no pictures.  MPICH, Open MPI and
+    mpi4py are not part of that: the command installs their wheels itself, with pip, into environments of
+    their own (build/bench in a checkout, else ~/.cache/shoal/bench).
     """
+    if not installed("numpy"):
+        raise click.ClickException("shoal bench needs numpy: pip install 'shoal[bench]'")
+    context.with_resource(cleaning_up())
     names = context.obj = contenders or tuple(BY_NAME)
     if context.invoked_subcommand:
         return 0
     root = checkout()
     if readme and root is None:
         raise click.UsageError("--readme needs a checkout of shoal as the current folder")
+    pictures = installed("matplotlib")
+    if not pictures:
+        lacks = "matplotlib is not installed: pip install 'shoal[bench]'"
+        if readme:
+            raise click.ClickException(f"--readme draws a picture, and {lacks}")
+        click.echo(f"shoal bench draws no pictures, because {lacks}", err=True)
     # A file or a pipe has no width; this one holds six sizes.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     dtypes = dtypes or (("fp32",) if quick else tuple(ITEMSIZE))
@@ -115,7 +125,7 @@ def bench(
     result = Result(rounds or (plan.QUICK_ROUNDS if quick else plan.ROUNDS))
     _run(cases, ranks or ((2,) if quick else plan.RANKS), names, result, console)
     show(result, console)
-    _save(result, out, console)
+    _save(result, out, console, pictures=pictures)
     if readme and root is not None:
         from .readme import rewrite
 
@@ -151,11 +161,14 @@ def _run(
                     race.futex(result.rounds)
 
 
-def _save(result: Result, out: Path, console: Console) -> None:
-    from .picture import draw
-
+def _save(result: Result, out: Path, console: Console, *, pictures: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     result.save(out / "bench.json")
+    if not pictures:
+        console.print(f"wrote bench.json to {out}")
+        return
+    from .picture import draw
+
     drawn: list[Setting] = [setting for setting in result.cells if setting.operation != "barrier"]
     for setting in drawn:
         draw(result, [setting], out / f"{setting.stem}.png")

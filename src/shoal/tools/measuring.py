@@ -1,0 +1,43 @@
+"""What commands that measure for minutes owe their user: nothing lost at the end, nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import FrameType
+from typing import NoReturn
+
+#: signals that end a program without running its ``finally`` clauses, unless it asks for them
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def installed(module: str) -> bool:
+    """Whether ``module`` can be imported; asked before anything is measured."""
+    return find_spec(module) is not None
+
+
+@contextmanager
+def cleaning_up() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end what runs inside by an exception, as Ctrl-C does.
+
+    On the exception's way out folders are removed and ranks are killed; a second signal is ignored meanwhile.
+    The exit code is 128 + the signal.  Only for the main thread, as Python's signal handlers are.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        for one in _ENDING:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    # nohup ignores SIGHUP, and then it stays so.
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
