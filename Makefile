@@ -88,7 +88,7 @@ docs: $(DONE)/docs  ## the documentation as a site in out/docs; a dead link is a
 wheel: $(DONE)/shoal  ## a wheel for manylinux, checked and named by auditwheel, into dist/
 	rm -rf build/wheel dist/shoal-*.whl
 	$(TOOLS) $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w build/wheel .
-	$(TOOLS) $(BIN)/auditwheel --quiet repair -w dist build/wheel/shoal-*.whl
+	$(TOOLS) $(BIN)/auditwheel repair -w dist build/wheel/shoal-*.whl
 	@ls dist/shoal-*.whl
 
 core: $(DONE)/shoal  ## bring the native module into src/shoal, for work with PYTHONPATH=src
