@@ -142,6 +142,18 @@ def test_a_cause_that_ends_well_leaves_the_code_to_its_consequence(
     assert "other ranks: 1 finished" in err
 
 
+def test_ranks_that_wait_in_init_are_told_which_rank_ended_before_it_and_how(
+    launcher: QuickLauncher, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, shoal\nif os.environ['RANK'] != '1': shoal.init()\n")
+    code, _, err = launcher.run(3, str(script))
+    assert code == 1
+    assert "RendezvousError: rendezvous (job " in err
+    assert "rank 1 ended (exit code 0) without meeting the others" in err
+    assert "1 finished" in err
+
+
 def test_programs_that_do_not_use_shoal_are_judged_by_the_order_of_their_ends(workshop: Workshop) -> None:
     (workshop.path / "program").write_text('#!/bin/sh\n[ "$SHOAL_RANK" = 1 ] && exit 6\nsleep 600\n')
     (workshop.path / "program").chmod(0o755)

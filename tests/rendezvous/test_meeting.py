@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal import Membership, MemoryStore, RendezvousError, RendezvousTimeout, StoreError, VersionMismatch
-from shoal.rendezvous import job_record, meeting, record
+from shoal.rendezvous import job_record, meeting, note_exit, record
 from shoal.rendezvous.host import here, now
 from shoal.rendezvous.meeting import Meeting
 from shoal.rendezvous.neighbours import Neighbours
@@ -419,3 +419,42 @@ def test_a_secret_agreed_in_the_store_is_the_same_for_all(store: MemoryStore) ->
     first, second = together(lambda: secret(0), lambda: secret(1))
     assert first == second
     assert len(first) == 64  # type: ignore[arg-type]
+
+
+def test_ranks_that_wait_for_one_whose_process_ended_are_told_how_it_ended(store: MemoryStore) -> None:
+    _write_record(store, 3)
+    came = threading.Event()
+
+    def wait(rank: int) -> Membership:
+        came.set()
+        return meet_in(store, rank, timeout=60.0)
+
+    def launcher() -> None:
+        came.wait()
+        note_exit(store, 1, "exit code 0", job="job")
+
+    *ranks, _ = together(lambda: wait(0), lambda: wait(2), launcher)
+    for error in ranks:
+        assert isinstance(error, RendezvousError)
+        assert "rank 1 ended (exit code 0) without meeting the others" in str(error)
+
+
+def test_ranks_that_come_after_the_process_of_another_ended_are_told_too(store: MemoryStore) -> None:
+    _write_record(store, 2)
+    note_exit(store, 1, "exit code 7", job="job")
+    for _ in range(2):  # once, and when it tries again
+        with pytest.raises(RendezvousError, match=r"rank 1 ended \(exit code 7\) without meeting"):
+            meet_in(store, 0, timeout=60.0)
+
+
+def test_an_end_after_the_ranks_met_is_no_reason_but_one_before_they_meet_again_is(
+    store: MemoryStore,
+) -> None:
+    _write_record(store, 2)
+    members = _meet_all(store, 2)
+    note_exit(store, 1, "exit code 0", job="job")
+    for member in members:
+        member.look([])
+    release_all(members)
+    with pytest.raises(RendezvousError, match=r"rank 1 ended \(exit code 0\) .* as often as the others do"):
+        meet_in(store, 0, timeout=60.0)

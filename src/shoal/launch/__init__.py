@@ -9,6 +9,7 @@ How data flows in ``shoal run``::
      └─ supervisor.py   the loop: exits, signals, deadlines, output
          ├─ process.py      one rank: start, signal, exit status
          ├─ reports.py      what a rank reported of its failure
+         ├─ notes.py        which ranks have ended, for those that wait for them
          ├─ causes.py       which rank failed first
          ├─ lines.py        bytes of a pipe -> whole lines and progress updates
          ├─ sink.py         whole lines -> this terminal, file or pipe

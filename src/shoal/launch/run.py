@@ -15,6 +15,7 @@ from ..store import TCPStoreServer
 from .command import resolve
 from .environment import Job, ReservedPort, defaults
 from .guardian import Guardian
+from .notes import ExitNotes
 from .signals import Signals
 from .sink import is_terminal
 from .supervisor import Supervisor
@@ -61,8 +62,9 @@ def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
         closing(server),
         closing(ReservedPort()) as port,
         Guardian() as guardian,
+        closing(ExitNotes(server, job)) as notes,
     ):
-        supervisor = Supervisor(signals, guardian)
+        supervisor = Supervisor(signals, guardian, notes)
         with closing(supervisor):
             for rank in range(size):
                 variables = job.variables(rank, server.url, str(port.number))

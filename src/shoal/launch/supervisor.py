@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from . import causes, summary
 from .guardian import Guardian
+from .notes import ExitNotes
 from .output import Output
 from .process import Rank, members
 from .signals import STOP, Signals
@@ -55,12 +56,14 @@ class Supervisor:
     Args:
         signals: the launcher's; what arrives there is passed on.
         guardian: told of every rank before it runs.
+        notes: told of every rank that ends before others do.
 
     Call :meth:`start` for each rank, :meth:`run` once, and :meth:`close` whatever happened.
     """
 
-    def __init__(self, signals: Signals, guardian: Guardian) -> None:
+    def __init__(self, signals: Signals, guardian: Guardian, notes: ExitNotes) -> None:
         self._signals = signals
+        self._notes = notes
         self._announce = guardian.announcer()
         self._ranks: list[Rank] = []
         self._phase = _Phase.RUNNING
@@ -131,6 +134,8 @@ class Supervisor:
     def _ended(self, rank: Rank) -> None:
         self._selector.unregister(rank.pidfd)
         status = rank.collect()
+        if any(other.status is None for other in self._ranks):
+            self._notes.add(rank.index, summary.describe(status))
         if rank is self._culprit:
             self._spare_until = None
         if self._phase is _Phase.RUNNING and status != 0:

@@ -11,7 +11,7 @@ from .environment import Launch
 from .meet import attend, rendezvous
 from .membership import Membership
 from .private import default_secret, user_secret
-from .record import job_record
+from .record import job_record, note_exit
 from .schemes import env, file, tcp
 from .venue import Handler, Request, Venue, register_rendezvous, unregister_rendezvous
 
@@ -28,6 +28,7 @@ __all__ = [
     "attend",
     "default_secret",
     "job_record",
+    "note_exit",
     "register_rendezvous",
     "rendezvous",
     "unregister_rendezvous",

@@ -5,6 +5,7 @@ Everything lives under the prefix ``job/epoch``.  Within it, each world group th
 
     generation            number of the current room
     ended/<generation>    set when that room ended: 1, or why the meeting in it failed
+    exits                 ranks whose process has ended, if a launcher says so
     <generation>/record   size and version: what all members must agree on
     <generation>/arrivals counter: the rank of those that come without one
     <generation>/machine/ the processes of each machine, so that each can see who of its own is dead
@@ -21,7 +22,8 @@ A member that dies before all ranks are connected, or cannot connect, has *faile
 whoever notices says so in the store and opens the next room, where those who start again meet.  A newcomer
 who finds a room that cannot succeed any more does the same.  If it ran already when the member came that
 died, it was started together with it, and is told; else it belongs to a new start and goes on to the next
-room.  A newcomer who finds the room full while its members leave, or after one of them died, waits for the
+room.  A rank whose process ended before it came, as its launcher says, fails the meeting in the same way.  A
+newcomer who finds the room full while its members leave, or after one of them died, waits for the
 next one; if all of them are dead it opens that itself.
 """
 
@@ -47,7 +49,7 @@ from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
 from .host import Here, now
 from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, root_of
-from .room import Room, died
+from .room import Room, died, never_came
 
 #: seconds between two looks at members that are leaving
 _LEAVING_CHECK = 0.5
@@ -136,11 +138,20 @@ class Meeting:
             if (why := self._room.why_failed()) is not None:
                 raise self._failed(why)
         if dead:
-            reason = died(dead)
+            raise self._doomed(died(dead), dead, at=max(each.at for each in dead.values()))
+        absent: dict[int, str] = {}
+        if not self.members:
             with contextlib.suppress(StoreError, WireError):
-                self._room.fail(reason, at=max(each.at for each in dead.values()))
-                self._room.why_failed()
-            raise self._failed(reason, dead)
+                absent = self._room.ended_outside()
+        if absent:
+            raise self._doomed(never_came(absent), absent, at=now())
+
+    def _doomed(self, reason: str, ranks: Collection[int], at: float) -> RendezvousError:
+        """Tell the others that they wait in vain since ``ranks`` ended, and give the error to raise here."""
+        with contextlib.suppress(StoreError, WireError):
+            self._room.fail(reason, at)
+            self._room.why_failed()  # this process has heard of it
+        return self._failed(reason, ranks)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank could not connect because of ``error``."""

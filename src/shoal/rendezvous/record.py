@@ -76,6 +76,17 @@ class Arrival(msgspec.Struct, frozen=True):
         return f"{rank} (process {self.process.split('/')[1]})"
 
 
+class Exit(msgspec.Struct, frozen=True):
+    """What a launcher says of a rank whose process has ended."""
+
+    rank: int
+    how: str
+
+
+#: where a launcher says so, under the job's root
+EXITS = "exits"
+
+
 def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, bytes]:
     """The keys that whoever starts a job's store sets in it, so that ranks need not know the size.
 
@@ -87,6 +98,18 @@ def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, byt
         room = room_of(root_of(store, job, epoch), 0)
         room.set("record", msgspec.json.encode(Record(size, fixed=True)))
         return {key: store.get(key) for key in store.list_keys()}
+
+
+def note_exit(store: Store, rank: int, how: str, *, job: str, epoch: int = 0) -> None:
+    """Tell those that meet, now and later, that the process of a rank has ended; for launchers.
+
+    Args:
+        store: of the job.
+        rank: as the process found it in ``SHOAL_RANK``.
+        how: it ended, in words: ``exit code 0``.
+        job, epoch: as the ranks find them in ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+    """
+    root_of(store, job, epoch).append(EXITS, msgspec.json.encode(Exit(rank, how)) + b"\n")
 
 
 def root_of(store: Store, job: str, epoch: int) -> Store:

@@ -18,7 +18,7 @@ from ..errors import StoreTimeout
 from ..store import Store
 from .host import process_is_gone, started
 from .neighbours import Neighbours
-from .record import Descriptor, Failure, Record, decode, decode_member, rank_key, room_of
+from .record import EXITS, Descriptor, Exit, Failure, Record, decode, decode_member, rank_key, room_of
 
 #: the reason of a room that all members left
 _DONE = b"1"
@@ -60,6 +60,17 @@ class Room:
         if not gone:
             return {}
         return {rank: each for rank, each in self.members().items() if each.token in gone and not each.left}
+
+    def ended_outside(self) -> dict[int, str]:
+        """The ranks that are not here and will never come, as their process has ended, and how it did."""
+        try:
+            lines = self._root.get(EXITS, 0.0).splitlines()
+        except StoreTimeout:
+            return {}  # no process has ended, or no launcher says so
+        # In this order: who ended after it came is here.
+        here = self.members()
+        exits = (decode(line, Exit) for line in lines)
+        return {exit.rank: exit.how for exit in exits if exit.rank not in here}
 
     def is_dead(self, member: Descriptor) -> bool:
         """Whether ``member`` has ended; False when it runs on another machine."""
@@ -197,3 +208,11 @@ def died(members: Mapping[int, Descriptor]) -> str:
     """The reason of a meeting that failed because these members died."""
     named = ", ".join(f"rank {rank} ({each})" for rank, each in sorted(members.items()))
     return f"{named} died while the ranks were meeting; start the job again"
+
+
+def never_came(ranks: Mapping[int, str]) -> str:
+    """The reason of a meeting that failed because the processes of these ranks ended elsewhere."""
+    named = "; ".join(f"rank {rank} ended ({how})" for rank, how in sorted(ranks.items()))
+    return (
+        f"{named} without meeting the others; every rank of a job must call init, as often as the others do"
+    )
