@@ -11,11 +11,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <limits>
-#include <optional>
 #include <system_error>
 
 #include "bind/bindings.h"
+#include "bind/calls.h"
 #include "bind/tensors.h"
 #include "engine/clock.h"
 #include "engine/context.h"
@@ -26,19 +25,11 @@ using namespace shoal;
 
 namespace {
 
-constexpr std::uint64_t kKeyed = 1ULL << 62;        // channels of operations that are matched by key
-constexpr std::uint64_t kInlineSubmit = 32 * 1024;  // larger operations are submitted without the GIL
+constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
 using Address = std::uintptr_t;
 using Parts = std::vector<std::pair<Address, std::uint64_t>>;
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::device::cpu>;
-
-std::int64_t nanoseconds(double seconds) {
-  return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000
-                       : static_cast<std::int64_t>(seconds * 1e9);
-}
-
-std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
 
 Span span(Address address, std::uint64_t bytes) { return {reinterpret_cast<std::byte*>(address), bytes}; }
 
@@ -84,64 +75,6 @@ OperationPtr submit(Group& group, Request request) {
 void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
   request.keyed = number < 0;
   request.channel = request.keyed ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
-}
-
-bool overlap(const Span& a, const Span& b) {
-  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
-}
-
-// The count that all ranks must give alike, as in backend/native.py; nullopt if the tensors do not fit.
-std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
-  const auto ranks = static_cast<std::uint64_t>(size);
-  switch (kind) {
-    case Kind::kAllReduce:
-    case Kind::kBroadcast:
-      return out.count;
-    case Kind::kAllGather:
-      return out.count == in.count * ranks ? std::optional(in.count) : std::nullopt;
-    case Kind::kReduceScatter:
-      return in.count == out.count * ranks ? std::optional(out.count) : std::nullopt;
-    case Kind::kAllToAll: {
-      const bool cut = !in.shape.empty() && in.shape[0] % size == 0;
-      return cut && std::ranges::equal(in.shape, out.shape) ? std::optional(std::uint64_t{0}) : std::nullopt;
-    }
-    default:
-      return std::nullopt;
-  }
-}
-
-// The short way of a collective on at most one tensor each way.  Null: something about the call is unusual,
-// wrong even, or the group is broken, and the caller looks closer.
-OperationPtr usual(Group& group, int kind, nb::handle in, nb::handle out, int op, int root,
-                   std::int64_t number, double timeout) {
-  Request request;
-  request.kind = static_cast<Kind>(kind);
-  if (group.broken() || root >= group.size()) return nullptr;
-  // Only a barrier writes nothing, and only a broadcast's receiver gives nothing: None is a mistake
-  // elsewhere.
-  const bool barrier = request.kind == Kind::kBarrier;
-  if (out.is_none() != barrier || (in.is_none() && !barrier && request.kind != Kind::kBroadcast))
-    return nullptr;
-  if (!barrier) {
-    const auto to = plain_tensor(out.ptr());
-    if (!to) return nullptr;
-    const auto from = in.is_none() || in.is(out) ? to : plain_tensor(in.ptr());
-    if (!from || from->dtype != to->dtype || (!in.is(out) && !in.is_none() && overlap(from->span, to->span)))
-      return nullptr;
-    if (!legal(to->dtype, static_cast<RedOp>(op))) return nullptr;
-    const auto count = count_of(request.kind, *from, *to, group.size());
-    if (!count) return nullptr;
-    request.count = *count;
-    request.reduction.dtype = to->dtype;
-    if (!in.is_none()) request.in.assign(1, from->span);
-    request.out.assign(1, to->span);
-  }
-  set_channel(request, number, 0);
-  request.reduction.op = static_cast<RedOp>(op);
-  request.reduction.divisor = static_cast<std::uint32_t>(group.size());
-  request.root = root;
-  request.timeout = nanoseconds(timeout);
-  return submit(group, std::move(request));
 }
 
 OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count,
@@ -249,9 +182,6 @@ void bind_engine(nb::module_& m) {
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
-      .def("usual", &usual, nb::arg("kind"), nb::arg("input").none(), nb::arg("output").none(), nb::arg("op"),
-           nb::arg("root"), nb::arg("number"), nb::arg("timeout"),
-           "None if something about the tensors or the call is not as usual.")
       .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("sizes"),
            nb::arg("number"), nb::arg("key"), nb::arg("timeout"))

@@ -7,4 +7,6 @@ NB_MODULE(_core, m) {
   bind_engine(m);
   bind_kernels(m);
   bind_reducer(m);
+  bind_source(m);
+  bind_shortcut(m);
 }

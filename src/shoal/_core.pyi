@@ -1,9 +1,14 @@
 """The native module, as far as Python uses it; the classes are described in ``cpp/``."""
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, dtype
+
+from .future import Future
+from .spec import OpKind
 
 # -- cpp/reducer --------------------------------------------------------------------------------
 
@@ -44,6 +49,8 @@ class Readiness:
 # -- cpp/engine ---------------------------------------------------------------------------------
 
 def learn_tensors(tensor_class: type[Tensor]) -> None: ...
+def learn_calls(scope: ContextVar[Any], dtypes: tuple[dtype, ...]) -> None: ...
+def learn_futures(future_class: type[Future[Any]], wait: Callable[..., Any]) -> None: ...
 
 class Operation:
     def done(self) -> bool: ...
@@ -52,17 +59,37 @@ class Operation:
     def announce(self, ticket: int) -> bool: ...
     def received(self) -> tuple[Any, int, int, int, list[int]]: ...
 
-class Group:
-    def usual(
+class Source:
+    def __init__(self, channel: object, operation: Operation, keep: object) -> None: ...
+    def wait(self, timeout: float | None) -> bool: ...
+    def done(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+    def notify(self, fn: Callable[[], None]) -> None: ...
+
+class Shortcut:
+    number: int
+    open: bool
+    def __init__(
         self,
-        kind: int,
-        input: Tensor | None,
-        output: Tensor | None,
+        group: Group,
+        channel: object,
+        lock: Lock,
+        ident: int,
+        append: Callable[[list[Any]], None] | None,
+    ) -> None: ...
+    def submit(
+        self,
+        kind: OpKind,
+        x: Tensor | None,
+        out: Tensor | None,
         op: int,
         root: int,
-        number: int,
         timeout: float,
-    ) -> Operation | None: ...
+        /,
+    ) -> Future[Any] | None: ...
+    def detach(self) -> None: ...
+
+class Group:
     def collective(
         self,
         kind: int,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -69,6 +69,8 @@ class FlightRecorder:
         self._group = group
         self._rank = rank
         self._ring: deque[list[Any]] = deque(maxlen=size)
+        #: Takes a record as :meth:`add` makes it: cpp/bind/shortcut.cc makes its own.
+        self.append: Callable[[list[Any]], None] = self._ring.append
 
     def add(
         self,
@@ -84,7 +86,7 @@ class FlightRecorder:
     ) -> None:
         """Record that an operation was submitted; the arguments are as in :class:`Entry`."""
         record = [monotonic_ns(), kind, number, key, dtype, count, root, peer, tag, ref(future), 0, None]
-        self._ring.append(record)
+        self.append(record)
         future.note_in(record)
 
     def entries(self) -> list[Entry]:

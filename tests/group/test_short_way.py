@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from shoal.errors import UsageError
+from shoal.errors import GroupAborted, GroupClosed, UsageError
+from shoal.future import Future
 from shoal.group import ProcessGroup
 
 from .worlds import TOPOLOGIES, Worlds, topology_options
@@ -98,3 +99,101 @@ def test_threads_that_wait_for_one_future_all_see_its_value(worlds: Worlds) -> N
             assert follower.wait() == 3.0 * group.size
 
     worlds(2).run(collective)
+
+
+def test_the_futures_and_records_of_both_ways_are_alike(worlds: Worlds) -> None:
+    def collective(group: ProcessGroup) -> None:
+        group.barrier().wait()  # the first call goes the long way
+        x = torch.ones(4)
+        short = group.all_reduce(x, timeout=50)
+        long = group.all_reduce(torch.ones(8)[::2], timeout=50)
+        assert isinstance(short, Future)
+        assert repr(short).startswith("<shoal.Future 0x")
+        assert short.wait() is x
+        assert short.result(1.0) is short.value() is x
+        assert short.exception() is None
+        assert short.wait(blocking=False) is x
+        with pytest.raises(TypeError):
+            short.wait(patience=3)  # type: ignore[call-arg]
+        long.wait()
+        assert short.key != long.key
+        assert group.recorder is not None
+        one, other = group.recorder.entries()[-2:]
+        for field in ("kind", "dtype", "count", "root", "peer", "tag", "state", "failure"):
+            assert getattr(one, field) == getattr(other, field)
+        assert other.number == one.number + 1
+        assert one.submitted <= one.ended
+
+    worlds(SIZE).run(collective)
+
+
+def test_a_future_of_the_short_way_tells_whoever_subscribed_before_it_is_waited_for(worlds: Worlds) -> None:
+    def collective(group: ProcessGroup) -> list[float]:
+        group.barrier().wait()
+        if group.rank == 0:
+            future = group.all_reduce(torch.ones(1))  # the others come later
+            told = future.then(lambda done: done.value().item())
+            group.barrier().wait()
+        else:
+            future = group.all_reduce(torch.ones(1))
+            group.barrier().wait()
+            told = future.then(lambda done: done.value().item())
+        return [future.wait().item(), told.wait(50)]
+
+    assert worlds(SIZE).run(collective) == [[3.0, 3.0]] * SIZE
+
+
+def test_calls_in_callbacks_are_matched_by_key_beside_calls_of_the_short_way(worlds: Worlds) -> None:
+    def collective(group: ProcessGroup) -> list[float]:
+        group.barrier().wait()
+        again = group.all_reduce(torch.ones(1)).then(lambda done: group.all_reduce(done.value()).wait())
+        outer = [group.all_reduce(torch.ones(1)).wait().item() for _ in range(20)]
+        return [again.wait(50).item(), *outer]
+
+    assert worlds(SIZE).run(collective) == [[9.0, *[3.0] * 20]] * SIZE
+
+
+def test_what_is_aborted_or_closed_takes_no_calls(worlds: Worlds) -> None:
+    def collective(group: ProcessGroup) -> None:
+        parts = [group.subgroup(range(SIZE), name) for name in ("aborted", "closed")]
+        for part in parts:
+            for _ in range(2):
+                part.all_reduce(torch.ones(1)).wait()
+        group.barrier().wait()
+        if group.rank == 0:
+            parts[0].abort("enough")
+        else:
+            with pytest.raises(GroupAborted):
+                parts[0].all_reduce(torch.ones(1)).wait()
+        parts[1].close()
+        for part, error in zip(parts, (GroupAborted, GroupClosed), strict=True):
+            with pytest.raises(error):
+                part.all_reduce(torch.ones(1))
+        parts[0].close()
+
+    worlds(SIZE).run(collective)
+
+
+@pytest.mark.concurrency
+def test_threads_that_submit_large_and_small_tensors_get_a_number_each(worlds: Worlds) -> None:
+    """Large ones are submitted without the GIL: no other thread may be given a number meanwhile."""
+
+    def alone(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        first = group._number
+
+        def submit(count: int) -> None:
+            for _ in range(200):
+                group.all_reduce(torch.ones(count)).wait()
+
+        threads = [threading.Thread(target=submit, args=(count,)) for count in (2, 2, 20_000, 20_000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert group.recorder is not None
+        numbers = [entry.number for entry in group.recorder.entries()[-800:]]
+        assert sorted(numbers) == list(range(first, first + 800))
+        assert group._number == first + 800
+
+    worlds(1).run(alone)

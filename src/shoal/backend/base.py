@@ -12,16 +12,18 @@ its first proposal).
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ..errors import GroupError
 from ..future import Future
+from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership as Membership
-from ..spec import Operation, OpKind, ReduceOp
+from ..spec import Operation, OpKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,48 @@ class GroupSpec:
     ranks: tuple[int, ...]
     concurrency: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+
+
+class Shortcut(Protocol):
+    """The numbers of a group's calls, and a short way for the usual ones.
+
+    Attributes:
+        number: of the next call.
+        open: whether calls are taken.
+    """
+
+    number: int
+    open: bool
+
+    def submit(
+        self,
+        kind: OpKind,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        op: int,
+        root: int,
+        timeout: float,
+    ) -> Future[Any] | None:
+        """Submit and record a collective on at most one tensor each way; the call has the next number then.
+
+        ``x`` and ``out`` are whatever the user passed, the same object where the operation is in place, and
+        so is ``timeout``; ``op`` is the code of the reduction.  None says that something is unusual or wrong
+        about the call, that it is the first one, that it is made in a callback, or that the channel is
+        broken: nothing was sent, and the call is to be validated and submitted as any other.
+        """
+
+
+class NoShortcut:
+    """Of a channel that has only the long way."""
+
+    __slots__ = ("number", "open")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.open = True
+
+    def submit(self, *call: object) -> None:
+        """Nothing is usual."""
 
 
 class DataChannel(abc.ABC):
@@ -75,23 +119,14 @@ class DataChannel(abc.ABC):
             UsageError: what cannot be carried, and what to do instead.
         """
 
-    def usual(
-        self,
-        kind: OpKind,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        op: ReduceOp,
-        root: int,
-        number: int,
-        timeout: float,
-    ) -> Future[Any] | None:
-        """The short way of a collective on at most one tensor each way, for channels that have one.
+    def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
+        """The group asks for this once, before its first call.
 
-        ``x`` and ``out`` are whatever the user passed, the same object where the operation is in place.
-        None, the default, says that something is unusual or wrong about them, or that the channel is
-        broken: nothing was sent, and the call is to be validated and submitted as any other.
+        Args:
+            lock: held by who gives out a number; a shortcut submits nothing while another thread holds it.
+            recorder: of the group; what a shortcut submits is recorded by it.
         """
-        return None
+        return NoShortcut()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised ``uint8`` memory that the channel can use without staging copies."""

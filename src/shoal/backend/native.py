@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -35,19 +35,31 @@ from ..errors import (
     UsageError,
     WireError,
 )
-from ..future import Future
+from ..future import Future, scope_variable
+from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
-from .base import Backend, DataChannel, GroupSpec, Membership
+from .base import Backend, DataChannel, GroupSpec, Membership, Shortcut
 from .mesh import Memory, checked_transport, connect, lacking
 from .shapes import packed, unpacked
 
-_FOREVER = 1e12  # seconds
+T = TypeVar("T")
+
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
 _OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
 
 _core.learn_tensors(torch.Tensor)
+_core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))
+
+
+class _CoreFuture(Future[T]):
+    """A future of the core, whose usual ``wait()`` is one call of C (cpp/bind/source.cc)."""
+
+    __slots__ = ()
+
+
+_core.learn_futures(_CoreFuture, Future.wait)
 
 
 class NativeBackend(Backend):
@@ -230,8 +242,7 @@ class NativeChannel(DataChannel):
         self._backend = backend
         self._core = core
         self._spec = spec
-        self._size = len(spec.ranks)
-        self._spec = spec
+        self._shortcut: _core.Shortcut | None = None
         self._failure: GroupError | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
@@ -245,20 +256,10 @@ class NativeChannel(DataChannel):
             for x in (*operation.inputs, *operation.outputs):
                 packed(x.shape)
 
-    def usual(
-        self,
-        kind: OpKind,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        op: ReduceOp,
-        root: int,
-        number: int,
-        timeout: float,
-    ) -> Future[Any] | None:
-        core = self._core.usual(kind, x, out, op.code, root, number, timeout)
-        if core is None:
-            return None
-        return Future(_Source(self, core, (x, out)), value=out)
+    def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
+        append = None if recorder is None else recorder.append
+        self._shortcut = _core.Shortcut(self._core, self, lock, self._spec.ident, append)
+        return self._shortcut
 
     def _collective(self, operation: Operation) -> Future[Any]:
         inputs, outputs = operation.inputs, operation.outputs
@@ -279,7 +280,7 @@ class NativeChannel(DataChannel):
             operation.timeout,
         )
         value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
-        return Future(_Source(self, core, (inputs, outputs)), value=value)
+        return _CoreFuture(_core.Source(self, core, (inputs, outputs)), value=value)
 
     def _message(self, operation: Operation) -> Future[Any]:
         tensors = operation.inputs or operation.outputs
@@ -292,10 +293,10 @@ class NativeChannel(DataChannel):
         core = self._core.message(
             operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
         )
-        source = _Source(self, core, tensors)
+        source = _core.Source(self, core, tensors)
         if operation.kind is OpKind.SEND:
-            return Future(source)
-        return Future(source, finish=lambda: _received(core, operation.outputs))
+            return _CoreFuture(source)
+        return _CoreFuture(source, finish=lambda: _received(core, operation.outputs))
 
     def empty(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
@@ -328,11 +329,29 @@ class NativeChannel(DataChannel):
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
         self._core = _CLOSED
+        if self._shortcut is not None:
+            self._shortcut.detach()
         self._failure = None  # its traceback holds the frames of a caller
 
-    def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
-        """See :meth:`NativeBackend.notify`."""
-        self._backend.notify(core, fn)
+    # -- for the sources of futures, in cpp/bind/source.cc -------------------------------------
+
+    def error_of(self, core: _core.Operation) -> GroupError | None:
+        """What went wrong with a complete operation."""
+        return self.error(core.error())
+
+    def notify(self, core: _core.Operation, source: _core.Source, fn: Callable[[], None]) -> None:
+        """See :meth:`NativeBackend.notify`; the tensors are let go of before."""
+
+        def done() -> None:
+            source.done()
+            fn()
+
+        self._backend.notify(core, done)
+
+    def keep(self, core: _core.Operation, tensors: object) -> None:
+        """Keep the tensors until an operation that nobody is interested in any more is complete."""
+        with contextlib.suppress(OutOfResources):  # the backend keeps them all the same
+            self._backend.notify(core, partial(_let_go, tensors))
 
 
 class _Closed:
@@ -351,50 +370,6 @@ class _Closed:
 
 
 _CLOSED: Any = _Closed()
-
-
-class _Source:
-    """An operation of the core, as its future sees it.
-
-    The core reads and writes the user's memory until the operation is complete, also when nobody is
-    interested in it any more.  So what is garbage before its operation is complete hands the tensors to
-    the dispatcher, which lets go of them as soon as it is.
-    """
-
-    __slots__ = ("_channel", "_keep", "core")
-
-    def __init__(self, channel: NativeChannel, core: _core.Operation, keep: object) -> None:
-        self._channel = channel
-        self.core = core
-        self._keep = keep
-
-    def __del__(self) -> None:
-        if self._keep is not None and not self.core.done():
-            with contextlib.suppress(OutOfResources):  # the backend keeps them all the same
-                self._channel.notify(self.core, partial(_let_go, self._keep))
-
-    def wait(self, timeout: float | None) -> bool:
-        done = self.core.wait(_FOREVER if timeout is None else timeout)
-        if done:
-            self._keep = None
-        return done
-
-    def done(self) -> bool:
-        done = self.core.done()
-        if done:
-            self._keep = None
-        return done
-
-    def exception(self) -> BaseException | None:
-        error = self.core.error()
-        return None if error is None else self._channel.error(error)
-
-    def notify(self, fn: Callable[[], None]) -> None:
-        def done() -> None:
-            self._keep = None
-            fn()
-
-        self._channel.notify(self.core, done)
 
 
 def _let_go(tensors: object) -> None:

@@ -10,7 +10,7 @@ Results on devices are complete as soon as the work is enqueued; :mod:`shoal.str
 
 from .future import Future
 from .pool import pool
-from .scope import CallbackScope, callback_scope, derive_key, enter_scope, leave_scope
+from .scope import CallbackScope, callback_scope, derive_key, enter_scope, leave_scope, scope_variable
 from .several import Completion, collect_all, wait_all, wait_any
 from .source import Source
 
@@ -25,6 +25,7 @@ __all__ = [
     "enter_scope",
     "leave_scope",
     "pool",
+    "scope_variable",
     "wait_all",
     "wait_any",
 ]

@@ -46,7 +46,8 @@ class CallbackScope:
         return key
 
 
-_scope: ContextVar[CallbackScope | None] = ContextVar("shoal_callback_scope", default=None)
+#: The scope of the callback that the current context runs in.
+scope_variable: ContextVar[CallbackScope | None] = ContextVar("shoal_callback_scope", default=None)
 
 
 def callback_scope() -> CallbackScope | None:
@@ -54,14 +55,14 @@ def callback_scope() -> CallbackScope | None:
 
     None outside callbacks, and in a callback of a future that has no key.
     """
-    return _scope.get()
+    return scope_variable.get()
 
 
 def enter_scope(scope: CallbackScope | None) -> Token[CallbackScope | None]:
     """Make ``scope`` the current one; hand what is returned to :func:`leave_scope`."""
-    return _scope.set(scope)
+    return scope_variable.set(scope)
 
 
 def leave_scope(token: Token[CallbackScope | None]) -> None:
     """Restore the scope from before :func:`enter_scope`."""
-    _scope.reset(token)
+    scope_variable.reset(token)

@@ -55,10 +55,10 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("all_reduce", unknown)
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
-        if reduction.code != _PREMUL_SUM:
-            future = self._submit_usual(_ALL_REDUCE, x, x, timeout, reduction)
-            if future is not None:
-                return future
+        seconds = self._timeout if timeout is None else timeout
+        future = self._shortcut.submit(_ALL_REDUCE, x, x, reduction.code, -1, seconds)
+        if future is not None:
+            return future
         call = self._call("all_reduce")
         call.output(x, "x")
         call.reduction(reduction, x.dtype)
@@ -98,7 +98,8 @@ class Collectives(Submitter):
             self._refuse_keywords("broadcast", unknown)
         if root.__class__ is int and root >= 0:
             source = x if root == self._rank else None
-            future = self._submit_usual(_BROADCAST, source, x, timeout, root=root)
+            seconds = self._timeout if timeout is None else timeout
+            future = self._shortcut.submit(_BROADCAST, source, x, 0, root, seconds)
             if future is not None:
                 return future
         call = self._call("broadcast")
@@ -154,7 +155,8 @@ class Collectives(Submitter):
         """
         if unknown:
             self._refuse_keywords("all_gather_single", unknown)
-        future = self._submit_usual(_ALL_GATHER, x, out, timeout)
+        seconds = self._timeout if timeout is None else timeout
+        future = self._shortcut.submit(_ALL_GATHER, x, out, 0, -1, seconds)
         if future is not None:
             return future
         call = self._call("all_gather_single")
@@ -218,10 +220,10 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("reduce_scatter_single", unknown)
         reduction = ReduceOp.of(op)
-        if reduction.code != _PREMUL_SUM:
-            future = self._submit_usual(_REDUCE_SCATTER, x, out, timeout, reduction)
-            if future is not None:
-                return future
+        seconds = self._timeout if timeout is None else timeout
+        future = self._shortcut.submit(_REDUCE_SCATTER, x, out, reduction.code, -1, seconds)
+        if future is not None:
+            return future
         call = self._call("reduce_scatter_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -358,7 +360,8 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("all_to_all_single", unknown)
         if output_splits is None and input_splits is None:
-            future = self._submit_usual(_ALL_TO_ALL, x, out, timeout)
+            seconds = self._timeout if timeout is None else timeout
+            future = self._shortcut.submit(_ALL_TO_ALL, x, out, 0, -1, seconds)
             if future is not None:
                 return future
         call = self._call("all_to_all_single")
@@ -384,7 +387,8 @@ class Collectives(Submitter):
         """Complete when every rank of the group has called it."""
         if unknown:
             self._refuse_keywords("barrier", unknown)
-        future = self._submit_usual(_BARRIER, None, None, timeout)
+        seconds = self._timeout if timeout is None else timeout
+        future = self._shortcut.submit(_BARRIER, None, None, 0, -1, seconds)
         return self._submit(_BARRIER, (), (), timeout) if future is None else future
 
     # -- shared --------------------------------------------------------------------------------

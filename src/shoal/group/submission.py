@@ -48,15 +48,30 @@ class Submitter:
         self._size = len(spec.ranks)
         self._cpu = "cpu" in channel.devices
         self._submitting = threading.Lock()
-        self._number = 0
         #: Told of this group and the future of its first numbered operation, if anybody wants to be.
         self._on_first: Callable[[Any, Future[Any]], None] | None = None
         self._calls: dict[str, Call] = {}
         records = config.RECORDER_SIZE.get()
         self._recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
-        #: "open", "closing", "closed", "aborted" or "forked": what was done to the group here.
+        #: Numbers the calls, and submits the usual ones by itself.
+        self._shortcut = channel.shortcut(self._submitting, self._recorder)
         self._state = "open"
         self._abort_reason = ""
+
+    @property
+    def _state(self) -> str:
+        """``open``, ``closing``, ``closed``, ``aborted`` or ``forked``: what was done to the group here."""
+        return self._done_to_it
+
+    @_state.setter
+    def _state(self, state: str) -> None:
+        self._done_to_it = state
+        self._shortcut.open = state == "open"
+
+    @property
+    def _number(self) -> int:
+        """The number of the next call."""
+        return self._shortcut.number
 
     # -- what operations use -------------------------------------------------------------------
 
@@ -91,40 +106,13 @@ class Submitter:
             channel.check(operation)
             future = channel.submit(operation)
             if scope is None:
-                self._number = number + 1
+                self._shortcut.number = number + 1
                 future.key = (self._spec.ident + number * _ODD) & _MASK
             else:
                 future.key = key
             if self._recorder is not None:
                 x = inputs[0] if inputs else outputs[0] if outputs else _NOTHING
                 self._recorder.add(future, kind, number, key, x.dtype, x.numel(), root)
-            if number == 0 and self._on_first is not None:
-                self._on_first(self, future)
-        return future
-
-    def _submit_usual(
-        self,
-        kind: OpKind,
-        x: torch.Tensor | None,
-        out: torch.Tensor | None,
-        timeout: float | None,
-        op: ReduceOp = SUM,
-        root: int = -1,
-    ) -> Future[Any] | None:
-        """The short way of a collective; None where the call must go the way of all others."""
-        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
-        with self._submitting:
-            if self._state != "open" or callback_scope() is not None:
-                return None
-            number = self._number
-            future = self._channel.usual(kind, x, out, op, root, number, seconds)
-            if future is None:
-                return None
-            self._number = number + 1
-            future.key = (self._spec.ident + number * _ODD) & _MASK
-            if self._recorder is not None:
-                y = x if x is not None else out if out is not None else _NOTHING
-                self._recorder.add(future, kind, number, 0, y.dtype, y.numel(), root)
             if number == 0 and self._on_first is not None:
                 self._on_first(self, future)
         return future

@@ -1,0 +1,329 @@
+// The short way of a group's collectives: from the user's tensors to a future in one call.
+//
+// What Python does for a call (a lock, a number, a key, a record, a source and a future) takes several times
+// as long as a small all-reduce.  Here it is one step under the GIL, as far as other threads can see.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/calls.h"
+#include "bind/source.h"
+#include "bind/tensors.h"
+#include "engine/group.h"
+
+namespace nb = nanobind;
+
+namespace shoal {
+namespace {
+
+// Odd, so that the multiples of it are all different modulo 2**64; as in shoal/group/submission.py.
+constexpr Py_ssize_t kNumber = 2;  // its place in a record
+constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
+
+PyObject* scope = nullptr;   // the context variable with the callback that the caller runs in, or None
+PyObject* dtypes = nullptr;  // torch's dtypes by code, a tuple
+PyObject *name_acquire = nullptr, *name_release = nullptr, *name_locked = nullptr;
+
+struct Shortcut {
+  PyObject_HEAD std::shared_ptr<Group> group;
+  PyObject* channel;  // the NativeChannel
+  PyObject* lock;     // the group's threading.Lock: whoever holds it is giving out a number
+  PyObject* append;   // of the flight recorder's records, or None
+  std::uint64_t ident;
+  unsigned long long number;  // of the next call
+  char open;                  // calls are taken
+};
+
+Shortcut* as_shortcut(PyObject* object) { return reinterpret_cast<Shortcut*>(object); }
+
+bool overlap(const Span& a, const Span& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
+}
+
+// The count that all ranks must give alike, as in backend/native.py; nullopt if the tensors do not fit.
+std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
+  const auto ranks = static_cast<std::uint64_t>(size);
+  switch (kind) {
+    case Kind::kAllReduce:
+    case Kind::kBroadcast:
+      return out.count;
+    case Kind::kAllGather:
+      return out.count == in.count * ranks ? std::optional(in.count) : std::nullopt;
+    case Kind::kReduceScatter:
+      return in.count == out.count * ranks ? std::optional(out.count) : std::nullopt;
+    case Kind::kAllToAll: {
+      const bool cut = !in.shape.empty() && in.shape[0] % size == 0;
+      return cut && std::ranges::equal(in.shape, out.shape) ? std::optional(std::uint64_t{0}) : std::nullopt;
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
+// What a record says of the call's first tensor.
+struct Noted {
+  DType dtype = DType::kUInt8;  // what stands for no tensor
+  std::uint64_t count = 0;
+};
+
+// The request of a collective on at most one plain tensor each way; nullopt if anything about it is not as
+// usual, wrong even.
+std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
+                                  int root, Noted& noted) {
+  if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
+  Request request;
+  request.kind = kind;
+  // Only a barrier writes nothing, and only a broadcast's receiver gives nothing: None is a mistake
+  // elsewhere.
+  const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
+  if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;
+  if (!barrier) {
+    const auto to = plain_tensor(out);
+    if (!to) return std::nullopt;
+    const auto from = !given || in == out ? to : plain_tensor(in);
+    if (!from || from->dtype != to->dtype || (in != out && given && overlap(from->span, to->span)))
+      return std::nullopt;
+    if (!legal(to->dtype, op)) return std::nullopt;
+    const auto count = count_of(kind, *from, *to, group.size());
+    if (!count) return std::nullopt;
+    request.count = *count;
+    request.reduction.dtype = to->dtype;
+    if (given) request.in.assign(1, from->span);
+    request.out.assign(1, to->span);
+    noted = {to->dtype, from->count};
+  }
+  request.reduction.op = op;
+  request.reduction.divisor = static_cast<std::uint32_t>(group.size());
+  request.root = root;
+  return request;
+}
+
+// A record as FlightRecorder.add makes it; null with an exception set.
+PyObject* new_record(PyObject* future, PyObject* kind, const Noted& noted, std::uint64_t number, int root) {
+  PyObject* record = PyList_New(12);
+  if (record == nullptr) return nullptr;
+  PyObject* elements[12] = {PyLong_FromLongLong(now_ns()),
+                            Py_NewRef(kind),
+                            PyLong_FromUnsignedLongLong(number),
+                            PyLong_FromLong(0),
+                            Py_NewRef(PyTuple_GET_ITEM(dtypes, static_cast<Py_ssize_t>(noted.dtype))),
+                            PyLong_FromUnsignedLongLong(noted.count),
+                            PyLong_FromLong(root),
+                            PyLong_FromLong(-1),
+                            PyLong_FromLong(-1),
+                            PyWeakref_NewRef(future, nullptr),
+                            PyLong_FromLong(0),
+                            Py_NewRef(Py_None)};
+  bool whole = true;
+  for (Py_ssize_t i = 0; i < 12; ++i) {
+    whole &= elements[i] != nullptr;
+    PyList_SET_ITEM(record, i, elements[i]);
+  }
+  if (whole) return record;
+  Py_DECREF(record);
+  return nullptr;
+}
+
+bool truth(PyObject* object) {  // takes the reference
+  const bool result = object == Py_True;
+  if (object == nullptr) PyErr_Clear();
+  Py_XDECREF(object);
+  return result;
+}
+
+// Whether the call may have the next number now.  Nothing until the number is used runs Python.
+bool may_go(const Shortcut& self) {
+  return self.open && self.group && !self.group->broken() &&
+         !truth(PyObject_CallMethodNoArgs(self.lock, name_locked));
+}
+
+// Hands the request over and gives its number; null if the call must go the long way after all.
+OperationPtr go(Shortcut& self, Request request) {
+  std::uint64_t bytes = 0;
+  for (const Span& part : request.in) bytes += part.bytes;
+  for (const Span& part : request.out) bytes += part.bytes;
+  if (!may_go(self)) return nullptr;
+  request.channel = self.number;
+  const std::shared_ptr<Group> group = self.group;
+  if (bytes < kInlineSubmit) {
+    ++self.number;
+    return group->submit(std::move(request));
+  }
+  // Others run meanwhile, and must not be given a number before this one was submitted.
+  if (!truth(PyObject_CallMethodOneArg(self.lock, name_acquire, Py_False))) return nullptr;
+  OperationPtr op;
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    op = group->submit(std::move(request));
+  } catch (const std::bad_alloc&) {  // the long way says so, if it meets it too
+  }
+  PyEval_RestoreThread(state);
+  if (op) ++self.number;
+  truth(PyObject_CallMethodNoArgs(self.lock, name_release));
+  return op;
+}
+
+// A call as it comes from Python.
+struct Given {
+  PyObject *kind, *in, *out;
+  RedOp op;
+  int root;
+  double seconds;
+};
+
+// The future of a call; None where it must go the long way; null with an exception set.
+PyObject* future_of(Shortcut& self, const Given& call) {
+  Noted noted;
+  auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
+                            call.op, call.root, noted);
+  if (!request) Py_RETURN_NONE;
+  request->timeout = nanoseconds(call.seconds);
+  // All that Python has to make comes first, because making it may run the garbage collector.
+  const bool one = call.in == call.out || call.in == Py_None;
+  nb::object keep = one ? nb::borrow(call.out) : nb::steal(PyTuple_Pack(2, call.in, call.out));
+  nb::object source, future, record;
+  if (keep.is_valid()) source = nb::steal(reinterpret_cast<PyObject*>(new_source(self.channel, keep.ptr())));
+  if (source.is_valid()) future = nb::steal(new_future(reinterpret_cast<Source*>(source.ptr()), call.out));
+  const bool recorded = self.append != Py_None;
+  if (future.is_valid() && recorded)
+    record = nb::steal(new_record(future.ptr(), call.kind, noted, self.number, call.root));
+  if (!future.is_valid() || (recorded && !record.is_valid())) return nullptr;
+  OperationPtr operation = go(self, std::move(*request));
+  if (!operation) Py_RETURN_NONE;
+  const std::uint64_t number = operation->request().channel;
+  reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
+  set_key(future.ptr(), self.ident + number * kOdd);
+  if (recorded) {
+    PyList_SetItem(record.ptr(), kNumber, PyLong_FromUnsignedLongLong(number));
+    set_record(future.ptr(), record.ptr());
+    Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));
+  }
+  if (PyErr_Occurred()) PyErr_Clear();  // a lack of memory for a key or a record does not stop the call
+  return future.release().ptr();
+}
+
+// submit(kind, x, out, op, root, timeout): a future, or None where the call must go the long way.
+PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Shortcut& self = *as_shortcut(object);
+  if (count != 6) {
+    PyErr_SetString(PyExc_TypeError, "submit takes kind, x, out, op, root and timeout");
+    return nullptr;
+  }
+  PyObject *callback = nullptr, *timeout = arguments[5];
+  const long op = PyLong_AsLong(arguments[3]), root = PyLong_AsLong(arguments[4]);
+  if (PyErr_Occurred() || PyContextVar_Get(scope, nullptr, &callback) < 0) return nullptr;
+  const bool plain = callback == nullptr || callback == Py_None;
+  Py_XDECREF(callback);
+  const double seconds = PyFloat_CheckExact(timeout)  ? PyFloat_AS_DOUBLE(timeout)
+                         : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
+                                                      : 0.0;
+  if (PyErr_Occurred()) PyErr_Clear();
+  // The first call of a group may be watched, and a timeout that is no positive number is refused in words.
+  if (!plain || !(seconds > 0) || self.number == 0 || !may_go(self)) Py_RETURN_NONE;
+  try {
+    return future_of(self, {arguments[0], arguments[1], arguments[2], static_cast<RedOp>(op),
+                            static_cast<int>(root), seconds});
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* detach(PyObject* object, PyObject*) {
+  as_shortcut(object)->open = 0;
+  as_shortcut(object)->group.reset();
+  Py_RETURN_NONE;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *core, *channel, *lock, *append;
+  unsigned long long ident;
+  if (!PyArg_ParseTuple(arguments, "OOOKO", &core, &channel, &lock, &ident, &append)) return nullptr;
+  std::shared_ptr<Group> group;
+  if (!nb::try_cast(nb::handle(core), group) || !group) {
+    PyErr_SetString(PyExc_TypeError, "Shortcut takes a Group of the core");
+    return nullptr;
+  }
+  auto* self = as_shortcut(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  new (&self->group) std::shared_ptr<Group>(std::move(group));
+  self->channel = Py_NewRef(channel);
+  self->lock = Py_NewRef(lock);
+  self->append = Py_NewRef(append);
+  self->ident = ident;
+  self->open = 1;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(as_shortcut(object)->channel);
+  Py_VISIT(as_shortcut(object)->lock);
+  Py_VISIT(as_shortcut(object)->append);
+  return 0;
+}
+
+int clear(PyObject* object) {
+  as_shortcut(object)->open = 0;
+  Py_CLEAR(as_shortcut(object)->channel);
+  Py_CLEAR(as_shortcut(object)->lock);
+  Py_CLEAR(as_shortcut(object)->append);
+  return 0;
+}
+
+void dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  as_shortcut(object)->group.~shared_ptr();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit)), METH_FASTCALL, nullptr},
+    {"detach", detach, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyMemberDef members[] = {
+    {"number", T_ULONGLONG, offsetof(Shortcut, number), 0, nullptr},
+    {"open", T_BOOL, offsetof(Shortcut, open), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {0, nullptr},
+};
+PyType_Spec spec{"shoal._core.Shortcut", sizeof(Shortcut), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+
+void learn_calls(nb::object scope_variable, nb::tuple dtypes_by_code) {
+  if (!PyContextVar_CheckExact(scope_variable.ptr()) || dtypes_by_code.size() != kDTypeCount)
+    throw std::invalid_argument("learn_calls takes a ContextVar and a dtype for every code");
+  scope = scope_variable.release().ptr();
+  dtypes = dtypes_by_code.release().ptr();
+}
+
+}  // namespace
+}  // namespace shoal
+
+void bind_shortcut(nb::module_& m) {
+  using namespace shoal;
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nb::python_error();
+  name_acquire = PyUnicode_InternFromString("acquire");
+  name_release = PyUnicode_InternFromString("release");
+  name_locked = PyUnicode_InternFromString("locked");
+  m.attr("Shortcut") = nb::borrow(type);
+  m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"),
+        "Keep what the short way looks at: the variable of the callback that runs, and the dtypes by code.");
+}

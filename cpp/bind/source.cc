@@ -1,0 +1,309 @@
+#include "bind/source.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/calls.h"
+#include "engine/context.h"
+#include "engine/group.h"
+
+namespace nb = nanobind;
+
+namespace shoal {
+namespace {
+
+// Seconds that a wait blocks at a time: signal handlers run in between, in Python.
+constexpr double kSlice = 0.1;
+
+PyTypeObject* source_type = nullptr;
+
+// The class of futures, and where its instances have what `__slots__` names.
+struct FutureClass {
+  PyTypeObject* type = nullptr;
+  PyObject* wait = nullptr;  // the base class's
+  Py_ssize_t done = 0, claims = 0, source = 0, finish = 0, value = 0, key = 0, keep = 0, device = 0,
+             error = 0, subscribers = 0, record = 0, callbacks = 0;
+} future;
+
+PyObject*& slot(PyObject* object, Py_ssize_t offset) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+}
+
+void set(PyObject* object, Py_ssize_t offset, PyObject* value) {
+  PyObject* before = std::exchange(slot(object, offset), value);
+  Py_XDECREF(before);
+}
+
+Py_ssize_t offset_of(PyTypeObject* type, const char* name) {
+  nb::object member = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), name);
+  if (!Py_IS_TYPE(member.ptr(), &PyMemberDescr_Type))
+    throw std::invalid_argument(std::string("the class of futures has no slot ") + name);
+  return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+}
+
+// -- sources
+// -------------------------------------------------------------------------------------------------------
+
+Source* as_source(PyObject* object) { return reinterpret_cast<Source*>(object); }
+
+bool complete(Source* self) { return !self->op || self->op->done() || self->op->orphaned(); }
+
+void release_tensors(Source* self) {
+  PyObject* keep = std::exchange(self->keep, nullptr);
+  Py_XDECREF(keep);
+}
+
+// Blocks without the GIL, and lets go of the tensors when the operation is complete.  1 if it is, 0 if time
+// has run out, -1 with an exception set.
+int wait(Source* self, double seconds) {
+  if (!complete(self)) {
+    const OperationPtr op = self->op;
+    bool lack = false;
+    PyThreadState* state = PyEval_SaveThread();
+    try {
+      op->group().context().wait(*op, until(seconds));
+    } catch (const std::bad_alloc&) {
+      lack = true;
+    }
+    PyEval_RestoreThread(state);
+    if (lack) {
+      PyErr_NoMemory();
+      return -1;
+    }
+  }
+  const bool done = complete(self);
+  if (done) release_tensors(self);
+  return done;
+}
+
+PyObject* source_new(PyTypeObject*, PyObject* arguments, PyObject*) {
+  PyObject *channel, *core, *keep;
+  if (!PyArg_ParseTuple(arguments, "OOO", &channel, &core, &keep)) return nullptr;
+  OperationPtr op;
+  if (!nb::try_cast(nb::handle(core), op) || !op) {
+    PyErr_SetString(PyExc_TypeError, "Source takes an Operation of the core");
+    return nullptr;
+  }
+  Source* self = new_source(channel, keep);
+  if (self != nullptr) self->op = std::move(op);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyObject* source_wait(PyObject* self, PyObject* timeout) {
+  const double seconds = timeout == Py_None ? 1e12 : PyFloat_AsDouble(timeout);
+  if (seconds == -1.0 && PyErr_Occurred()) return nullptr;
+  const int done = wait(as_source(self), seconds);
+  return done < 0 ? nullptr : PyBool_FromLong(done);
+}
+
+PyObject* source_done(PyObject* self, PyObject*) {
+  const bool done = complete(as_source(self));
+  if (done) release_tensors(as_source(self));
+  return PyBool_FromLong(done);
+}
+
+PyObject* core_of(Source* self) { return nb::cast(self->op).release().ptr(); }
+
+PyObject* source_exception(PyObject* object, PyObject*) {
+  Source* self = as_source(object);
+  if (self->op->error().code == ErrorCode::kNone) Py_RETURN_NONE;
+  nb::object core = nb::steal(core_of(self));
+  return PyObject_CallMethod(self->channel, "error_of", "O", core.ptr());
+}
+
+PyObject* source_notify(PyObject* object, PyObject* fn) {
+  Source* self = as_source(object);
+  nb::object core = nb::steal(core_of(self));
+  return PyObject_CallMethod(self->channel, "notify", "OOO", core.ptr(), object, fn);
+}
+
+// The core reads and writes the user's memory until the operation is complete, also when nobody is interested
+// in it any more: what is garbage before that hands the tensors over.
+void source_finalize(PyObject* object) {
+  Source* self = as_source(object);
+  if (self->keep == nullptr || complete(self)) return;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  nb::object core = nb::steal(core_of(self));
+  PyObject* kept = PyObject_CallMethod(self->channel, "keep", "OO", core.ptr(), self->keep);
+  if (kept == nullptr) {
+    Py_INCREF(self->keep);  // rather lost than overwritten while it belongs to somebody else
+    PyErr_WriteUnraisable(object);
+  }
+  Py_XDECREF(kept);
+  PyErr_Restore(type, value, trace);
+}
+
+int source_traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(as_source(object)->channel);
+  Py_VISIT(as_source(object)->keep);
+  return 0;
+}
+
+int source_clear(PyObject* object) {
+  Py_CLEAR(as_source(object)->channel);
+  Py_CLEAR(as_source(object)->keep);
+  return 0;
+}
+
+void source_dealloc(PyObject* object) {
+  if (PyObject_CallFinalizerFromDealloc(object) < 0) return;
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  source_clear(object);
+  as_source(object)->op.~shared_ptr();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMethodDef source_methods[] = {
+    {"wait", source_wait, METH_O, nullptr},
+    {"done", source_done, METH_NOARGS, nullptr},
+    {"exception", source_exception, METH_NOARGS, nullptr},
+    {"notify", source_notify, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot source_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(source_new)},
+    {Py_tp_methods, source_methods},
+    {Py_tp_finalize, reinterpret_cast<void*>(source_finalize)},
+    {Py_tp_traverse, reinterpret_cast<void*>(source_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(source_clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(source_dealloc)},
+    {0, nullptr},
+};
+PyType_Spec source_spec{"shoal._core.Source", sizeof(Source), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                        source_slots};
+
+// -- futures
+// -------------------------------------------------------------------------------------------------------
+
+// Whether the outcome is a value that is known.
+bool has_value(PyObject* self) {
+  return slot(self, future.done) == Py_True && slot(self, future.error) == Py_None &&
+         slot(self, future.device) == Py_None;
+}
+
+// What Future._settle and Future._publish do, where nothing went wrong, nobody else has begun to and nobody
+// is to be told; false where that is not so, and nothing has been done.
+bool publish(PyObject* self, Source* source) {
+  if (slot(self, future.done) == Py_True) return has_value(self);
+  PyObject *claims = slot(self, future.claims), *record = slot(self, future.record);
+  if (source->op->error().code != ErrorCode::kNone || !PyList_CheckExact(claims) ||
+      PyList_GET_SIZE(claims) > 0 || slot(self, future.finish) != Py_None ||
+      slot(self, future.device) != Py_None || slot(self, future.subscribers) != Py_None)
+    return false;
+  const bool recorded = record != nullptr && PyList_CheckExact(record);
+  PyObject* ended = recorded ? PyLong_FromLongLong(now_ns()) : nullptr;
+  if ((recorded && ended == nullptr) || PyList_Append(claims, Py_None) < 0) {
+    Py_XDECREF(ended);
+    PyErr_Clear();
+    return false;
+  }
+  if (recorded) PyList_SetItem(record, PyList_GET_SIZE(record) - kEndedFromBehind, ended);
+  set(self, future.done, Py_NewRef(Py_True));
+  set(self, future.source, Py_NewRef(Py_None));
+  return true;
+}
+
+// Waits for a slice of time and publishes the outcome, as long as all is as usual.
+bool settled(PyObject* self) {
+  if (slot(self, future.done) == Py_True) return has_value(self);
+  PyObject* object = slot(self, future.source);
+  if (object == nullptr || !Py_IS_TYPE(object, source_type)) return false;
+  Py_INCREF(object);  // another thread may publish meanwhile
+  const int waited = wait(as_source(object), kSlice);
+  if (waited < 0) PyErr_Clear();  // what lacks is said in Python
+  const bool done = waited == 1 && publish(self, as_source(object));
+  Py_DECREF(object);
+  return done;
+}
+
+// Future.wait; whatever is unusual goes on in Python.
+PyObject* future_wait(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  if (count == 0 && names == nullptr && settled(self)) return Py_NewRef(slot(self, future.value));
+  std::vector<PyObject*> all{self};
+  all.insert(all.end(), arguments, arguments + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+  return PyObject_Vectorcall(future.wait, all.data(), static_cast<std::size_t>(count) + 1, names);
+}
+
+PyMethodDef wait_method{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(future_wait)),
+                        METH_FASTCALL | METH_KEYWORDS, "See shoal.Future.wait."};
+
+void learn_futures(nb::handle type, nb::object wait) {
+  auto* futures = reinterpret_cast<PyTypeObject*>(type.ptr());
+  FutureClass learned{futures,
+                      nullptr,
+                      offset_of(futures, "_done"),
+                      offset_of(futures, "_claims"),
+                      offset_of(futures, "_source"),
+                      offset_of(futures, "_finish"),
+                      offset_of(futures, "_value"),
+                      offset_of(futures, "key"),
+                      offset_of(futures, "_keep"),
+                      offset_of(futures, "_device"),
+                      offset_of(futures, "_error"),
+                      offset_of(futures, "_subscribers"),
+                      offset_of(futures, "record"),
+                      offset_of(futures, "_callbacks")};
+  nb::object method = nb::steal(PyDescr_NewMethod(futures, &wait_method));
+  if (!method.is_valid()) throw nb::python_error();
+  nb::setattr(type, "wait", method);
+  nb::setattr(type, "result", method);
+  Py_INCREF(futures);  // for as long as the process lives
+  learned.wait = wait.release().ptr();
+  future = learned;
+}
+
+}  // namespace
+
+Source* new_source(PyObject* channel, PyObject* keep) {
+  auto* self = as_source(source_type->tp_alloc(source_type, 0));
+  if (self == nullptr) return nullptr;
+  new (&self->op) OperationPtr;
+  self->channel = Py_NewRef(channel);
+  self->keep = Py_NewRef(keep);
+  return self;
+}
+
+PyObject* new_future(Source* source, PyObject* value) {
+  PyObject* claims = PyList_New(0);
+  PyObject* self = claims == nullptr ? nullptr : future.type->tp_alloc(future.type, 0);
+  if (self == nullptr) {
+    Py_XDECREF(claims);
+    return nullptr;
+  }
+  slot(self, future.done) = Py_NewRef(Py_False);
+  slot(self, future.claims) = claims;
+  slot(self, future.source) = Py_NewRef(reinterpret_cast<PyObject*>(source));
+  slot(self, future.value) = Py_NewRef(value);
+  slot(self, future.callbacks) = PyLong_FromLong(0);
+  for (Py_ssize_t offset : {future.finish, future.key, future.keep, future.device, future.error,
+                            future.subscribers, future.record})
+    slot(self, offset) = Py_NewRef(Py_None);
+  return self;
+}
+
+void set_key(PyObject* self, std::uint64_t key) {
+  if (PyObject* value = PyLong_FromUnsignedLongLong(key)) set(self, future.key, value);
+}
+
+void set_record(PyObject* self, PyObject* record) { set(self, future.record, Py_NewRef(record)); }
+
+}  // namespace shoal
+
+void bind_source(nb::module_& m) {
+  PyObject* type = PyType_FromSpec(&shoal::source_spec);
+  if (type == nullptr) throw nb::python_error();
+  shoal::source_type = reinterpret_cast<PyTypeObject*>(type);
+  m.attr("Source") = nb::borrow(type);
+  m.def("learn_futures", &shoal::learn_futures, nb::arg("future_class"), nb::arg("wait"),
+        "Take over `wait` of a class of futures; `wait` is what it does in unusual cases.");
+}
