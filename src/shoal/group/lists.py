@@ -121,13 +121,17 @@ class ListWatch:
             wait.due = time.monotonic() + wait.interval
             return False
         reason, theirs = difference
-        # First the group that this rank never wanted: its members must hear the reason before they can hear
-        # that this rank, told the same, has left.
+        # This rank may leave as soon as its own group is aborted, so the one that it never wanted is made
+        # before.  It is aborted last: who hears of that may leave, and the members of this rank's group must
+        # have heard the reason by then.
+        foreign = None
         with contextlib.suppress(ShoalError):
             foreign = wait.parent.subgroup(theirs.members, theirs.name)
-            foreign.abort(reason)
-            foreign.close(PATIENCE)
         wait.group.abort(reason)
+        if foreign is not None:
+            with contextlib.suppress(ShoalError):
+                foreign.abort(reason)
+                foreign.close(PATIENCE)
         return True
 
     def _exchange(self, wait: _Wait) -> dict[int, Any]:
