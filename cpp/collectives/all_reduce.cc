@@ -1,9 +1,10 @@
 // All-reduce and reduce within a host.
 //
 // Small: every member reduces what all have in their slots.  In shared memory: member r reads slice r of
-// every buffer, reduces in registers and writes the result to all: one pass.  Otherwise: chunk by chunk, each
-// member copies in, reduces its slice of all staging buffers, and copies the others' slices out; copying in
-// runs one chunk ahead.
+// every buffer, reduces in registers and writes the result to all: one pass.  Otherwise the pass goes chunk
+// by chunk: a member whose buffer is not shared stages what the others reduce, they write the results into
+// the same lines, and it takes them from there.  So each line moves to another core once and back once, and
+// no member stages what it reduces itself.
 
 #include <algorithm>
 
@@ -15,6 +16,11 @@ namespace {
 
 constexpr std::uint64_t kStride = 4 << 20;  // bytes between looks at whether the group is still whole
 constexpr std::uint64_t kStream = 8 << 20;  // results larger than this bypass the caches
+constexpr std::uint64_t kChunk = 64 << 10;  // bytes of the data that are reduced between two announcements
+constexpr std::uint64_t kSlots = 4;         // chunks in the staging buffer: what is on its way stays in L2
+constexpr std::uint64_t kLag = kSlots / 2;  // chunks that are reduced before the results of one are taken
+constexpr std::uint64_t kBlock = 4 << 10;   // bytes that stay in L1 between a result and what replaces it
+static_assert(kSlots * kChunk <= kStaging);
 
 struct Work {
   Phase& phase;
@@ -59,71 +65,112 @@ bool reduce_fused(Work& work) {
   return true;
 }
 
-Task reduce_staged(Work& work) {
-  Phase& phase = work.phase;
-  const int size = phase.size(), self = phase.self();
-  const std::uint64_t chunks = (work.data.bytes + kChunk - 1) / kChunk;
-  auto chunk_bytes = [&](std::uint64_t chunk) {
-    return std::min<std::uint64_t>(kChunk, work.data.bytes - chunk * kChunk);
-  };
-  auto result = [&](int place, std::uint64_t chunk) {
-    return phase.staging(place, (2 + (chunk & 1)) * kChunk, kChunk);
-  };
-  const bool staging = phase.exposure() == Exposure::kStaged;
-  // Everybody needs room for results; only those outside shared memory copy in.
-  phase.my_staging();
-  Task before = phase.all(&Counters::taken, 0);
-  co_await before;
-  for (std::uint64_t chunk = 0; chunk < std::min<std::uint64_t>(2, chunks); ++chunk) {
-    if (staging) {
-      Task stage = phase.stage(chunk);
-      co_await stage;
-    } else {
-      phase.advance(&Counters::staged, chunk + 1);
-    }
+// The pass in chunks, for members of which some stage.  Chunk c of a member lies in slot c % kSlots of its
+// staging buffer, at the places that it has in the data.
+class Relay {
+ public:
+  explicit Relay(Work& work)
+      : work_(work),
+        phase_(work.phase),
+        chunks_((work.data.bytes + kChunk - 1) / kChunk),
+        staging_(phase_.exposure() == Exposure::kStaged) {
+    for (int place = 0; place < phase_.size(); ++place)
+      staged_.push_back(phase_.slot(place).exposure == Exposure::kStaged);
   }
-  for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
-    Task staged = phase.all(&Counters::staged, chunk + 1);
-    co_await staged;
-    if (chunk >= 2) {
-      Task free = phase.all(&Counters::taken, chunk - 1);
-      co_await free;
-    }
-    const std::uint64_t base = chunk * kChunk, count = chunk_bytes(chunk) / work.item;
-    auto [first, last] = share(count, work.item, size, self);
-    if (last > first) {
-      work.sources.clear();
-      work.destinations.clear();
-      for (int place = 0; place < size; ++place) {
-        std::byte* from = phase.slot(place).exposure == Exposure::kStaged
-                              ? phase.staging(place, (chunk & 1) * kChunk, kChunk)
-                              : phase.part(place, 0, chunk_bytes(chunk), base);
-        work.sources.push_back(from + first * work.item);
+
+  Task run() {
+    if (staging_) {
+      slots_ = phase_.my_staging();
+      // What earlier phases left in it must have been read.
+      auto before = phase_.all(&Counters::taken, 0);
+      co_await before;
+      for (std::uint64_t chunk = 0; chunk < std::min(kSlots, chunks_); ++chunk) {
+        stage(chunk);
+        phase_.advance(&Counters::staged, chunk + 1);
       }
-      work.destinations.push_back(result(self, chunk) + first * work.item);
-      if (work.wanted(self)) work.destinations.push_back(work.data.data + base + first * work.item);
-      kernels::reduce(work.reduction, work.destinations.data(), work.destinations.size(), work.sources.data(),
-                      work.sources.size(), last - first, false);
-    }
-    phase.advance(&Counters::reduced, chunk + 1);
-    Task reduced = phase.all(&Counters::reduced, chunk + 1);
-    co_await reduced;
-    for (int place = 0; place < size && work.wanted(self); ++place) {
-      auto [from, to] = share(count, work.item, size, place);
-      if (place == self || to == from) continue;
-      kernels::copy(work.data.data + base + from * work.item, result(place, chunk) + from * work.item,
-                    (to - from) * work.item, false);
-    }
-    phase.advance(&Counters::taken, chunk + 1);
-    if (chunk + 2 >= chunks) continue;
-    if (staging) {
-      Task stage = phase.stage(chunk + 2);
-      co_await stage;
     } else {
-      phase.advance(&Counters::staged, chunk + 3);
+      phase_.advance(&Counters::staged, chunks_);
+    }
+    for (std::uint64_t step = 0; step < chunks_ + kLag; ++step) {
+      if (step < chunks_) {
+        auto ready = phase_.all(&Counters::staged, step + 1);
+        co_await ready;
+        reduce(step);
+        phase_.op().group().context().reached(Fault::kWriting);
+        phase_.advance(&Counters::reduced, step + 1);
+      }
+      if (step < kLag || step - kLag >= chunks_) continue;
+      const std::uint64_t chunk = step - kLag;
+      auto reduced = phase_.all(&Counters::reduced, chunk + 1);
+      co_await reduced;
+      if (!staging_) continue;
+      replace(chunk);
+      if (chunk + kSlots < chunks_) phase_.advance(&Counters::staged, chunk + kSlots + 1);
     }
   }
-}
+
+ private:
+  std::uint64_t bytes(std::uint64_t chunk) const {
+    return std::min(kChunk, work_.data.bytes - chunk * kChunk);
+  }
+  // The bytes of a chunk that this member reduces.
+  std::pair<std::uint64_t, std::uint64_t> slice(std::uint64_t chunk) const {
+    auto [first, last] = share(bytes(chunk) / work_.item, work_.item, phase_.size(), phase_.self());
+    return {first * work_.item, last * work_.item};
+  }
+  std::byte* data(std::uint64_t chunk) const { return work_.data.data + chunk * kChunk; }
+  std::byte* slot(std::uint64_t chunk) const { return slots_ + chunk % kSlots * kChunk; }
+
+  void stage(std::uint64_t chunk) {
+    auto [first, last] = slice(chunk);
+    kernels::copy(slot(chunk), data(chunk), first, false);
+    kernels::copy(slot(chunk) + last, data(chunk) + last, bytes(chunk) - last, false);
+  }
+
+  void reduce(std::uint64_t chunk) {
+    auto [first, last] = slice(chunk);
+    if (last == first) return;
+    work_.sources.clear();
+    work_.destinations.clear();
+    for (int place = 0; place < phase_.size(); ++place) {
+      std::byte* lines = place == phase_.self() ? data(chunk) + first
+                         : staged_[static_cast<std::size_t>(place)]
+                             ? phase_.staging(place, chunk % kSlots * kChunk + first, last - first)
+                             : phase_.part(place, 0, last - first, chunk * kChunk + first);
+      work_.sources.push_back(lines);
+      if (work_.wanted(place)) work_.destinations.push_back(lines);
+    }
+    kernels::reduce(work_.reduction, work_.destinations.data(), work_.destinations.size(),
+                    work_.sources.data(), work_.sources.size(), (last - first) / work_.item, false);
+  }
+
+  // Takes the results of a chunk, and stages the one that is next in its slot in the same loop: the lines
+  // have just come from the core that wrote them.
+  void replace(std::uint64_t chunk) {
+    const bool taking = work_.wanted(phase_.self());
+    const std::uint64_t next = chunk + kSlots;
+    auto [first, last] = slice(chunk);
+    // Another slice is missing from a chunk of another length.
+    const bool together = next < chunks_ && bytes(next) == bytes(chunk);
+    auto turn = [&](std::uint64_t from, std::uint64_t to) {
+      for (std::uint64_t at = from; at < to; at += kBlock) {
+        const std::uint64_t length = std::min(kBlock, to - at);
+        if (taking) kernels::copy(data(chunk) + at, slot(chunk) + at, length, false);
+        if (together) kernels::copy(slot(chunk) + at, data(next) + at, length, false);
+      }
+    };
+    turn(0, first);
+    turn(last, bytes(chunk));
+    if (next < chunks_ && !together) stage(next);
+  }
+
+  Work& work_;
+  Phase& phase_;
+  const std::uint64_t chunks_;
+  const bool staging_;
+  std::vector<bool> staged_;  // by member
+  std::byte* slots_ = nullptr;
+};
 
 }  // namespace
 
@@ -132,7 +179,7 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
   Phase phase(op);
   Work work{phase, data, root, reduction, itemsize(reduction.dtype), {}, {}};
   std::vector<Span> parts(1, data);
-  Task open = phase.open(std::move(parts), kChunk);
+  Task open = phase.open(std::move(parts), kWindow);
   co_await open;
   if (phase.exposure() != Exposure::kInline || work.wanted(phase.self())) {
     Task met = phase.meet_all();
@@ -147,14 +194,15 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
     }
     phase.advance(&Counters::reduced, 1);
     op.group().context().reached(Fault::kReduced);
-    Task reduced = phase.all(&Counters::reduced, 1);
+    auto reduced = phase.all(&Counters::reduced, 1);
     co_await reduced;
   } else {
-    Task staged = reduce_staged(work);
-    co_await staged;
+    Relay relay(work);
+    Task relayed = relay.run();
+    co_await relayed;
   }
-  Task close = phase.close();
-  co_await close;
+  // All have reduced, so nobody reads or writes here any more.
+  phase.leave();
 }
 
 }  // namespace shoal::collectives

@@ -28,7 +28,7 @@ Task prime(Phase& phase) {
 Task turn(Phase& phase, std::uint64_t window) {
   phase.advance(&Counters::taken, window + 1);
   if (window + 2 >= phase.windows()) co_return;
-  Task taken = phase.all(&Counters::taken, window + 1);
+  auto taken = phase.all(&Counters::taken, window + 1);
   co_await taken;
   Task stage = phase.stage(window + 2);
   co_await stage;

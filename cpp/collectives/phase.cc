@@ -90,26 +90,20 @@ Task Phase::meet_all() {
   }
 }
 
-Task Phase::all(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows) {
-  int place = 0;
-  auto reached = op_.until([this, counter, windows, place]() mutable {
-    for (; place < size(); ++place)
-      if (place != self() && this->reached(place, counter) < target(windows)) return false;
-    return true;
-  });
-  co_await reached;
-}
-
 void Phase::advance(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows) {
   (seat(self()).counters->*counter).store(target(windows), std::memory_order_release);
   team_.ring_all(lane_);
 }
 
-Task Phase::close() {
+void Phase::leave() {
   seat(self()).counters->taken.store((number_ + 1) << kPhaseShift, std::memory_order_release);
   team_.ring_all(lane_);
+}
+
+Task Phase::close() {
+  leave();
   if (exposure() == Exposure::kInline) co_return;
-  Task taken = all(&Counters::taken, 1ULL << kPhaseShift);
+  auto taken = all(&Counters::taken, 1ULL << kPhaseShift);
   co_await taken;
 }
 
@@ -163,7 +157,7 @@ std::uint64_t Phase::windows(int place) const {
 Task Phase::stage(std::uint64_t window) {
   if (window < 2) {
     // What earlier phases left in the buffers must have been read.
-    Task before = all(&Counters::taken, 0);
+    auto before = all(&Counters::taken, 0);
     co_await before;
   }
   std::byte* buffer = my_staging() + (window & 1) * window_;

@@ -9,7 +9,7 @@
 
 namespace shoal::collectives {
 
-constexpr std::uint64_t kWindow = 2 * kChunk;  // an exchange uses the staging buffers as two of this size
+constexpr std::uint64_t kWindow = kStaging / 2;  // an exchange uses the staging buffer as two of this size
 
 class Phase {
  public:
@@ -26,9 +26,17 @@ class Phase {
   Task meet(int place);
   Task meet_all();
   // Waits until a counter of every other member has reached `window` windows of this phase.
-  Task all(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows);
-  // Tells the others; at the end of the phase they need nothing more of this member.
+  auto all(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows) {
+    return op_.until([this, counter, windows, place = 0]() mutable {
+      for (; place < size(); ++place)
+        if (place != self() && reached(place, counter) < target(windows)) return false;
+      return true;
+    });
+  }
+  // Tells the others.
   void advance(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows);
+  // Ends the phase: this member needs nothing more of the others; and, with close(), they nothing of it.
+  void leave();
   Task close();
 
   const Slot& slot(int place) const { return seat(place).slot(number_); }

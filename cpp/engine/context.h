@@ -26,7 +26,7 @@ namespace shoal {
 // Where a rank can be told to die, for tests: the moments that a signal from outside would hit only by luck.
 enum class Fault : int {
   kNone,
-  kWriting,   // in the fused pass, after the first part of its slice was written to all members
+  kWriting,   // while it reduces, after the first part of its slices was written to all members
   kReduced,   // after it told the members that its slice is reduced
   kFinished,  // an operation is done here, and nobody was told so
 };

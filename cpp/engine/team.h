@@ -23,10 +23,9 @@ namespace shoal {
 
 class Context;
 
-constexpr std::size_t kInline = 4096;         // bytes of data in a slot
-constexpr std::size_t kChunk = 256 * 1024;    // bytes of a staging buffer
-constexpr std::size_t kStaging = 4 * kChunk;  // two for what goes in, two for what comes out
-constexpr int kPhaseShift = 24;               // a counter is phase << kPhaseShift | window
+constexpr std::size_t kInline = 4096;      // bytes of data in a slot
+constexpr std::size_t kStaging = 1 << 20;  // bytes of a lane's staging buffer
+constexpr int kPhaseShift = 24;            // a counter is phase << kPhaseShift | window
 
 enum class Exposure : std::uint32_t { kInline, kDirect, kStaged };
 
@@ -45,11 +44,11 @@ struct Slot {
 };
 
 struct alignas(64) Counters {
-  std::atomic<std::uint64_t> staged{0};   // windows of my staging buffers that hold data
+  std::atomic<std::uint64_t> staged{0};   // windows of my data that have been in my staging buffer
   std::atomic<std::uint64_t> reduced{0};  // windows whose slice I have reduced
   // windows of the others that I no longer need; a phase ends by saying so of the next
   std::atomic<std::uint64_t> taken{1ULL << kPhaseShift};
-  std::atomic<std::uint64_t> staging{0};  // offset of my staging buffers, 0 while there are none
+  std::atomic<std::uint64_t> staging{0};  // offset of my staging buffer, 0 while there is none
 };
 
 // One member's side of one lane.
@@ -89,7 +88,7 @@ class Team {
   std::byte* inline_data(const Seat& seat, std::uint64_t phase) const {
     return seat.slots[phase & 1] + sizeof(Slot) + most_parts_ * sizeof(PartEntry);
   }
-  // The staging buffers of this member's lane, made at first use.
+  // The staging buffer of this member's lane, made at first use.
   std::byte* staging(TeamLane& lane);
   void ring_all(const TeamLane& lane) const;
   // Stray writers and readers may still be about: never reuse this memory.

@@ -91,6 +91,20 @@ def test_a_registered_tensor_is_not_copied_in_where_another_rank_has_an_ordinary
     assert run_threads(body, RANKS, transport="shm") == [0] * RANKS
 
 
+def test_a_reduction_takes_room_only_of_the_ranks_with_ordinary_tensors() -> None:
+    def body(group: ProcessGroup) -> int:
+        x = group.empty(PART) if group.rank == 0 else torch.empty(PART)
+        x.fill_(group.rank)
+        before = in_use(group)
+        group.all_reduce(x).wait()
+        assert x.eq(3).all()
+        return in_use(group) - before
+
+    registered, *ordinary = run_threads(body, RANKS, transport="shm")
+    assert registered == 0
+    assert min(ordinary) > 0
+
+
 def test_memory_of_dead_tensors_is_used_again() -> None:
     def body(group: ProcessGroup) -> None:
         before = in_use(group)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,13 @@ def work_until_lost(group: ProcessGroup, seed: int, workers: bool) -> Report:
             os.waitpid(worker, 0)
 
 
-def work_until_killed_at(group: ProcessGroup, point: str, victim: int) -> Report:
-    """One operation after another; ``victim`` dies when it gets to ``point`` in the tenth."""
-    x = group.empty(6_000_000 if point == "writing" else 100_000)  # several strides of the fused pass
+def work_until_killed_at(group: ProcessGroup, point: str, victim: int, registered: Sequence[int]) -> Report:
+    """One operation after another; ``victim`` dies when it gets to ``point`` in the tenth.
+
+    The tensors of the ranks in ``registered`` lie in memory of ``group.empty``.
+    """
+    count = 6_000_000 if point == "writing" else 100_000  # several strides of the fused pass
+    x = group.empty(count) if group.rank in registered else torch.empty(count)
     report = None
     try:
         for i in range(1000):

@@ -11,7 +11,7 @@ import random
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -103,26 +103,33 @@ def test_every_survivor_of_many_kills_names_the_dead_rank_within_a_second(trial:
     kill_at_random(trial)
 
 
+EVERYBODY = range(4)
 POINTS = [
-    ("writing", "shm", 2),
-    ("writing", "shm", 4),
-    ("reduced", "shm", 2),
-    ("reduced", "shm", 4),
-    ("finished", "shm", 3),
-    ("finished", "tcp", 3),
-    ("finished", "hierarchical", 3),
+    ("writing", "shm", 2, EVERYBODY),
+    ("writing", "shm", 4, EVERYBODY),
+    ("writing", "shm", 2, ()),
+    ("writing", "shm", 2, (0,)),
+    ("writing", "shm", 4, (1, 3)),
+    ("reduced", "shm", 2, EVERYBODY),
+    ("reduced", "shm", 4, EVERYBODY),
+    ("finished", "shm", 3, EVERYBODY),
+    ("finished", "shm", 2, ()),
+    ("finished", "tcp", 3, EVERYBODY),
+    ("finished", "hierarchical", 3, EVERYBODY),
 ]
 
 
 @pytest.mark.concurrency
-@pytest.mark.parametrize(("point", "topology", "size"), POINTS)
+@pytest.mark.parametrize(("point", "topology", "size", "registered"), POINTS)
 def test_a_death_inside_the_engine_leaves_right_results_or_an_error(
-    point: str, topology: str, size: int
+    point: str, topology: str, size: int, registered: Sequence[int]
 ) -> None:
     victim = size - 1
     with (
         no_leaks(),
-        processes(work_until_killed_at, size, point, victim, **topology_options(topology, size)) as ranks,
+        processes(
+            work_until_killed_at, size, point, victim, registered, **topology_options(topology, size)
+        ) as ranks,
     ):
         with death_of(ranks, victim) as died_at:
             pass

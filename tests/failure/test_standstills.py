@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import signal
 import time
@@ -66,6 +67,35 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(options: dict[str, object]) -
         outcomes = ranks.join()
         assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
         assert len({outcome.value for outcome in outcomes}) == 1
+
+
+def reduce_until_told(group: ProcessGroup) -> int:
+    """Reductions of 12 MB in ordinary memory until the store says that it is enough; how many there were."""
+    count = 0
+    x, enough = torch.empty(3_000_000), torch.zeros(1)
+    while not enough.item():
+        group.all_reduce(x.fill_(count + group.rank)).wait()
+        assert x.eq(2 * count + 1).all()
+        enough.fill_(float(group.rank == 0 and group.store.check(["enough"])))
+        group.broadcast(enough, 0).wait()
+        count += 1
+        group.store.set(f"ready/{group.rank}", b"")
+    return count
+
+
+def test_ranks_that_stand_still_in_the_middle_of_a_reduction_go_on() -> None:
+    choose = random.Random(1)
+    with no_leaks(), processes(reduce_until_told, 2) as ranks:
+        ranks.store.wait(["ready/0", "ready/1"], PATIENCE)
+        for turn in range(20):
+            stop(ranks, turn % 2)
+            time.sleep(choose.uniform(0.0, 0.02))  # what is tested is that the others wait meanwhile
+            os.kill(ranks.pids[turn % 2], signal.SIGCONT)
+            time.sleep(choose.uniform(0.0, 0.02))  # another moment of an operation
+        ranks.store.set("enough", b"")
+        outcomes = ranks.join()
+        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        assert outcomes[0].value == outcomes[1].value
 
 
 def work_until_given_up(group: ProcessGroup) -> tuple[tuple[int, ...], str]:
