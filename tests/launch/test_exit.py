@@ -29,7 +29,7 @@ def test_the_exit_code_of_a_failed_rank_is_the_launchers(
     assert returned == code
     assert b"shoal: rank 1 failed first: " in err
     assert words in err
-    assert b"other ranks: 0 ended by the launcher" in err
+    assert b"shoal: rank 0 was ended by the launcher" in err
 
 
 def test_ranks_that_ignore_sigterm_end_with_a_failed_one_all_the_same(workshop: Workshop) -> None:

@@ -195,3 +195,31 @@ def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop)
     rows = terminal.rest().replace(b"\x1b[?7l", b"").replace(b"\x1b[?7h", b"").split(b"\r\n")
     shown = [re.sub(rb"\x1b\[\d+m", b"", row.rpartition(b"\r\x1b[K")[2]) for row in rows]
     assert shown == [b"[1] a line", b"[0]  3/3", b""]
+
+
+def test_each_rank_has_a_log_of_whole_lines_in_the_place_of_an_older_one(workshop: Workshop) -> None:
+    (workshop.path / "script.py").write_text(
+        "import os, sys\n"
+        "for i in range(300): print('out', i); print('err', i, file=sys.stderr)\n"
+        "print(os.environ['RANK'], end='')\n"
+    )
+    (workshop.path / "logs").mkdir()
+    (workshop.path / "logs" / "rank0.log").write_text("of an older run, " * 10_000)
+    launcher = workshop.shoal("run", "-n", "2", "--no-prefix", "--log-dir", "logs", "script.py")
+    code, out, _ = workshop.end(launcher)
+    assert code == 0
+    assert sorted(out.split(b"\n"))[:3] == [b"", b"0", b"1"]
+    for rank in (0, 1):
+        lines = (workshop.path / "logs" / f"rank{rank}.log").read_text().splitlines()
+        expected = [f"{stream} {i}" for stream in ("out", "err") for i in range(300)]
+        assert sorted(lines) == sorted([*expected, str(rank)])
+
+
+def test_a_log_that_cannot_be_written_any_more_is_reported_once_and_the_job_goes_on(
+    workshop: Workshop,
+) -> None:
+    (workshop.path / "rank0.log").symlink_to("/dev/full")
+    (workshop.path / "script.py").write_text("for i in range(100): print(i, flush=True)")
+    code, out, err = workshop.end(workshop.shoal("run", "--log-dir", ".", "script.py"))
+    assert (code, len(out.splitlines())) == (0, 100)
+    assert err == b"shoal: the log of rank 0 ends here: No space left on device\n"

@@ -9,11 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
 from shoal.launch.cli import COMMANDS, invoke
 from shoal.launch.command import resolve
+from shoal.launch.cores import shares, usable
 from shoal.launch.environment import defaults
+from shoal.wire import build_version
 
 from .conftest import Workshop
 
@@ -132,6 +136,12 @@ def test_a_dry_run_prints_environment_and_commands_but_runs_nothing(
         (["run", "-n", "2", "./absent/program"], "./absent/program: no such script"),
         (["run", "-n", "0", "x.py"], "'-n'"),
         (["run", "-n", "many", "x.py"], "'-n'"),
+        (["run", "-np", "2", "x.py"], "-np is spelled -n here"),
+        (["run", "--nproc-per-node=2", "x.py"], "--nproc-per-node; the number of ranks is -n N"),
+        (["run", "--nproc_per_node", "2", "x.py"], "--nproc_per_node; the number of ranks is -n N"),
+        (["run", "--nnodes=1", "x.py"], "on this machine alone"),
+        (["run", "--log-dir", "/dev/null/logs", "x.sh"], "x.sh: no such script"),
+        (["run", "--log-dir", "/dev/null/logs", "true"], "--log-dir /dev/null/logs: "),
         (["run"], "COMMAND"),
         (["run", "--fast", "x.py"], "--fast"),
         (["swim"], "swim"),
@@ -158,6 +168,51 @@ def test_a_program_that_cannot_be_executed_is_one_line_and_code_2(workshop: Work
     assert (code, out) == (2, b"")
     assert err.startswith(b"shoal: rank 0 could not be started: ")
     assert err.count(b"\n") == 1
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["--version"]) == 0
+    assert capsys.readouterr().out == f"shoal {build_version()}\n"
+
+
+def test_auto_is_a_rank_on_each_core_that_may_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["run", "-n", "auto", "--dry-run", "true"]) == 0
+    assert f"SHOAL_SIZE={len(os.sched_getaffinity(0))}\n" in capsys.readouterr().out
+
+
+def test_bound_ranks_run_on_their_own_cores(workshop: Workshop) -> None:
+    show = "import os; print(sorted(os.sched_getaffinity(0)))"
+    (workshop.path / "script.py").write_text(show)
+    cores = usable()
+    for size in (2, len(cores) + 1):
+        launcher = workshop.shoal("run", "--bind", "--no-prefix", "-n", str(size), "script.py")
+        code, out, err = workshop.end(launcher)
+        assert (code, err) == (0, b"")
+        expected = [str(sorted(share)) for share in shares(cores, size)]
+        assert sorted(out.decode().splitlines()) == sorted(expected)
+
+
+@given(st.integers(1, 70), st.integers(1, 70))
+def test_cores_are_dealt_out_evenly_and_shared_only_if_they_must_be(count: int, size: int) -> None:
+    dealt = shares(range(count), size)
+    used = [core for share in dealt for core in share]
+    lengths = {len(share) for share in dealt}
+    assert len(dealt) == size
+    assert max(lengths) - min(lengths) <= 1
+    assert set(used) == set(range(min(count, size)) if count < size else range(count))
+    assert count < size or len(used) == count
+
+
+def test_the_shell_completes_commands_options_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def completed(*words: str) -> str:
+        line = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        environment = {**os.environ, **line, "_SHOAL_COMPLETE": "bash_complete"}
+        command = [sys.executable, "-c", "from shoal.launch.cli import main; main()"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+
+    assert completed("shoal", "ru") == "plain,run\n"
+    assert completed("shoal", "run", "--lo") == "plain,--log-dir\n"
+    assert completed("shoal", "run", "-n", "2", "tr") == "file,tr\n"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +250,12 @@ def test_colours_are_not_forced_on_who_does_not_want_them() -> None:
     assert defaults(2, {}, size)["FORCE_COLOR"] == "1"
     assert "FORCE_COLOR" not in defaults(2, {"NO_COLOR": "1"}, size)
     assert "FORCE_COLOR" not in defaults(2, {}, None)
+
+
+def test_lines_without_prefixes_are_as_wide_as_the_terminal() -> None:
+    size = os.terminal_size((80, 24))
+    assert defaults(2, {}, size)["COLUMNS"] == "76"
+    assert defaults(2, {}, size, prefixed=False)["COLUMNS"] == "80"
 
 
 def test_the_launcher_does_not_import_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_stopped_job_ends_with_128_and_the_signal(
     launcher.send_signal(number)
     returned, _, err = workshop.end(launcher)
     assert returned == code
-    assert b"shoal: stopped by %s: 0-1 " % number.name.encode() in err
+    assert b"shoal: stopped by %s: ranks 0, 1 were killed by " % number.name.encode() in err
     assert b"failed first" not in err
     assert not any(alive(rank) for rank in ranks)
 
@@ -104,8 +105,11 @@ def test_the_second_sigint_kills(workshop: Workshop) -> None:
     launcher.send_signal(signal.SIGINT)
     workshop.read("got0"), workshop.read("got1")
     assert all(alive(rank) for rank in ranks)
+    assert launcher.stderr is not None
+    said = launcher.stderr.readline()
+    assert re.fullmatch(rb"shoal: waiting \d\d s for ranks 0, 1; press Ctrl-C again to kill\n", said)
     launcher.send_signal(signal.SIGINT)
     code, _, err = workshop.end(launcher)
     assert code == 130
-    assert b"0-1 killed by SIGKILL" in err
+    assert b"ranks 0, 1 were killed by SIGKILL" in err
     assert not any(alive(rank) for rank in ranks)

@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from ..errors import ShoalError
+from ..wire import build_version
 
 #: subcommand -> "module:attribute" of its click command; a new subcommand is one line here
 COMMANDS = {
@@ -35,7 +36,21 @@ class _LazyGroup(click.Group):
         return command
 
 
+def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(f"shoal {build_version()}")
+        ctx.exit()
+
+
 @click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
 def cli() -> None:
     """Run and inspect jobs of several ranks."""
 

@@ -70,13 +70,16 @@ class ReservedPort:
         self._socket.close()
 
 
-def defaults(size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None) -> dict[str, str]:
+def defaults(
+    size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefixed: bool = True
+) -> dict[str, str]:
     """Variables that the launcher sets unless the user did.
 
     Args:
         size: number of ranks.
         inherited: the launcher's own environment.
         terminal: size of the terminal that shows the output, None when there is none.
+        prefixed: whether lines begin with their rank.
 
     ``OMP_NUM_THREADS`` shares the cores between the ranks: each would otherwise start a thread per
     core.  ``PYTHONUNBUFFERED`` makes lines appear when they are written.  On a terminal the ranks,
@@ -85,7 +88,7 @@ def defaults(size: int, inherited: Mapping[str, str], terminal: os.terminal_size
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
     if terminal is not None:
-        values["COLUMNS"] = str(max(20, terminal.columns - len(prefix(0, size))))
+        values["COLUMNS"] = str(max(20, terminal.columns - (len(prefix(0, size)) if prefixed else 0)))
         values["LINES"] = str(terminal.lines)
         if "NO_COLOR" not in inherited:
             values["FORCE_COLOR"] = "1"

@@ -11,6 +11,7 @@ from typing import IO
 
 from .environment import prefix
 from .lines import Lines
+from .logs import Logs
 from .sink import Sink, open_sinks
 
 #: bytes read from one pipe before the others get their turn
@@ -24,17 +25,18 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 class _Stream:
     """stdout or stderr of one rank, on its way to a sink."""
 
-    def __init__(self, pipe: IO[bytes], prefix: bytes, sink: Sink) -> None:
+    def __init__(self, pipe: IO[bytes], prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
         self.pipe = pipe
         self.prefix = prefix
         self.sink = sink
+        self._log = log
         self.lines = Lines()
         #: when an unfinished line is to be shown, None if there is none to show
         self.show_at: float | None = None
 
     def take(self, data: bytes) -> None:
         for text, end in self.lines.feed(data):
-            self.sink.line(self, self.prefix, text, end)
+            self._put(text, end)
         if not (self.sink.terminal and self.lines.partial):
             self.show_at = None
         elif self.lines.drawing:
@@ -48,9 +50,13 @@ class _Stream:
 
     def end(self) -> None:
         for text, end in self.lines.close():
-            self.sink.line(self, self.prefix, text, end)
+            self._put(text, end)
         self.show_at = None
         self.pipe.close()
+
+    def _put(self, text: bytes, end: bytes) -> None:
+        self.sink.line(self, self.prefix, text, end)
+        self._log(text + end)
 
 
 class Output:
@@ -60,10 +66,22 @@ class Output:
         selector: of the loop; the data of its keys are functions to call.
         wake: makes the loop call :meth:`resume`; called from other threads.
         size: number of ranks.
+        prefixed: whether lines begin with their rank.
+        logs: where the lines of each rank go too.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, wake: Callable[[], None], size: int) -> None:
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        wake: Callable[[], None],
+        size: int,
+        *,
+        prefixed: bool = True,
+        logs: Logs | None = None,
+    ) -> None:
         self._selector = selector
+        self._prefixed = prefixed
+        self._logs = logs
         self._size = size
         self._out, self._err = open_sinks(wake)
         self._streams: list[_Stream] = []
@@ -74,10 +92,16 @@ class Output:
         """Take over the pipes of a rank: they are read to their end, then closed."""
         for pipe, sink in ((stdout, self._out), (stderr, self._err)):
             os.set_blocking(pipe.fileno(), False)
-            stream = _Stream(pipe, _label(rank, self._size, sink), sink)
+            label = _label(rank, self._size, sink) if self._prefixed else b""
+            stream = _Stream(pipe, label, sink, partial(self._log, rank))
             self._streams.append(stream)
             self._listen(stream)
         self._stderr[rank] = stream.lines
+
+    def _log(self, rank: int, data: bytes) -> None:
+        trouble = None if self._logs is None else self._logs.write(rank, data)
+        if trouble is not None:
+            self.say(f"shoal: {trouble}".encode())
 
     def tail(self, rank: int) -> Sequence[bytes]:
         """The last lines of a rank's stderr."""

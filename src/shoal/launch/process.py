@@ -39,7 +39,7 @@ class Rank:
         size: int,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        announce: Callable[[], None],
+        prepare: Callable[[], None],
     ) -> None:
         self.index = index
         self.status: int | None = None
@@ -59,7 +59,7 @@ class Rank:
                 stderr=subprocess.PIPE,
                 env={**environment, **self._reports.variables},
                 start_new_session=True,
-                preexec_fn=announce,
+                preexec_fn=prepare,
                 pass_fds=[self._reports.inherited],
             )
         except (OSError, subprocess.SubprocessError) as error:

@@ -6,48 +6,137 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..rendezvous import job_record
 from ..store import TCPStoreServer
+from ..wording import counted
 from .command import resolve
+from .cores import cores_named, shares, usable
 from .environment import Job, ReservedPort, defaults
 from .guardian import Guardian
+from .logs import Logs
 from .notes import ExitNotes
 from .signals import Signals
 from .sink import is_terminal
 from .supervisor import Supervisor
 
 
+def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    if value == "auto":
+        return len(os.sched_getaffinity(0))
+    if value == "p":
+        raise click.BadParameter("-np is spelled -n here: shoal run -n 2 ...")
+    if not value.isdecimal() or not int(value):
+        raise click.BadParameter(f"{value!r} is neither a whole number from 1 nor auto")
+    return int(value)
+
+
+class _Run(click.Command):
+    """Says which option is meant by those of other launchers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            meant = _MEANT.get(error.option_name.replace("_", "-"))
+            if meant is None:
+                raise
+            raise click.UsageError(f"No such option: {error.option_name}; {meant}", ctx) from None
+
+
+_NUMBER = "the number of ranks is -n N, or -n auto for one on each core"
+_ONE_MACHINE = "shoal run starts ranks on this machine alone and needs no address; leave it out"
+#: options of torchrun, mpiexec, accelerate and srun -> what to write
+_MEANT = {
+    **dict.fromkeys(("--nproc-per-node", "--np", "--nprocs", "--num-processes", "--ntasks"), _NUMBER),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--standalone", "--hostfile"), _ONE_MACHINE),
+    **dict.fromkeys(("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint"), _ONE_MACHINE),
+    "--bind-to": "ranks are bound to cores by --bind",
+    "--cpu-bind": "ranks are bound to cores by --bind",
+    "--log-directory": "the directory for a file a rank is --log-dir DIR",
+    "--no-python": "any program may be run; leave it out",
+}
+
+
+def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
 @click.command(
+    cls=_Run,
     context_settings={"allow_interspersed_args": False},
     short_help="Run several ranks of a program on this machine.",
 )
-@click.option("-n", "--ranks", "size", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "-n",
+    "--ranks",
+    "size",
+    metavar="NUMBER",
+    callback=_number_of_ranks,
+    default="1",
+    show_default=True,
+    help="Number of ranks, or auto: one on each core that may be used.",
+)
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write what rank N says, stdout and stderr, to DIR/rankN.log too, in the place of an older one.",
+)
+@click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
+@click.option(
+    "--bind",
+    is_flag=True,
+    help="Give each rank cores of its own, equally many; with fewer cores than ranks, one core, shared.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would run, and run nothing.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(size: int, module: bool, dry_run: bool, command: tuple[str, ...]) -> int:
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
+def run(
+    size: int,
+    module: bool,
+    log_dir: Path | None,
+    no_prefix: bool,
+    bind: bool,
+    dry_run: bool,
+    command: tuple[str, ...],
+) -> int:
     """Run COMMAND (a Python script or module, or a program) with its arguments, once for each rank.
 
     The first word that is not an option is the command; what follows it goes to the command
-    untouched. The exit code is that of the first rank that failed (128 and the number of the
+    untouched. The exit code is that of the rank that failed first (128 and the number of the
     signal, if one killed it), or 0.
     """
     argv = resolve(command, module=module)
-    extra = defaults(size, os.environ, _terminal())
+    extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
+    bound = shares(usable(), size) if bind else None
     if dry_run:
-        click.echo(_plan(argv, size, extra))
+        click.echo(_plan(argv, size, extra, bound))
         return 0
-    return launch(argv, size, extra)
+    return launch(argv, size, extra, bound=bound, prefixed=not no_prefix, log_dir=log_dir)
 
 
-def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
-    """Run ``argv`` on ``size`` ranks with ``extra`` added to the environment; returns the exit code.
+def launch(
+    argv: Sequence[str],
+    size: int,
+    extra: dict[str, str],
+    *,
+    bound: Sequence[Sequence[int]] | None = None,
+    prefixed: bool = True,
+    log_dir: Path | None = None,
+) -> int:
+    """Run ``argv`` on ``size`` ranks; returns the exit code.  For the main thread.
 
-    For the main thread.
+    Args:
+        extra: added to the environment.
+        bound: the cores of each rank; None: all ranks run on all.
+        prefixed: begin lines with their rank.
+        log_dir: directory for a file for each rank.
 
     Raises:
         LaunchError: a rank could not be started; none is left running.
@@ -62,13 +151,16 @@ def launch(argv: Sequence[str], size: int, extra: dict[str, str]) -> int:
         closing(server),
         closing(ReservedPort()) as port,
         Guardian() as guardian,
+        ExitStack() as open_logs,
         closing(ExitNotes(server, job)) as notes,
     ):
-        supervisor = Supervisor(signals, guardian, notes)
+        logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
+        supervisor = Supervisor(signals, guardian, notes, prefixed=prefixed, logs=logs)
         with closing(supervisor):
             for rank in range(size):
                 variables = job.variables(rank, server.url, str(port.number))
-                supervisor.start(argv, inherited | extra | variables, size)
+                cores = None if bound is None else bound[rank]
+                supervisor.start(argv, inherited | extra | variables, size, cores)
             # Threads begin here, after the last fork.
             server.start()
             return supervisor.run()
@@ -88,7 +180,9 @@ def _terminal() -> os.terminal_size | None:
     return None
 
 
-def _plan(argv: Sequence[str], size: int, extra: Mapping[str, str]) -> str:
+def _plan(
+    argv: Sequence[str], size: int, extra: Mapping[str, str], bound: Sequence[Sequence[int]] | None
+) -> str:
     """What ``--dry-run`` prints."""
     ranks = [Job(size).variables(rank, "tcp://127.0.0.1:<port>", "<port>") for rank in range(size)]
     for variables in ranks:
@@ -97,9 +191,10 @@ def _plan(argv: Sequence[str], size: int, extra: Mapping[str, str]) -> str:
     same = {k: v for k, v in ranks[0].items() if k not in own_names}
     lines = ["each rank's environment, beside what it inherits:"]
     lines += [f"  {name}={value}" for name, value in same.items()]
-    notes = {"OMP_NUM_THREADS": f"  (the machine's {len(os.sched_getaffinity(0))} cores, shared)"}
+    notes = {"OMP_NUM_THREADS": f"  (the machine's {counted(len(os.sched_getaffinity(0)), 'core')}, shared)"}
     lines += [f"  {name}={value}{notes.get(name, '')}" for name, value in extra.items()]
     for rank, variables in enumerate(ranks):
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
-        lines.append(f"rank {rank}: {own} {shlex.join(argv)}")
+        cores = "" if bound is None else f"(on {cores_named(bound[rank])}) "
+        lines.append(f"rank {rank}: {cores}{own} {shlex.join(argv)}")
     return "\n".join(lines)

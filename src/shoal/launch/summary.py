@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
 
+from ..wording import ranks_named
 from . import causes
 from .process import Rank
 
@@ -38,7 +40,7 @@ def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
     text = f"shoal: rank {first} failed first: {_outcome(culprit)}, {ran}\n".encode()
     others = [(rank, _relation(ranks, rank, first)) for rank in ranks if rank is not culprit]
     if others:
-        text += f"shoal: other ranks: {_grouped(others)}\n".encode()
+        text += f"shoal: {_grouped(others)}\n".encode()
     if not tail:
         return text + b"shoal: it wrote nothing to stderr\n"
     return text + b"shoal: the end of its stderr:\n" + b"".join(b"  | " + line + b"\n" for line in tail)
@@ -57,16 +59,27 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
     """How a rank ended that did not fail first, and why if that is known."""
     assert rank.status is not None
     if rank.stopped:
-        return "ended by the launcher"
+        return "was ended by the launcher"
     if rank.status != 0 and causes.origin(ranks, rank) == first:
         return f"ended because rank {first} did ({describe(rank.status)})"
-    return "finished" if rank.status == 0 else describe(rank.status)
+    return _ended(rank.status)
+
+
+def _ended(status: int) -> str:
+    if status == 0:
+        return "finished"
+    return f"ended with exit code {status}" if status > 0 else f"was {describe(status)}"
 
 
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
     """What is said when a signal to the launcher ended the job."""
-    ended = [(rank, "finished" if rank.status == 0 else describe(rank.status or 0)) for rank in ranks]
+    ended = [(rank, _ended(rank.status or 0)) for rank in ranks]
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
+
+
+def waiting(seconds: float, left: Sequence[int]) -> bytes:
+    """What is said while ranks save their work after Ctrl-C."""
+    return f"shoal: waiting {seconds:.0f} s for {ranks_named(left)}; press Ctrl-C again to kill\n".encode()
 
 
 def leftovers(processes: Sequence[psutil.Process]) -> bytes:
@@ -79,19 +92,11 @@ def leftovers(processes: Sequence[psutil.Process]) -> bytes:
 
 
 def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:
-    """``0, 2-3 finished; 1 exit code 7``."""
+    """``ranks 0, 2-3 were killed by SIGINT; rank 1 finished``."""
     found: dict[str, list[int]] = {}
     for rank, outcome in outcomes:
         found.setdefault(outcome, []).append(rank.index)
-    return "; ".join(f"{numbers(indices)} {outcome}" for outcome, indices in found.items())
-
-
-def numbers(indices: Sequence[int]) -> str:
-    """``0, 2-5`` for [0, 2, 3, 4, 5]; the indices are in order."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return "; ".join(
+        f"{ranks_named(indices)} {outcome if len(indices) == 1 else re.sub('^was ', 'were ', outcome)}"
+        for outcome, indices in found.items()
+    )

@@ -17,6 +17,7 @@ A job goes through these phases::
 from __future__ import annotations
 
 import enum
+import os
 import selectors
 import signal
 import time
@@ -24,6 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from . import causes, summary
 from .guardian import Guardian
+from .logs import Logs
 from .notes import ExitNotes
 from .output import Output
 from .process import Rank, members
@@ -42,6 +44,8 @@ _LINGER = 0.5
 #: seconds after SIGKILL in which a process must be gone, unless the kernel holds it
 _LAST = 2.0
 _POLL = 0.02
+#: seconds in which most ranks end after Ctrl-C
+_SILENCE = 1.0
 
 
 class _Phase(enum.Enum):
@@ -57,13 +61,23 @@ class Supervisor:
         signals: the launcher's; what arrives there is passed on.
         guardian: told of every rank before it runs.
         notes: told of every rank that ends before others do.
+        prefixed, logs: see :class:`Output`.
 
     Call :meth:`start` for each rank, :meth:`run` once, and :meth:`close` whatever happened.
     """
 
-    def __init__(self, signals: Signals, guardian: Guardian, notes: ExitNotes) -> None:
+    def __init__(
+        self,
+        signals: Signals,
+        guardian: Guardian,
+        notes: ExitNotes,
+        *,
+        prefixed: bool = True,
+        logs: Logs | None = None,
+    ) -> None:
         self._signals = signals
         self._notes = notes
+        self._prefixed, self._logs = prefixed, logs
         self._announce = guardian.announcer()
         self._ranks: list[Rank] = []
         self._phase = _Phase.RUNNING
@@ -71,15 +85,25 @@ class Supervisor:
         self._stop_signal = 0
         self._interrupted_at = -_SAME_INTERRUPT
         self._kill_at: float | None = None
+        #: when the user is told for whom Ctrl-C waits
+        self._remind_at: float | None = None
         #: until when the culprit may end by itself
         self._spare_until: float | None = None
         self._selector = selectors.DefaultSelector()
         self._output: Output | None = None
         self._closing = self._impatient = False
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str], size: int) -> None:
-        """Start the next of ``size`` ranks; raises LaunchError."""
-        rank = Rank(len(self._ranks), size, argv, environment, self._announce)
+    def start(
+        self, argv: Sequence[str], environment: Mapping[str, str], size: int, cores: Sequence[int] | None
+    ) -> None:
+        """Start the next of ``size`` ranks, on ``cores`` alone if they are given; raises LaunchError."""
+
+        def prepare() -> None:
+            self._announce()
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        rank = Rank(len(self._ranks), size, argv, environment, prepare)
         self._ranks.append(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._ended(rank))
 
@@ -89,7 +113,13 @@ class Supervisor:
         That is the rank's that failed first; or 128 and a number when a signal to the launcher ended
         the job; or 0.
         """
-        output = self._output = Output(self._selector, self._signals.wake, len(self._ranks))
+        output = self._output = Output(
+            self._selector,
+            self._signals.wake,
+            len(self._ranks),
+            prefixed=self._prefixed,
+            logs=self._logs,
+        )
         for rank in self._ranks:
             output.attach(rank.index, rank.stdout, rank.stderr)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
@@ -117,7 +147,7 @@ class Supervisor:
         """Handle what is ready, or wait for it until ``timeout`` or the next deadline."""
         assert self._output is not None
         now = time.monotonic()
-        moments = self._kill_at, self._spare_until, self._output.next_show()
+        moments = self._kill_at, self._spare_until, self._remind_at, self._output.next_show()
         deadlines = [at - now for at in moments if at is not None]
         if timeout is not None:
             deadlines.append(timeout)
@@ -125,6 +155,8 @@ class Supervisor:
             key.data()
         self._output.show()
         now = time.monotonic()
+        if self._remind_at is not None and now >= self._remind_at:
+            self._remind(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
         if self._spare_until is not None and now >= self._spare_until:
@@ -190,9 +222,18 @@ class Supervisor:
             self._send(number)
         elif self._interrupted_at < 0:
             self._interrupted_at = now
+            self._remind_at = now + _SILENCE
             self._send(number)
         elif now - self._interrupted_at > _SAME_INTERRUPT:
             self._kill()
+
+    def _remind(self, now: float) -> None:
+        """Tell the user for whom Ctrl-C waits, and how long."""
+        assert self._output is not None
+        self._remind_at = None
+        left = [rank.index for rank in self._ranks if rank.status is None]
+        if left and self._kill_at is not None:
+            self._output.say(summary.waiting(self._kill_at - now, left))
 
     def _send(self, number: int) -> None:
         """Send a signal to every rank that runs.

@@ -1,0 +1,42 @@
+"""Which cores each rank may run on, for ``shoal run --bind``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..wording import numbers
+
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def usable() -> list[int]:
+    """The cores that this process may use, those that share a socket or a physical core side by side."""
+    return sorted(os.sched_getaffinity(0), key=lambda core: (*_place(core), core))
+
+
+def shares(cores: Sequence[int], size: int) -> list[list[int]]:
+    """The cores of each of ``size`` ranks.
+
+    They are parts of ``cores`` whose sizes differ by one at most.  If there are fewer cores than ranks, each
+    rank has one, which it shares with others.
+    """
+    count = len(cores)
+    if count < size:
+        return [[cores[rank % count]] for rank in range(size)]
+    return [list(cores[rank * count // size : (rank + 1) * count // size]) for rank in range(size)]
+
+
+def cores_named(cores: Sequence[int]) -> str:
+    """``core 3``, or ``cores 0, 2-5``."""
+    return ("core " if len(cores) == 1 else "cores ") + numbers(sorted(cores))
+
+
+def _place(core: int) -> tuple[int, int]:
+    """Socket and physical core, where the kernel tells."""
+    with suppress(OSError, ValueError):
+        package = int(Path(_TOPOLOGY.format(core, "physical_package_id")).read_text())
+        return package, int(Path(_TOPOLOGY.format(core, "core_id")).read_text())
+    return 0, core
