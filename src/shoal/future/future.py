@@ -278,10 +278,7 @@ class Future(Generic[T]):
     # -- inside --------------------------------------------------------------------------------
 
     def _complete(self, timeout: float | None) -> bool:
-        """Wait until the future is done; False when time ran out.
-
-        The calling thread goes into the engine; in slices, so that signal handlers run.
-        """
+        """Wait in the engine, in slices, so that signal handlers run; False when time ran out."""
         source = self._source
         if source is None:
             return self._block(timeout)
