@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .errors import UsageError
+from .wording import counted
 
 
 def encodable(text: str) -> str:
@@ -118,7 +119,8 @@ def _factor(given: object) -> float:
     """The factor of PREMUL_SUM as a number."""
     if isinstance(given, torch.Tensor):
         if given.numel() != 1:
-            problem = f"a tensor of {given.numel()} elements, shape {tuple(given.shape)}; each rank gives one"
+            elements = counted(given.numel(), "element")
+            problem = f"a tensor of {elements}, shape {tuple(given.shape)}; each rank gives one"
         elif given.device.type != "cpu":
             problem = f"a tensor on {given.device}; pass its value, factor.item(), or factor.cpu()"
         elif not given.dtype.is_floating_point:

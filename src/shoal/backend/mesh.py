@@ -35,6 +35,7 @@ from ..errors import (
     WireTimeout,
 )
 from ..wire import Connection, Deadline
+from ..wording import ranks_named
 from .base import Membership
 
 #: how a rank may be told to reach others on its host
@@ -235,7 +236,7 @@ class _Builder:
                 if self._deadline.expired:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise RendezvousTimeout(
-                        f"rank {self._me.rank}: ranks {_names(missing)} did not connect within "
+                        f"rank {self._me.rank}: {ranks_named(missing)} did not connect within "
                         f"{self._deadline.timeout:g} s; they are late or hang"
                     )
         except StoreError:
@@ -281,7 +282,7 @@ class _Builder:
                     raise self._lost(rank) from error
             if rank_of and self._deadline.expired:
                 raise RendezvousTimeout(
-                    f"rank {self._me.rank}: ranks {_names([*rank_of.values()])} were not connected to all "
+                    f"rank {self._me.rank}: {ranks_named([*rank_of.values()])} were not connected to all "
                     f"others within {self._deadline.timeout:g} s"
                 )
         return said
@@ -296,7 +297,7 @@ class _Builder:
         for members in hosts.values():
             whole = all(set(members) - {rank} <= shared[rank] for rank in members)
             if self._transport == "shm" and not whole:
-                raise RendezvousError(f"ranks {_names(members)} are on one host but cannot share memory")
+                raise RendezvousError(f"{ranks_named(members)} are on one host but cannot share memory")
             for position, rank in enumerate(members):
                 indices[rank] = count + (0 if whole else position)
             count += 1 if whole else len(members)
@@ -456,7 +457,7 @@ class _Builder:
     def _late(self, refused: str = "") -> RendezvousTimeout:
         missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
         return RendezvousTimeout(
-            f"rank {self._me.rank}: ranks {_names(missing)} were not connected within "
+            f"rank {self._me.rank}: {ranks_named(missing)} were not connected within "
             f"{self._deadline.timeout:g} s"
             + (f"; the last that tried was refused: {refused}" if refused else "")
         )
@@ -475,7 +476,3 @@ def _start(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError as error:
         raise OSError(errno.EAGAIN, str(error)) from error
-
-
-def _names(ranks: list[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)

@@ -38,6 +38,7 @@ from ..errors import (
 from ..future import Future, scope_variable
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
+from ..wording import counted
 from .base import Backend, DataChannel, GroupSpec, Membership, Shortcut
 from .mesh import Memory, checked_transport, connect, lacking
 from .shapes import packed, unpacked
@@ -105,7 +106,8 @@ class NativeBackend(Backend):
         self._dispatcher: threading.Thread | None = None
         self._stopped = False
         self._context: Any = _CLOSED
-        room = f"reserving {capacity >> 20} MiB of address space for each of {membership.local_size} ranks"
+        ranks = counted(membership.local_size, "rank")
+        room = f"reserving {capacity >> 20} MiB of address space for each of {ranks}"
         with _limits(f"rank {membership.rank} cannot start ({room})"):
             try:
                 self._context = _core.Context.make(

@@ -16,6 +16,7 @@ from ..errors import UsageError
 from ..future import Future, collect_all
 from ..group import ProcessGroup
 from ..spec import BAND, BOR, BXOR, MAX, MIN, PRODUCT, ReduceOp
+from ..wording import counted
 from . import sparse
 
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -68,7 +69,8 @@ def all_gather(
     count = len(inputs)
     if len(outputs) != count or any(len(out) != count * group.size for out in outputs):
         raise UsageError(
-            f"allgather on rank {group.rank}: expected {count} lists of {count * group.size} tensors for "
+            f"allgather on rank {group.rank}: expected {counted(count, 'list')} of "
+            f"{counted(count * group.size, 'tensor')} for "
             f"{count} inputs, got lists of {[len(out) for out in outputs]}"
         )
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from ..spec import SUM
+from ..wording import counted
 from .arguments import Duration, rank_in_group, seconds
 from .in_turn import in_turn
 from .reductions import ReduceOpLike, reduction
@@ -87,7 +88,7 @@ def all_gather(
     if pg is None:
         return None
     if tensor_list is None:
-        pg._call("all_gather").refuse(f"tensor_list must be given, a list of {pg.size} tensors")
+        pg._call("all_gather").refuse(f"tensor_list must be given, a list of {counted(pg.size, 'tensor')}")
     return finished(in_turn(tensor_list, lambda out: pg.all_gather(tensor, out)), tensor_list, async_op)
 
 
@@ -133,7 +134,7 @@ def gather(
     outputs = gather_list or None
     if outputs is None and pg.rank == root:
         pg._call("gather").refuse(
-            f"gather_list must be given on the destination, a list of {pg.size} tensors"
+            f"gather_list must be given on the destination, a list of {counted(pg.size, 'tensor')}"
         )
     if outputs is None:
         return finished(pg.gather(tensor, None, root), (), async_op)

@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from ..objects import received
 from ..spec import ANY_SOURCE
+from ..wording import counted
 from .arguments import rank_in_group
 from .state import GroupLike, member_group
 
@@ -132,9 +133,10 @@ def recv_object_list(
 
 def _check_length(pg: ProcessGroup, operation: str, what: str, given: Sequence[Any] | None) -> None:
     if not isinstance(given, list) or len(given) < pg.size:
-        length = f"{len(given)} elements" if isinstance(given, list) else repr(given)
+        length = counted(len(given), "element") if isinstance(given, list) else repr(given)
         raise UsageError(
-            f"{operation} on rank {pg.rank}: {what} must be a list with a place for each of {pg.size} ranks, "
+            f"{operation} on rank {pg.rank}: {what} must be a list with a place for each of "
+            f"{counted(pg.size, 'rank')}, "
             f"got {length}"
         )
 

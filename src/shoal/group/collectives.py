@@ -18,6 +18,7 @@ import torch
 from ..future import Future
 from ..keywords import explained
 from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp
+from ..wording import counted
 from .premultiplied import multiply, products
 from .staging import Staging, readable, readable_beside
 from .submission import Submitter, called, mapped
@@ -163,7 +164,7 @@ class Collectives(Submitter):
         call.tensor(x, "x")
         call.output(out, "out")
         call.same_dtype(out, "out", x, "x")
-        call.count(out, "out", x.numel() * self._size, f"{self._size} ranks, {x.numel()} elements in x")
+        call.count(out, "out", x.numel() * self._size, f"{x.numel()} in x, times the ranks")
         sizes = [x.numel()] * self._size
         return self._scatter_gather(OpKind.ALL_GATHER, [x], [out], out, timeout, sizes=sizes)
 
@@ -228,7 +229,7 @@ class Collectives(Submitter):
         call.tensor(x, "x")
         call.output(out, "out")
         call.same_dtype(out, "out", x, "x")
-        call.count(x, "x", out.numel() * self._size, f"{self._size} ranks, {out.numel()} elements in out")
+        call.count(x, "x", out.numel() * self._size, f"{out.numel()} in out, times the ranks")
         reduction = call.reduction(op, x.dtype)
         sizes = [out.numel()] * self._size
         return self._scatter_gather(OpKind.REDUCE_SCATTER, [x], [out], out, timeout, reduction, sizes=sizes)
@@ -305,7 +306,7 @@ class Collectives(Submitter):
             inputs = []
         else:
             if inputs is None:
-                call.refuse(f"root must pass inputs, a list of {self._size} tensors")
+                call.refuse(f"root must pass inputs, a list of {counted(self._size, 'tensor')}")
             call.tensors(inputs, "inputs")
             call.same_dtype(out, "out", inputs[0], "inputs[0]")
             for i, part in enumerate(inputs):
@@ -374,7 +375,7 @@ class Collectives(Submitter):
         received = incoming[self._rank] * math.prod(out.shape[1:])
         if sent != received:
             call.refuse(
-                f"this rank's part for itself has {sent} elements in x (shape {tuple(x.shape)}), "
+                f"this rank's part for itself has {counted(sent, 'element')} in x (shape {tuple(x.shape)}), "
                 f"but {received} in out (shape {tuple(out.shape)})"
             )
         staging = Staging()

@@ -20,6 +20,7 @@ import torch
 from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
 from ..spec import OpKind
+from ..wording import ranks_named
 from .validation import MAX_TAG
 
 if TYPE_CHECKING:
@@ -81,9 +82,10 @@ def _attend(
 
 
 def _error(group: ProcessGroup, missing: list[int], seconds: float) -> OperationTimeout:
-    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
     return OperationTimeout(
-        f"monitored_barrier of group {group.name!r}: {ranks} did not come within {seconds:g} s", missing
+        f"monitored_barrier of group {group.name!r}: {ranks_named(missing)} did not come "
+        f"within {seconds:g} s",
+        missing,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import UnsupportedOperation, UsageError
 from ..spec import DTYPE_CODES, LEGAL_REDUCTIONS, ReduceOp
+from ..wording import counted
 from .overlap import TooHard, overlapping_pair, overlaps_itself
 
 #: Tags of users; larger ones are for the group's own messages.
@@ -92,9 +93,11 @@ class Call:
     def tensors(self, xs: Sequence[torch.Tensor], what: str, *, outputs: bool = False) -> None:
         """``xs`` is a sequence of one tensor per rank, all of one dtype; outputs share no memory."""
         if isinstance(xs, torch.Tensor) or not isinstance(xs, Sequence):
-            self.refuse(f"{what} must be a list of {self.size} tensors, got {type(xs).__name__}")
+            self.refuse(f"{what} must be a list of {counted(self.size, 'tensor')}, got {type(xs).__name__}")
         if len(xs) != self.size:
-            self.refuse(f"{what} must be a list of {self.size} tensors, one per rank, got {len(xs)}")
+            self.refuse(
+                f"{what} must be a list of {counted(self.size, 'tensor')}, one per rank, got {len(xs)}"
+            )
         for i, x in enumerate(xs):
             (self.output if outputs else self.tensor)(x, f"{what}[{i}]")
             self.same_dtype(x, f"{what}[{i}]", xs[0], f"{what}[0]")
@@ -111,7 +114,7 @@ class Call:
     def count(self, x: torch.Tensor, what: str, expected: int, why: str) -> None:
         """``x`` has ``expected`` elements; ``why`` says where that number comes from."""
         if x.numel() != expected:
-            self.refuse(f"{what} has {x.numel()} elements, expected {expected} ({why})")
+            self.refuse(f"{what} has {counted(x.numel(), 'element')}, expected {expected} ({why})")
 
     def reduction(self, op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
         """The reduction that ``op`` names, if it has a meaning for ``dtype``."""
@@ -153,7 +156,9 @@ class Call:
             return [own] * self.size
         counts = self.counts(sizes, "sizes")
         if counts[self.rank] != own:
-            self.refuse(f"{what} has {own} elements, but sizes[{self.rank}] is {counts[self.rank]}")
+            self.refuse(
+                f"{what} has {counted(own, 'element')}, but sizes[{self.rank}] is {counts[self.rank]}"
+            )
         return counts
 
     def splits(self, splits: Sequence[int] | None, x: torch.Tensor, what: str) -> list[int]:

@@ -37,6 +37,7 @@ from ..errors import (
 from ..future import Future
 from ..group import ProcessGroup
 from ..group.given import given_group
+from ..wording import ranks_named
 
 #: A rank that has shadowed so many steps says that the inputs are very uneven.
 _MANY_STEPS = 1000
@@ -283,9 +284,8 @@ def _call_roll(
 def _raise_if_uneven(group: ProcessGroup, active: torch.Tensor) -> None:
     missing = [rank for rank, present in enumerate(active.tolist()) if not present]
     if missing:
-        ranks = ", ".join(map(str, missing))
         raise UnevenInputs(
-            f"rank{'s' * (len(missing) > 1)} {ranks} of group {group.name!r} ran out of batches while others "
+            f"{ranks_named(missing)} of group {group.name!r} ran out of batches while others "
             f"had more (seen by rank {group.rank}); this Join was told to raise then "
             "(throw_on_early_termination=True).  Without that it would go on with the remaining ranks",
             missing,

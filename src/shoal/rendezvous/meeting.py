@@ -47,6 +47,7 @@ from ..errors import (
 )
 from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
+from ..wording import ranks_named
 from .host import Here, now
 from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, root_of
 from .room import Room, died, never_came
@@ -342,9 +343,9 @@ class Meeting:
             if self._deadline.expired:
                 gone = {rank for rank, each in members.items() if each.left or self._room.is_dead(each)}
                 raise RendezvousTimeout(
-                    f"rendezvous ({self._where}): an earlier job at this place is ending, but its rank(s) "
-                    f"{_ranks(members.keys() - gone)} did not leave it within {self._deadline.timeout:g} s; "
-                    f"end them, or use {_ANOTHER_PLACE}"
+                    f"rendezvous ({self._where}): an earlier job at this place is ending, but its "
+                    f"{ranks_named(members.keys() - gone)} did not leave it within "
+                    f"{self._deadline.timeout:g} s; end them, or use {_ANOTHER_PLACE}"
                 )
             self._room.watch(min(_LEAVING_CHECK, self._deadline.remaining()))
 
@@ -377,12 +378,12 @@ class Meeting:
         missing = [rank for rank in range(self.size) if rank not in here and rank not in gave_up]
         text = (
             f"rendezvous ({self._where}): rank {self.rank} of {self.size} waited "
-            f"{self._deadline.timeout:g} s for rank(s) {_ranks([*missing, *gave_up])}"
+            f"{self._deadline.timeout:g} s for {ranks_named([*missing, *gave_up])}"
         )
         if missing:
-            text += f"; {_ranks(missing)} did not come"
+            text += f"; {ranks_named(missing)} did not come"
         if gave_up:
-            text += f"; {_ranks(gave_up)} came and gave up waiting"
+            text += f"; {ranks_named(gave_up)} came and gave up waiting"
         refused = store.list_keys("refused/")
         if refused:
             reasons = "; ".join(value.decode() for value in store.multi_get(refused, 1.0))
@@ -401,7 +402,3 @@ class Meeting:
 
     def _as_rank(self) -> str:
         return "" if self._rank is None else f" (rank {self._rank})"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

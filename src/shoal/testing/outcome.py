@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RemoteError
+from ..wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,6 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     bad = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.at)
     if not bad:
         return [outcome.value for outcome in outcomes]
-    head = f"{len(bad)} of {len(outcomes)} ranks failed, rank {bad[0].rank} first\n"
+    head = f"{len(bad)} of {counted(len(outcomes), 'rank')} failed, rank {bad[0].rank} first\n"
     text = "\n".join(f"{'-' * 80}\n{outcome.describe().rstrip()}" for outcome in bad)
     raise RemoteError(f"{head}{text}") from bad[0].error

@@ -26,6 +26,7 @@ from ..rendezvous import job_record
 from ..rendezvous.record import room_of, root_of
 from ..store import PrefixStore, Store, TCPStore, TCPStoreServer
 from ..wire import Deadline
+from ..wording import counted
 from . import faults
 from .leaks import ignoring
 from .outcome import Outcome, reported, values
@@ -98,7 +99,7 @@ class Ranks:
         **options: Any,
     ) -> None:
         if hosts is not None and len(hosts) != size:
-            raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {size} ranks")
+            raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
         try:
             payload = pickle.dumps((fn, args, prepare))
         except Exception as error:

@@ -22,6 +22,7 @@ from ..rendezvous.meet import attend
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
 from ..wire import Deadline
+from ..wording import counted
 from .outcome import Outcome, failed, values
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def run_threads(
             traceback, the first one first.
     """
     if hosts is not None and len(hosts) != size:
-        raise ValueError(f"hosts={list(hosts)!r}: expected one for each of {size} ranks")
+        raise ValueError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
     ranks = [_Rank(rank) for rank in range(size)]
     deadline = Deadline(timeout)
     factory = backend_factory(backend)

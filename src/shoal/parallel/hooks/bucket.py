@@ -9,6 +9,7 @@ import torch
 
 from ...future import Future
 from ...group import ProcessGroup
+from ...wording import counted
 
 T = TypeVar("T")
 
@@ -127,7 +128,8 @@ class GradBucket:
         )
 
     def __repr__(self) -> str:
-        return f"<GradBucket {self._index}: {len(self._parameters)} gradients, {len(self._buffer)} elements>"
+        gradients, elements = len(self._parameters), len(self._buffer)
+        return f"<GradBucket {self._index}: {counted(gradients, 'gradient')}, {counted(elements, 'element')}>"
 
 
 #: Takes the state given with it and a bucket, returns a future of the averaged gradients: one tensor with as

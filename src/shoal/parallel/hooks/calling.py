@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
+from ...wording import counted
 from .bucket import CommHook, GradBucket
 from .contract import name_of, unpacked
 
@@ -59,7 +60,7 @@ class HookedReduction:
         if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
             raise UsageError(
                 f"the future of {self._where()} has the value {_kind(value)}, but must have a tensor of "
-                f"{buffer.numel()} elements, one for each of the bucket's"
+                f"{counted(buffer.numel(), 'element')}, one for each of the bucket's"
             )
         if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
             with torch.no_grad():
@@ -74,5 +75,5 @@ class HookedReduction:
 
 def _kind(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of {value.numel()} elements"
+        return f"a tensor of {counted(value.numel(), 'element')}"
     return f"{type(value).__name__}: {value!r}"

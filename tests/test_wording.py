@@ -1,0 +1,24 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.wording import counted, ranks_named
+
+
+def test_one_is_singular_and_all_else_plural() -> None:
+    assert [counted(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([3], "rank 3"),
+        ({1, 0}, "ranks 0, 1"),
+        ([5, 0, 3, 4, 2], "ranks 0, 2-5"),
+        ([0, 1, 3, 5, 6, 7], "ranks 0, 1, 3, 5-7"),
+    ],
+)
+def test_ranks_are_named_in_order_and_three_in_a_row_as_a_range(ranks: list[int], named: str) -> None:
+    assert ranks_named(ranks) == named
