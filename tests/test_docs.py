@@ -103,6 +103,8 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(tmp_path: Path) ->
                 "join",
                 "zero",
                 "when-it-hangs",
+                "operations",
+                "errors",
             )
         )
         for program in _programs(page)
