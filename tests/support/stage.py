@@ -70,8 +70,11 @@ class Stage:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Start Python with ``arguments``."""
+        return self._start(sys.executable, *arguments, **environment)
+
+    def _start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            command,
             cwd=self.path,
             env=self.environment | environment,
             stdin=subprocess.DEVNULL,
@@ -90,6 +93,10 @@ class Stage:
     def run(self, *arguments: str, **environment: str) -> Ended:
         """Run Python with ``arguments`` to its end."""
         return self.end(self.start(*arguments, **environment))
+
+    def execute(self, *command: str, **environment: str) -> Ended:
+        """Run a command to its end."""
+        return self.end(self._start(*command, **environment))
 
     def ranks(self, script: str, size: int = 2) -> list[Ended]:
         """Run ``script`` on ranks that nobody watches over: each finds its place in its environment."""

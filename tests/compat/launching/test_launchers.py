@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import sysconfig
 from pathlib import Path
 
-from tests.support.stage import PRELUDE, Ended, Stage
+import pytest
+
+from shoal.tools.bench.environments import mpi_environment
+from tests.support.stage import PRELUDE, ROOT, Ended, Stage, free_port
 
 TORCHRUN = (str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node", "2")
 DISTRIBUTED_RUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -65,4 +70,52 @@ def test_torchrun_starts_the_ranks_again_after_one_was_killed(stage: Stage) -> N
     ended = stage.run(*DISTRIBUTED_RUN, "--max-restarts", "1", script)
     assert ended.code == 0, ended
     assert ended.out.splitlines() == ["1 [3.0]"] * 2
+    stage.assert_nothing_is_left()
+
+
+def _lines_of_the_page() -> str:
+    """What docs/launcher.md says a script needs to find its place under every launcher."""
+    page = (ROOT / "docs" / "launcher.md").read_text()
+    section = page.partition("## Under other launchers")[2]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+#: torch.distributed by these lines, then torch's functions as shoal has them, which need none
+BOTH_WAYS = """
+    assert dist.get_backend() == "shoal"
+    first = total()
+    dist.destroy_process_group()
+    import shoal.distributed as dist
+    dist.init_process_group()
+    say(dist.get_rank(), dist.get_world_size(), first, total())
+    dist.destroy_process_group()
+    """
+
+
+@pytest.mark.parametrize("launcher", ["shoal run", "torchrun", "mpich", "openmpi", "python"])
+def test_one_script_meets_under_every_launcher(
+    stage: Stage, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where the benchmark's MPI lies, in the pinned versions
+    script = stage.script(BOTH_WAYS, prelude=PRELUDE + _lines_of_the_page())
+    environment = {
+        # Open MPI refuses root, and more ranks than cores, unless told otherwise.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    if launcher in ("mpich", "openmpi"):
+        environment["MASTER_PORT"] = str(free_port())
+        mpiexec = mpi_environment(launcher) / "bin" / "mpiexec"
+        ended = stage.execute(str(mpiexec), "-n", "2", sys.executable, script, **environment)
+    elif launcher == "python":
+        ended = stage.run(script, MASTER_PORT=str(free_port()))
+    else:
+        command = (*SHOAL_RUN, "--no-prefix") if launcher == "shoal run" else TORCHRUN
+        ended = stage.run(*command, script)
+    assert (ended.code, ended.err) == (0, ""), ended
+    expected = ["0 1 [1.0] [1.0]"] if launcher == "python" else [f"{r} 2 [3.0] [3.0]" for r in (0, 1)]
+    assert sorted(ended.out.splitlines()) == expected
     stage.assert_nothing_is_left()
