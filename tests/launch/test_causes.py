@@ -96,6 +96,11 @@ def test_if_the_cause_ends_well_in_the_end_the_code_is_that_of_its_first_consequ
     assert (cause(job), exit_code(job, 1)) == (1, 4)
 
 
+def test_a_failure_that_a_rank_got_over_and_nobody_heard_of_is_not_the_cause() -> None:
+    job = ranks((1, 5.3, [failed(5.2)]), (0, 6.0, [failed(5.0)]))
+    assert cause(job) == 0
+
+
 _times = st.floats(0, 10)
 
 

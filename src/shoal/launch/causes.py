@@ -50,7 +50,7 @@ def cause(ranks: Sequence[Outcome]) -> int | None:
     found = [
         _origin_of(ranks, rank)
         for rank in ranks
-        if _failed_by_itself(rank) or any(report.kind == "failed" for report in rank.reports)
+        if _failed_by_itself(rank) or (rank.status != 0 and _reports_failure(rank))
     ]
     return min(found)[1] if found else None
 
@@ -80,6 +80,10 @@ def exit_code(ranks: Sequence[Outcome], first: int) -> int:
 def shell_code(status: int) -> int:
     """A status as a shell would say it: 128 and the signal's number for a killed rank."""
     return status if status >= 0 else 128 - status
+
+
+def _reports_failure(rank: Outcome) -> bool:
+    return any(report.kind == "failed" for report in rank.reports)
 
 
 def _failed_by_itself(rank: Outcome) -> bool:
