@@ -63,10 +63,11 @@ def launch(
     size: int = 2,
     backend: str = "native",
     others: str = GO_ON,
+    grace: float | None = None,
 ) -> tuple[int, str]:
     script = folder / "script.py"
     script.write_text(SCRIPT + textwrap.dedent(others))
-    code, _, err = launcher.run(size, str(script), str(rank), textwrap.dedent(end), backend)
+    code, _, err = launcher.run(size, str(script), str(rank), textwrap.dedent(end), backend, grace=grace)
     return code, err
 
 
@@ -122,7 +123,8 @@ def test_a_rank_that_hangs_after_it_raised_is_ended_and_keeps_its_code(
     hang = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)"
     end = f"atexit._clear()\nimport shoal.initialize\ndef hang(): {hang}\natexit.register(hang)\n"
     end += "atexit.register(shoal.initialize._close_at_exit)\nraise ValueError('no such fish')"
-    code, err = launch(launcher, tmp_path, end, others="try: together()\nexcept Exception: os._exit(9)")
+    others = "try: together()\nexcept Exception: os._exit(9)"
+    code, err = launch(launcher, tmp_path, end, others=others, grace=0.5)
     assert code == 1
     assert "shoal: rank 1 failed first: ValueError: no such fish; it did not end by itself" in err
     assert "rank 0 ended because rank 1 did (exit code 9)" in err

@@ -8,6 +8,7 @@ caught is printed, and Python finalizes itself before the process exits.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -34,11 +35,19 @@ class QuickLauncher:
             text=True,
         )
 
-    def run(self, size: int, *command: str) -> tuple[int, str, str]:
-        """Run a script and its arguments on ``size`` ranks: exit code, stdout, stderr."""
+    def run(self, size: int, *command: str, grace: float | None = None) -> tuple[int, str, str]:
+        """Run a script and its arguments on ``size`` ranks.
+
+        Args:
+            grace: seconds for a rank that failed first to end by itself; None: as usual.
+
+        Returns:
+            Exit code, stdout, stderr.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"size": size, "command": command, "out": str(self._out), "err": str(self._err)}
+        job["grace"] = grace
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
@@ -61,6 +70,7 @@ def serve() -> None:
     import shoal.launch.run  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # or each rank walks over all of torch when it ends
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -68,9 +78,11 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _launch(size: int, command: Sequence[str], out: str, err: str) -> int:
-    from shoal.launch import process, run
+def _launch(size: int, command: Sequence[str], out: str, err: str, grace: float | None) -> int:
+    from shoal.launch import process, run, supervisor
 
+    if grace is not None:
+        supervisor.CULPRIT_GRACE = grace
     signal.alarm(DEADLINE)
     for number, path in enumerate((os.devnull, out, err)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
