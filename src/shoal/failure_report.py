@@ -46,14 +46,14 @@ class Report(msgspec.Struct, frozen=True):
     Attributes:
         at: when it happened, in seconds of CLOCK_MONOTONIC, which all processes of a host share.
         ranks: which ranks have failed, of a ``told``; empty if nothing says which.
-        code: of an ``ended``.
+        code: of an ``ended``; a failure's, so never 0.
         text: of a ``failed``: the exception, in words.
     """
 
     kind: Kind
     at: float
     ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_RANKS)] = ()
-    code: Annotated[int, msgspec.Meta(ge=0, le=255)] | None = None
+    code: Annotated[int, msgspec.Meta(ge=1, le=255)] | None = None
     text: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
 
 

@@ -110,7 +110,7 @@ def jobs(draw: st.DrawFn) -> list[Ended]:
     size = draw(st.integers(1, 4))
     others = st.lists(st.integers(0, size - 1), max_size=3).map(tuple)
     kinds = st.sampled_from(["failed", "left", "told", "ended"])
-    report = st.builds(Report, kinds, _times, others, st.none() | st.integers(0, 255))
+    report = st.builds(Report, kinds, _times, others, st.none() | st.integers(1, 255))
     reports = st.lists(report, max_size=4).map(lambda found: sorted(found, key=lambda each: each.at))
     one = st.tuples(st.sampled_from([None, 0, 3, -9, -15]), _times, reports)
     job = ranks(*draw(st.lists(one, min_size=size, max_size=size)))

@@ -42,6 +42,7 @@ def test_reports_are_sorted_by_their_time() -> None:
         lambda: encoded(Report("told", now(), (2,))),
         lambda: encoded(Report("told", now(), (-1,))),
         lambda: encoded(Report("ended", now(), code=256)),
+        lambda: encoded(Report("ended", now(), code=0)),
         lambda: encoded(Report("failed", now() - 1000)),
         lambda: encoded(Report("failed", now() + 1000)),
         lambda: encoded(Report("failed", float("nan"))),
