@@ -11,10 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shoal import ProcessGroup
 from shoal.errors import PeerLost
 from shoal.future import Future
 from shoal.recorder import FlightRecorder
 from shoal.spec import OpKind
+from shoal.testing import run_threads
 from tests.future.sources import ManualSource
 
 
@@ -195,3 +197,24 @@ def test_reading_while_others_record_is_safe() -> None:
     for thread in threads:
         thread.join()
     assert len(recorder.entries()) == 50
+
+
+def test_the_representation_says_who_where_and_what_is_pending() -> None:
+    recorder = FlightRecorder("world", 1)
+    assert repr(recorder) == (
+        "<FlightRecorder of group 'world', rank 1: the last 0 operations, 0 pending; "
+        "print(recorder.dump()) shows them>"
+    )
+    futures = [_add(recorder, number) for number in range(2)]
+    futures[0].set_result(None)
+    assert "the last 2 operations, 1 pending; the last is all_reduce #1, submitted; print" in repr(recorder)
+
+
+def test_a_barrier_is_recorded_without_a_tensor() -> None:
+    def rank(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        assert group.recorder is not None
+        (entry,) = group.recorder.entries()
+        assert (entry.name, entry.dtype, entry.count) == ("barrier #0", "", 0)
+
+    run_threads(rank, 1)

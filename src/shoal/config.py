@@ -194,6 +194,11 @@ RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
     "Number of the latest operations that the flight recorder keeps; 0 turns it off.",
 )  # fmt: skip
+DUMP_DIR: Variable[str | None] = Variable(
+    "SHOAL_DUMP_DIR", "the path of a directory", str, None,
+    "Where every rank writes a file when a group fails: the error, the latest operations, "
+    "every thread's stack.",
+)  # fmt: skip
 
 #: every variable, in the order of the documentation
 VARIABLES: tuple[Variable[object], ...] = tuple(

@@ -23,6 +23,7 @@ from .backend.base import Backend, GroupSpec
 from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
 from .group import ProcessGroup
+from .group.dumps import directory as dump_directory
 from .keywords import misspelt, taken
 from .rendezvous import Membership, rendezvous
 from .spec import encodable
@@ -88,6 +89,7 @@ def init(
     """
     # Whatever is wrong is refused before anybody waits, and in a group of one too.
     config.check()
+    dump_directory()
     factory = backend_factory(backend)
     check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
     count = lanes(concurrency)
@@ -154,6 +156,7 @@ def world(
             backend=engine,
             owner=release,
             local_rank=membership.local_rank,
+            job=membership.job,
         )
     except BaseException:
         release(_FAILED_TIMEOUT)

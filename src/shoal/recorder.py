@@ -55,6 +55,12 @@ class Entry:
     ended: int
     failure: str
 
+    @property
+    def name(self) -> str:
+        """Kind, and number or key, as in ``"all_reduce #7"``."""
+        name = f"{self.kind} #{self.number}" if self.number >= 0 else self.kind
+        return f"{name} key {self.key:#x}" if self.key else name
+
 
 class FlightRecorder:
     """The last operations of one group on one rank.  May be used from any thread.
@@ -99,6 +105,11 @@ class FlightRecorder:
         completed = (entry for entry in self.entries() if entry.state == "completed" and entry.number >= 0)
         return max(completed, key=lambda entry: entry.number, default=None)
 
+    def __repr__(self) -> str:
+        entries = self.entries()
+        last = f"; the last is {entries[-1].name}, {entries[-1].state}" if entries else ""
+        return f"<FlightRecorder of {self._title(entries)}{last}; print(recorder.dump()) shows them>"
+
     def dump(self) -> str:
         """The operations as a table for people, oldest first, with times in milliseconds."""
         entries = self.entries()
@@ -141,7 +152,7 @@ def _entry(record: list[Any]) -> Entry:
         kind=OpKind(kind).name.lower(),
         number=number,
         key=key,
-        dtype="" if dtype is None else str(dtype).removeprefix("torch."),
+        dtype="" if dtype is None or kind == OpKind.BARRIER else str(dtype).removeprefix("torch."),
         count=count,
         root=root,
         peer=peer,
@@ -165,9 +176,8 @@ def _table(entries: Iterable[Entry]) -> str:
         table.add_column(heading, justify="left" if heading == "operation" else "right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for entry in entries:
-        name = f"{entry.kind} #{entry.number}" if entry.number >= 0 else entry.kind
         table.add_row(
-            f"{name} key {entry.key:#x}" if entry.key else name,
+            entry.name,
             f"{entry.count} {entry.dtype}" if entry.dtype else "",
             *("" if rank < 0 else str(rank) for rank in (entry.root, entry.peer, entry.tag)),
             f"{(now - entry.submitted) / 1e6:.1f}",

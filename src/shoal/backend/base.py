@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -91,6 +91,9 @@ class NoShortcut:
 class DataChannel(abc.ABC):
     """Moves the tensors of one group."""
 
+    #: Called, any number of times and from any thread, when an operation of a broken channel is seen to have
+    #: failed.  Its group sets it; a channel that does not call it is looked at from time to time.
+    on_failure: Callable[[], None] | None = None
     #: device types whose tensors the channel takes
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
 

@@ -22,14 +22,13 @@ from typing import Annotated
 
 import msgspec
 
-from .. import config, failure_report, wire
+from .. import failure_report, wire
 from ..errors import (
     AuthenticationError,
     RendezvousError,
     RendezvousTimeout,
     StoreError,
     StoreTimeout,
-    UsageError,
     VersionMismatch,
     WireError,
     WireTimeout,
@@ -37,9 +36,6 @@ from ..errors import (
 from ..wire import Connection, Deadline
 from ..wording import ranks_named
 from .base import Membership
-
-#: how a rank may be told to reach others on its host
-TRANSPORTS = ("auto", "shm", "tcp")
 
 _PURPOSE = "mesh"
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -130,19 +126,6 @@ class Memory:
         self.fd = fd
         self.capacity = capacity
         self.rings = rings  # one for each rank, its offset; unused ones cost nothing
-
-
-def checked_transport(transport: str | None) -> str:
-    """``transport``, or for None ``SHOAL_TRANSPORT``.
-
-    Raises:
-        UsageError: there is no such way.
-    """
-    if transport is None:
-        return config.TRANSPORT.get()
-    if transport not in TRANSPORTS:
-        raise UsageError(f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}")
-    return transport
 
 
 def connect(membership: Membership, memory: Memory, *, transport: str, timeout: float) -> Mesh:

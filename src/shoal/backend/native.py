@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .. import _core, config, failure_report
+from .. import _core, failure_report
 from ..errors import (
     CollectiveMismatch,
     ForkedProcess,
@@ -32,7 +31,6 @@ from ..errors import (
     PeerLost,
     ProtocolError,
     ShoalError,
-    UsageError,
     WireError,
 )
 from ..future import Future, scope_variable
@@ -40,7 +38,8 @@ from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from ..wording import counted
 from .base import Backend, DataChannel, GroupSpec, Membership, Shortcut
-from .mesh import Memory, checked_transport, connect, lacking
+from .mesh import Memory, connect, lacking
+from .options import checked_heartbeat, checked_limit, checked_transport
 from .shapes import packed, unpacked
 
 T = TypeVar("T")
@@ -82,8 +81,8 @@ class NativeBackend(Backend):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         checked_transport(options.get("transport"))
-        _checked_heartbeat(options.get("heartbeat_timeout"))
-        _checked_limit(options.get("shared_memory_limit"))
+        checked_heartbeat(options.get("heartbeat_timeout"))
+        checked_limit(options.get("shared_memory_limit"))
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class NativeBackend(Backend):
     ) -> None:
         self._me = membership
         way = checked_transport(transport)
-        heartbeat = _checked_heartbeat(heartbeat_timeout)
+        heartbeat = checked_heartbeat(heartbeat_timeout)
         capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
@@ -339,7 +338,10 @@ class NativeChannel(DataChannel):
 
     def error_of(self, core: _core.Operation) -> GroupError | None:
         """What went wrong with a complete operation."""
-        return self.error(core.error())
+        error = core.error()
+        if error is not None and self.on_failure is not None:
+            self.on_failure()
+        return self.error(error)
 
     def notify(self, core: _core.Operation, source: _core.Source, fn: Callable[[], None]) -> None:
         """See :meth:`NativeBackend.notify`; the tensors are let go of before."""
@@ -454,26 +456,9 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
 
 
-def _checked_heartbeat(seconds: float | None) -> float:
-    if seconds is None:
-        return config.HEARTBEAT_TIMEOUT.get()
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise UsageError(f"heartbeat_timeout={seconds!r}: expected a positive number of seconds")
-    return seconds
-
-
-def _checked_limit(limit: int | None) -> int | None:
-    what = "shared_memory_limit"
-    if limit is None:
-        limit, what = config.SHARED_MEMORY_LIMIT.get(), config.SHARED_MEMORY_LIMIT.name
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 << 20):
-        raise UsageError(f"{what}={limit!r}: expected a number of bytes, at least a mebibyte (2**20)")
-    return limit
-
-
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
     """Bytes of address space to reserve, and bytes that may be in use."""
-    limit = _checked_limit(limit)
+    limit = checked_limit(limit)
     if limit is None:
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Every rank maps every other's memory; ranks that are threads do so in one address space.

@@ -263,16 +263,13 @@ class Future(Generic[T]):
         self._set(None, error, None)
 
     def __repr__(self) -> str:
-        if not self._done:
-            state = "pending"
-        elif self._error is not None:
-            state = f"failed with {type(self._error).__name__}"
-        else:
-            state = f"done with {type(self._value).__name__}"
+        state = "pending"
+        if self._done:
+            ended, by = ("done", self._value) if self._error is None else ("failed", self._error)
+            state = f"{ended} with {type(by).__name__}"
         words = [state] if self.key is None else [f"{self.key:#x}", state]
         if (record := self.record) is not None:
-            kind, number = record[1:3]
-            words.insert(0, f"of {kind.name.lower()}" + (f" #{number}" if number >= 0 else ""))
+            words.insert(0, f"of {record[1].name.lower()}" + f" #{record[2]}" * (record[2] >= 0))
         return f"<shoal.Future {' '.join(words)}>"
 
     # -- inside --------------------------------------------------------------------------------

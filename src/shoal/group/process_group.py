@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +31,7 @@ from ..keywords import explained
 from ..recorder import FlightRecorder
 from ..spec import ANY_SOURCE, DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
-from . import fork
+from . import dumps, fork
 from .batch import Batch
 from .collectives import Collectives
 from .family import Family
@@ -58,6 +60,7 @@ class ProcessGroup(Collectives, PointToPoint):
         backend: Backend,
         owner: Callable[[float], None] | None = None,
         local_rank: int = 0,
+        job: str = "",
     ) -> None:
         """Wrap a channel; users call :func:`shoal.init` instead.
 
@@ -70,17 +73,20 @@ class ProcessGroup(Collectives, PointToPoint):
             owner: called once with seconds to spend when the group is closed, after all groups made from
                 it: releases the connections.  Only the world group has one.
             local_rank: of this process among those that the launcher placed on this host.
+            job: name of the job, for dumps.
         """
         super().__init__(spec, channel, timeout=timeout)
         self._store = store
         self._backend = backend
         self._owner = owner
         self._local_rank = local_rank
+        self._job = job
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
         #: The open groups that use the world's connections, without the world; shared among them.
         self._family = Family()
         fork.watch(self)
+        dumps.watch(self)
 
     # -- identity ------------------------------------------------------------------------------
 
@@ -123,6 +129,24 @@ class ProcessGroup(Collectives, PointToPoint):
     def recorder(self) -> FlightRecorder | None:
         """What the group did last; None if ``SHOAL_RECORDER_SIZE`` is 0."""
         return self._recorder
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write what this rank knows of the group to a file, for programs: see ``docs/recorder.md``.
+
+        Any thread may call it at any time, whatever became of the group.  It sends nothing and waits for
+        nobody.  With ``SHOAL_DUMP_DIR`` it is done on every rank when the group fails.
+
+        Args:
+            path: of the file; or of a directory, in which the file gets a name of its own; None:
+                ``SHOAL_DUMP_DIR``, or the working directory.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        return dumps.write(self, path)
 
     @property
     def state(self) -> str:
@@ -325,6 +349,7 @@ class ProcessGroup(Collectives, PointToPoint):
             timeout=self._timeout if timeout is None else timeout,
             backend=self._backend,
             local_rank=self._local_rank,
+            job=self._job,
         )
         group._family = self._family
         return group
@@ -370,6 +395,7 @@ class ProcessGroup(Collectives, PointToPoint):
         with self._closing:
             if self._state == "closed":
                 return
+            dumps.forget(self)
             self._begin_close()
             try:
                 if self._owner is not None:

@@ -176,6 +176,8 @@ class Submitter:
             raise GroupClosed(f"{where} is {self._state}; make a new group to go on")
         failure = self._channel.failure()
         if failure is not None:
+            if self._channel.on_failure is not None:
+                self._channel.on_failure()
             # A copy: one exception for all calls would collect every caller's frames.
             told = copy(failure).with_traceback(None)
             ended = "was aborted" if isinstance(failure, GroupAborted) else "is broken"

@@ -1,0 +1,217 @@
+"""Dumps: what a rank knew of a group at one moment, in a file, for whoever looks for the cause afterwards.
+
+``ProcessGroup.dump`` writes one.  With ``SHOAL_DUMP_DIR`` every rank writes one when a group fails: in the
+call that hears of it, or within 50 ms in a thread that looks after the groups.  So a rank that is stuck
+somewhere else and makes no call any more writes one too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .. import config
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .process_group import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+#: what the contents mean; it changes with them
+SCHEMA = "shoal.dump/1"
+#: seconds between two looks at whether a group has failed
+_LOOK = 0.05
+#: characters of a job's or a group's name in the name of a file
+_LONGEST = 60
+
+
+def directory() -> Path | None:
+    """The directory that ``SHOAL_DUMP_DIR`` names, which is made if it is not there; None without one.
+
+    Raises:
+        ConfigurationError: it cannot be made, or written to.
+    """
+    given = config.DUMP_DIR.get()
+    if given is None:
+        return None
+    path = Path(given)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{config.DUMP_DIR.name}={given!r} cannot be made: {error}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{config.DUMP_DIR.name}={given!r} cannot be written to")
+    return path
+
+
+def contents(group: ProcessGroup) -> dict[str, Any]:
+    """What this rank knows of ``group``: see ``docs/recorder.md``."""
+    failure = group._channel.failure()
+    recorder = group.recorder
+    return {
+        "schema": SCHEMA,
+        "job": group._job,
+        "group": group.name,
+        "rank": group.rank,
+        "ranks": list(group.ranks),
+        "state": group.state,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "now": time.monotonic_ns(),
+        "error": None
+        if failure is None
+        else {
+            "type": type(failure).__name__,
+            "message": str(failure),
+            "ranks": list(getattr(failure, "ranks", ())),
+        },
+        "entries": [] if recorder is None else recorder.entries(),
+        "stacks": _stacks(),
+    }
+
+
+def write(group: ProcessGroup, path: str | os.PathLike[str] | None) -> Path:
+    """Write a dump; see ``ProcessGroup.dump``.  A file appears whole or not at all."""
+    target = Path(path) if path is not None else directory() or Path()
+    if target.is_dir():
+        target /= file_name(group)
+    data = msgspec.json.encode(contents(group))
+    draft = target.with_name(f".{target.name}.{threading.get_ident()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        draft.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    return target
+
+
+def file_name(group: ProcessGroup) -> str:
+    """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, of characters that every file system takes."""
+    words = (group._job, str(group.ranks[group.rank]), group.name, str(os.getpid()))
+    return "-".join(["shoal", *(_word(word, group._spec.ident) for word in words if word)]) + ".json"
+
+
+def _word(text: str, ident: int) -> str:
+    word = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
+    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}_{ident:x}"
+
+
+def _stacks() -> list[dict[str, Any]]:
+    """Where each thread of Python stands, the innermost call last.  No source is read: that takes long."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        {"thread": names.get(ident, f"thread {ident}"), "frames": _frames(frame)}
+        for ident, frame in sys._current_frames().items()
+    ]
+
+
+def _frames(frame: FrameType | None) -> list[str]:
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return found[::-1]
+
+
+# -- on failure --------------------------------------------------------------------------------
+
+
+def on_failure(group: ProcessGroup) -> None:
+    """Write a dump into ``SHOAL_DUMP_DIR`` if ``group`` has failed and there is none yet.  Never raises."""
+    try:
+        if config.DUMP_DIR.get() is None or group._channel.failure() is None:
+            return
+        with _lock:
+            if group in _written:
+                return
+            _written.add(group)
+        path = write(group, directory())
+        logger.warning(
+            "rank %d of group %r wrote what it knows of the failure to %s", group.rank, group.name, path
+        )
+    except Exception as error:
+        logger.warning("rank %d of group %r cannot write a dump: %s", group.rank, group.name, error)
+
+
+def watch(group: ProcessGroup) -> None:
+    """Look after ``group`` until :func:`forget`, if ``SHOAL_DUMP_DIR`` is set."""
+    global _watcher
+    if config.DUMP_DIR.get() is None:
+        return
+    group._channel.on_failure = partial(_heard, weakref.ref(group))
+    with _lock:
+        _watched.add(group)
+        if _watcher is None:
+            watcher = threading.Thread(target=_look, name="shoal-dumps", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: a failure is seen by the next call
+                watcher.start()
+                _watcher = watcher
+
+
+def _heard(reference: weakref.ref[ProcessGroup]) -> None:
+    group = reference()
+    if group is not None:
+        on_failure(group)
+
+
+def forget(group: ProcessGroup) -> None:
+    """``group`` is closed: have a last look at it.  The thread ends with the last group."""
+    if group not in _watched:
+        return
+    on_failure(group)
+    with _lock:
+        _watched.discard(group)
+        watcher = None if _watched else _watcher
+    if watcher is not None and watcher is not threading.current_thread():
+        _wake.set()
+        watcher.join(1.0)
+
+
+def _look() -> None:
+    global _watcher
+    while True:
+        if _wake.wait(_LOOK):
+            _wake.clear()
+        with _lock:
+            groups = list(_watched)
+            if not groups:
+                _watcher = None
+                return
+        for group in groups:
+            on_failure(group)
+        del groups, group
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _wake, _watcher
+    _lock, _wake, _watcher = threading.RLock(), threading.Event(), None
+    _watched.clear()
+
+
+# Reentrant: the garbage collector may close a group inside a critical section of the same thread.
+_lock = threading.RLock()
+_wake = threading.Event()
+_watcher: threading.Thread | None = None
+_watched: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_written: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
