@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import re
 from collections.abc import Callable
@@ -35,6 +36,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "misspelt": (lambda g: g.all_gather_single(X, X, timout=3), "'timout'; 'timeout' is meant"),
     "nothing like it": (lambda g: g.split(0, zzz=3), r"'zzz'.  It takes color, key, timeout"),
     "receive": (lambda g: g.recv(X, group_src=0), "recv on rank 0 takes no argument 'group_src'; 'src' is "),
+    "timedelta": (
+        lambda g: g.barrier(timeout=datetime.timedelta(seconds=1)),
+        "got datetime.timedelta(seconds=1) on rank 0; pass its total_seconds()",
+    ),
     "capitals": (lambda g: g.all_reduce(X, op="SUM"), "unknown reduction 'SUM'; 'sum' is meant"),
     "mean": (lambda g: g.all_reduce(X, op="mean"), "unknown reduction 'mean'; 'avg' is meant"),
     "torch's": (lambda g: g.all_reduce(X, dist.ReduceOp.MAX), ">; 'max' is meant, probably; expected"),

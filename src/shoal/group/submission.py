@@ -161,7 +161,10 @@ class Submitter:
 
     def _checked_timeout(self, timeout: float) -> float:
         if not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise UsageError(f"timeout must be a positive number of seconds, got {timeout!r}")
+            hint = "; pass its total_seconds()" if hasattr(timeout, "total_seconds") else ""
+            raise UsageError(
+                f"timeout must be a positive number of seconds, got {timeout!r} on rank {self._rank}{hint}"
+            )
         return float(timeout)
 
     def _raise_refusal(self) -> None:
