@@ -42,7 +42,7 @@ def main() -> None:
     data = digits()
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
-    model = DistributedDataParallel(network(), group=dist.group.WORLD.group)
+    model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     done = 0
