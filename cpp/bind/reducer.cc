@@ -94,6 +94,22 @@ nb::object gradient_hook(nb::object readiness, std::uint32_t index, Places place
   });
 }
 
+// Whether the values of all dictionaries, one after another, are these very objects.
+bool values_are(const nb::list& dictionaries, const nb::list& values) {
+  std::size_t next = 0;
+  for (nb::handle dictionary : dictionaries) {
+    if (!PyDict_Check(dictionary.ptr())) throw std::invalid_argument("values_are() looks into dictionaries");
+    Py_ssize_t place = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(dictionary.ptr(), &place, &key, &value)) {
+      if (next == values.size() || PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(next)) != value)
+        return false;
+      ++next;
+    }
+  }
+  return next == values.size();
+}
+
 }  // namespace
 
 void bind_reducer(nb::module_& m) {
@@ -113,6 +129,7 @@ void bind_reducer(nb::module_& m) {
       "A hook that marks a gradient.  It calls `attend(parameter, mark, taken)` unless there is nothing to "
       "do;\n"
       "`taken`: the gradient is the view of its place.");
+  m.def("values_are", &values_are, nb::arg("dictionaries"), nb::arg("values"));
   nb::class_<Readiness>(m, "Readiness", "Which gradients have arrived, and which buckets may be sent.")
       .def(
           "__init__",

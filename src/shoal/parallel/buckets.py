@@ -24,6 +24,9 @@ Readiness = _core.Readiness
 #: The hook of a gradient, which brings it into its bucket (``cpp/bind/reducer.cc``).
 gradient_hook = _core.gradient_hook
 
+#: Whether the values of all dictionaries, one after another, are these very objects.
+values_are = _core.values_are
+
 #: The first bucket is small, so that communication starts soon after backward has.
 FIRST_BUCKET_BYTES = 2**20
 

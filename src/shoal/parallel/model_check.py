@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModelMismatch, UsageError
 from ..group import ProcessGroup
+from .buckets import values_are
 from .join import Joinable
 
 _dtype = attrgetter("dtype")
@@ -86,20 +87,18 @@ class ModelWatch:
         self._registered = dict(module.named_parameters(remove_duplicate=False))
 
     def check(self) -> None:
-        """Raise if the model is not what it was.  Takes 0.13 us a parameter.
+        """Raise if the model is not what it was; every forward pass asks for it.
 
         Raises:
             UsageError: naming the parameter.
         """
-        now = self._now()
         if (
-            len(now) != len(self._entries)
-            or not all(map(is_, now, self._entries))
+            not values_are(self._tables, self._entries)
             or list(map(_dtype, self._parameters)) != self._dtypes
             or any(parameter.requires_grad for parameter in self._frozen)
         ):
             self._explain()
-            self._entries = now
+            self._entries = self._now()
 
     def _now(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
