@@ -31,7 +31,7 @@ class Record(list[Any]):
     """A recorder's list that knows how often completion was noted in it."""
 
     def __init__(self) -> None:
-        super().__init__([0, None])
+        super().__init__([0, OpKind.BARRIER, -1, 0, None])
         self.notes = 0
 
     def __setitem__(self, index: SupportsIndex | slice, value: Any) -> None:
@@ -137,7 +137,8 @@ def _many_at_once(
     assert called == [expected] * 2
     assert record.notes == 1
     assert (record[-1] is None) == (error is None)
-    assert repr(subject) == f"<shoal.Future {'done with int' if error is None else 'failed with PeerLost'}>"
+    outcome = "done with int" if error is None else "failed with PeerLost"
+    assert repr(subject) == f"<shoal.Future of barrier {outcome}>"
 
 
 @pytest.mark.usefixtures("hesitation")
