@@ -165,7 +165,4 @@ def timed_out(missing: Sequence[str], timeout: float) -> StoreTimeout:
     """The error that names the keys that were missing."""
     named = ", ".join(repr(key) for key in missing[:16])
     more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    return StoreTimeout(
-        f"waited {timeout:g} s, and these keys were not set: {named}{more}; "
-        "who sets them is late or has ended, or works under another job name or epoch"
-    )
+    return StoreTimeout(f"waited {timeout:g} s, and these keys were not set: {named}{more}")
