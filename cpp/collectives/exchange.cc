@@ -74,11 +74,12 @@ Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
 
 }  // namespace
 
-Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls) {
+Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls, int kept) {
   std::vector<Span> own = parts;
   Phase phase(op);
   Task open = phase.open(std::move(parts), kWindow);
   co_await open;
+  if (kept >= 0) phase.keep(static_cast<std::uint32_t>(kept));
   Task first = prime(phase);
   co_await first;
   Task fetched = pull(phase, std::move(own), std::move(pulls));
@@ -144,6 +145,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   Phase phase(op);
   Task open = phase.open(std::move(parts), kWindow);
   co_await open;
+  for (const Reduce& job : reduces) phase.keep(job.part);
   Task first = prime(phase);
   co_await first;
   Task met = phase.meet_all();
@@ -192,7 +194,8 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
       const std::uint64_t length = std::min(step, bytes - offset);
       for (int place = 0; place < size; ++place)
         sources[static_cast<std::size_t>(place)] =
-            phase.slot(place).exposure == Exposure::kStaged
+            place == phase.self() ? own[job.part].data + offset
+            : phase.slot(place).exposure == Exposure::kStaged
                 ? phase.staging(place, (window & 1) * kWindow + job.part * step, length)
                 : phase.part(place, job.part, length, offset);
       run(job.to + offset / item * out_item, length);

@@ -16,6 +16,7 @@ Phase::Phase(Operation& op)
 
 Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   parts_ = std::move(parts);
+  kept_.resize(parts_.size());
   window_ = window;
   auto found = op_.until([this] { return team_.resolve(); });
   co_await found;
@@ -164,7 +165,7 @@ Task Phase::stage(std::uint64_t window) {
   std::uint64_t step = step_bytes(self());
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     std::uint64_t offset = window * step;
-    if (offset >= parts_[i].bytes) continue;
+    if (kept_[i] || offset >= parts_[i].bytes) continue;
     kernels::copy(buffer + i * step, parts_[i].data + offset, std::min(step, parts_[i].bytes - offset),
                   false);
   }

@@ -49,6 +49,8 @@ class Phase {
   std::byte* part(int place, std::uint32_t part, std::uint64_t bytes, std::uint64_t skip = 0) const;
   std::byte* staging(int place, std::uint64_t at, std::uint64_t bytes) const;
   std::byte* my_staging() { return team_.staging(lane_); }
+  // This member alone reads its part `part`, which therefore is not staged.
+  void keep(std::uint32_t part) { kept_[part] = true; }
   // Puts window `window` of my parts into its staging buffer.
   Task stage(std::uint64_t window);
   Task staged(int place, std::uint64_t windows);
@@ -71,6 +73,7 @@ class Phase {
   TeamLane& lane_;
   std::uint64_t number_;
   std::vector<Span> parts_;
+  std::vector<bool> kept_;
   std::uint64_t window_ = 0;
   std::uint64_t windows_ = 0;
   Exposure exposure_{};
@@ -82,10 +85,12 @@ struct Pull {
   std::uint32_t part;
   Span to;
 };
-Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls);
+// kept: the part, if any, that nobody but this member pulls.
+Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls, int kept = -1);
 Task shared_broadcast(Operation& op, Span data, int root);
 
-// Each member reduces some parts over all members; `partial`: results stay in the accumulator's type.
+// Each member reduces some parts over all members, no two the same; `partial`: results stay in the
+// accumulator's type.
 struct Reduce {
   std::uint32_t part;
   std::byte* to;

@@ -71,11 +71,11 @@ Task shared(Operation& op) {
       return exchange(op, request.in, pulls);
     case Kind::kScatter:
       pulls.push_back({root, self, request.out[0]});
-      return exchange(op, rank == root ? in : std::vector<Span>{}, pulls);
+      return rank == root ? exchange(op, in, pulls, rank) : exchange(op, {}, pulls);
     case Kind::kAllToAll:
       for (int place = 0; place < size; ++place)
         pulls.push_back({place, self, out[static_cast<std::size_t>(place)]});
-      return exchange(op, in, pulls);
+      return exchange(op, in, pulls, rank);
     default: {
       std::vector<Reduce> jobs(1, Reduce{self, request.out[0].data});
       return reduce_parts(op, in, jobs, false);
