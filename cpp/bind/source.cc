@@ -128,8 +128,7 @@ PyObject* source_notify(PyObject* object, PyObject* fn) {
 void source_finalize(PyObject* object) {
   Source* self = as_source(object);
   if (self->keep == nullptr || complete(self)) return;
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
+  nb::error_scope before;
   nb::object core = nb::steal(core_of(self));
   PyObject* kept = PyObject_CallMethod(self->channel, "keep", "OO", core.ptr(), self->keep);
   if (kept == nullptr) {
@@ -137,7 +136,6 @@ void source_finalize(PyObject* object) {
     PyErr_WriteUnraisable(object);
   }
   Py_XDECREF(kept);
-  PyErr_Restore(type, value, trace);
 }
 
 int source_traverse(PyObject* object, visitproc visit, void* arg) {
