@@ -61,7 +61,7 @@ std::string departure(int rank, const Request& request) {
   if (request.kind >= Kind::kSend) return text;
   return text +
          ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches while "
-         "others go on.  Give all ranks equally many, or train inside `with shoal.Join([model])`";
+         "others go on.  Give all ranks equally many, or train inside `with model.join():` (see Join)";
 }
 
 // Why nobody will complete the operation any more, now that this member closes the group, if so.

@@ -142,7 +142,7 @@ def ended(error: BaseException) -> None:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _report(kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "") -> None:

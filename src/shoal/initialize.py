@@ -211,7 +211,8 @@ def _close_at_exit() -> None:
     for group in list(_open.values()):
         with contextlib.suppress(Exception):
             if error is not None and not hasattr(sys, "ps1"):
-                group.abort(f"rank {group.rank} ended with {type(error).__name__}: {error}")
+                words = f": {error}" if str(error) else ""
+                group.abort(f"rank {group.rank} ended with {type(error).__name__}{words}")
             group.close(_EXIT_TIMEOUT)
 
 

@@ -86,7 +86,7 @@ def test_the_summary_names_the_rank_that_failed_before_all_others(workshop: Work
     )
     assert code == 5
     assert b"shoal: rank 2 failed first: exit code 5" in err
-    assert err.endswith(b"shoal: the end of its stderr:\n  | the reason\n")
+    assert err.endswith(b"'s stderr:\n  | the reason\n")
 
 
 def test_the_summary_shows_only_the_end_of_a_long_stderr(workshop: Workshop) -> None:
@@ -94,7 +94,7 @@ def test_the_summary_shows_only_the_end_of_a_long_stderr(workshop: Workshop) -> 
         "for line in range(1000): print('line', line, file=sys.stderr)\nos._exit(4)", ranks=1
     )
     assert code == 4
-    shown = err.partition(b"the end of its stderr:\n")[2].splitlines()
+    shown = err.partition(b"'s stderr:\n")[2].splitlines()
     assert shown == [b"  | line %d" % line for line in range(980, 1000)]
 
 

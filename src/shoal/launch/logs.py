@@ -23,6 +23,9 @@ class Logs:
         self._files: list[int] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.glob("rank*.log"):  # of an earlier, larger job
+                if path.stem.removeprefix("rank").isdecimal():
+                    path.unlink()
             for rank in range(size):
                 path = directory / f"rank{rank}.log"
                 self._files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))

@@ -42,8 +42,9 @@ def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
     if others:
         text += f"shoal: {_grouped(others)}\n".encode()
     if not tail:
-        return text + b"shoal: it wrote nothing to stderr\n"
-    return text + b"shoal: the end of its stderr:\n" + b"".join(b"  | " + line + b"\n" for line in tail)
+        return text + f"shoal: rank {first} wrote nothing to stderr\n".encode()
+    text += f"shoal: the end of rank {first}'s stderr:\n".encode()
+    return text + b"".join(b"  | " + line + b"\n" for line in tail)
 
 
 def _outcome(culprit: Rank) -> str:

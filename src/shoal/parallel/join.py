@@ -316,7 +316,11 @@ def _group_of(joinable: Joinable) -> ProcessGroup:
 
 def _config(joinable: Joinable) -> JoinConfig:
     if not isinstance(joinable, Joinable):
-        raise UsageError(f"expected a shoal.Joinable, got {_name(joinable)}")
+        kind = type(joinable)
+        hint = ""
+        if kind.__module__.startswith("torch.") and hasattr(joinable, "join_hook"):
+            hint = "; what torch makes goes into torch.distributed.algorithms.join.Join, or model.join()"
+        raise UsageError(f"expected a shoal.Joinable, got {kind.__module__}.{kind.__qualname__}{hint}")
     config: JoinConfig | None = getattr(joinable, "_join_config", None)
     if config is None:
         raise UsageError(

@@ -116,7 +116,7 @@ def _check(launch: Launch) -> None:
     if launch.url is None and (launch.size is None or launch.size > 1) and not launch.marker:
         raise ConfigurationError(
             f"{launch.launcher} gives rank and size but not where the ranks meet: set {config.STORE.name} "
-            "(tcp://host:port or file:///path), the same on every rank"
+            "(tcp://host:port or file:///path), or MASTER_ADDR and MASTER_PORT, the same on every rank"
         )
 
 
