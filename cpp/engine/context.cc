@@ -200,7 +200,8 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
     early.assign(std::make_move_iterator(mine), std::make_move_iterator(early_.end()));
     early_.erase(mine, early_.end());
   }
-  for (auto [from, flaw] : messenger_.flawed(group->ident(), group->ranks())) from->refuse(flaw);
+  for (auto [from, flaw] : messenger_.flawed(group->ident(), group->ranks()))
+    refuse(*group, from->peer(), flaw);
   for (auto& pending : early) deliver(*group, pending.peer, pending.header, pending.text);
   for (std::size_t p = 0; p < peers_.size(); ++p) {
     int state = peers_[p].state.load();
@@ -442,11 +443,18 @@ void Context::keep_early(int peer, const FrameHeader& header, std::string text) 
   }
 }
 
+// Ends the connection to a peer whose frame cannot be what its group would be sent.  The peer may have left
+// by the time that the group is made: then there is no connection to end, and nobody else to tell the group.
+void Context::refuse(Group& group, int peer, const char* flaw) {
+  link(peer)->refuse(flaw);
+  group.on_peers_lost({{peer, std::string("it sent ") + flaw, ErrorCode::kWire}});
+}
+
 // Hands a control frame to its group, at once or when the group is made.
 void Context::deliver(Group& group, int peer, const FrameHeader& header, const std::string& text) {
   const char* flaw = flaw_in_group(header, peer, group.ranks());
   if (flaw == nullptr && header.type == FrameType::kBroken) flaw = flaw_of_text(text, group.size());
-  if (flaw != nullptr) return link(peer)->refuse(flaw);
+  if (flaw != nullptr) return refuse(group, peer, flaw);
   const int source = static_cast<int>(header.source);
   switch (header.type) {
     case FrameType::kCallQuery:

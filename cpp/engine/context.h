@@ -138,6 +138,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::vector<std::shared_ptr<Group>> groups();
   std::shared_ptr<Group> find(std::uint64_t ident);  // under groups_mutex_
   void keep_early(int peer, const FrameHeader& header, std::string text);
+  void refuse(Group& group, int peer, const char* flaw);
   void deliver(Group& group, int peer, const FrameHeader& header, const std::string& text);
   void watch(int fd, std::uint64_t what);
   void release_descriptors();

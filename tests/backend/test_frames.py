@@ -25,7 +25,7 @@ PATIENCE = 30.0
 GROUP, LATE = 77, 78
 
 MESSAGE, MORE, GRANT, QUERY, REPLY, BROKEN, CLOSED, BYE, HEARTBEAT, CREDIT = range(1, 11)
-SEND, RECV, ALL_REDUCE = 10, 11, 1
+SEND, RECV, ALL_REDUCE, BARRIER = 10, 11, 1, 9
 FLOAT32 = 1
 P2P = 1 << 63
 EAGER = 256 * 1024
@@ -207,6 +207,20 @@ def test_a_frame_that_came_before_its_group_is_checked_when_the_group_is_made(ra
     rank.heard()
     assert rank.receive(late).error()[0] == 8
     assert rank.receive(rank.group, tag=2).error()[0] == 8
+
+
+@pytest.mark.parametrize("lie", OF_THE_GROUP)
+def test_a_group_ends_by_such_a_frame_of_a_peer_that_has_left_since(rank: Rank, lie: str) -> None:
+    rank.send(*(replace(frame, group=LATE) for frame in LIES[lie]))
+    rank.send(control(CLOSED, group=LATE, channel=9), ours(BYE))
+    rank.peer.close()
+    assert rank.receive(rank.group).error()[0] == 5  # so the farewells have arrived, and all before them
+    late = rank.make(LATE)
+    barrier = late.collective(BARRIER, [], [], 0, 0, 0, -1, [], 0, 0, PATIENCE / 3)
+    assert barrier.wait(PATIENCE)
+    code, text, ranks = barrier.error()
+    assert (code, ranks) == (8, [1])
+    assert "rank 1 is lost: it sent " in text
 
 
 def test_the_frames_that_lies_are_made_of_are_legal(rank: Rank) -> None:
