@@ -72,6 +72,10 @@ class Rank {
     check(round_.end != End::kClose || (good && !side_failed_), "an operation failed: " + why());
     desk().doing("closing");
     for (auto& group : groups_) group->close(now_ns() + (good ? 20 : 2) * kSecond);
+    for (auto& group : groups_)
+      if (auto error = group->failure())  // all ranks keep the protocol and call the same
+        check(error->code != ErrorCode::kWire && error->code != ErrorCode::kMismatch,
+              group->name() + " on rank " + std::to_string(rank_) + ": " + error->text);
     context().close(now_ns() + 2 * kSecond);
     groups_.clear();
     desk().doing("having finished");
@@ -186,7 +190,8 @@ class Rank {
   void disturb() {
     if (round_.end == End::kAbort) {
       ++round_.tally.aborts;
-      for (auto& group : groups_) group->fail({ErrorCode::kAborted, "the stress test aborts", {rank_}}, true);
+      for (auto& group : groups_)
+        group->fail({ErrorCode::kAborted, "the stress test aborts", {group->rank()}}, true);
     } else {
       for (int r = 0; r < round_.world.size(); ++r)
         if (r != rank_) context().sever(r);
