@@ -124,7 +124,10 @@ void Group::close(std::int64_t deadline) {
     while (pending()) progress(waiting);
   }
   // A peer that has not heard yet why the group broke must not take our leaving for the reason.
-  if (auto error = failure(); error && error->code != ErrorCode::kClosed) tell_failure();
+  if (auto error = failure(); error && error->code != ErrorCode::kClosed) {
+    tell_failure();
+    all_told_.store(true);
+  }
   FrameHeader header = frame(FrameType::kGroupClosed);
   {
     std::lock_guard lock(recent_mutex_);

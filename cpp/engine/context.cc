@@ -217,12 +217,13 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
   return group;
 }
 
-// A closed group stays until all members have closed it: until then they may read its block.
+// A closed group stays until all members have closed it, or were told why it broke: until then they may look
+// for its block, and read what this member published in operations that it has finished.
 void Context::drop_groups() {
   std::vector<std::shared_ptr<Group>> dropped;
   std::lock_guard lock(groups_mutex_);
   std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
-    if (!group->closed() || !(group->broken() || group->all_peers_gone())) return false;
+    if (!group->closed() || !(group->all_told() || group->all_peers_gone())) return false;
     dropped.push_back(group);
     return true;
   });

@@ -96,6 +96,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void close(std::int64_t deadline);
   bool closed() const { return closed_.load(); }
   bool all_peers_gone();
+  // Closed after it had broken, for a reason that the peers have been told: none goes on with an operation.
+  bool all_told() const { return all_told_.load(); }
   std::shared_ptr<Block> allocate(std::size_t bytes);
 
   // Whether a blocked operation waits for something that can no longer come; says for whom.
@@ -156,6 +158,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::atomic<bool> broken_{false};
   std::atomic<bool> closed_{false};
+  std::atomic<bool> all_told_{false};
   std::mutex state_mutex_;
   Error error_;
   std::vector<std::uint64_t>

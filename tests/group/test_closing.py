@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -174,3 +175,30 @@ def test_whatever_can_be_completed_is_and_the_rest_ends(topology: str, size: int
 def test_that_many_times(topology: str) -> None:
     for seed in range(5, 300):
         closing_at_random(topology, 2 + seed % 3, seed)
+
+
+def test_what_a_member_finished_reaches_one_that_comes_after_it_has_left(topology: str) -> None:
+    left = threading.Event()
+
+    def finish_one_and_leave(group: ProcessGroup) -> None:
+        part = group.subgroup(range(group.size))
+        part.broadcast(torch.full((8,), 7.0), root=0).wait()
+        pending = part.all_reduce(torch.ones(8))
+        part.close(timeout=0.1)
+        with pytest.raises(GroupClosed):
+            pending.wait()
+
+    def fn(group: ProcessGroup) -> float:
+        if group.rank == 0:
+            finish_one_and_leave(group)
+            gc.collect()  # nothing but the engine knows the group any more
+            left.set()
+            return 7.0
+        part = group.subgroup(range(group.size))
+        assert left.wait(LONG)
+        got = torch.zeros(8)
+        part.broadcast(got, root=0).wait(LONG / 4)
+        part.close()
+        return float(got.sum()) / 8
+
+    assert run_threads(fn, 3, timeout=LONG, **topology_options(topology, 3)) == [7.0] * 3
