@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import shoal
 from shoal import GroupAborted, ProcessGroup
 from shoal.testing import run_threads
+from shoal.wire import Deadline
 
 PATIENCE = 40.0
 
@@ -61,6 +63,9 @@ def late(group: ProcessGroup, heard: threading.Event) -> None:
             heard.set()
     else:
         assert heard.wait(PATIENCE)
+        patience = Deadline(PATIENCE)
+        while group.state == "open" and not patience.expired:  # what rank 0 says is on its way
+            time.sleep(0.001)
         group.all_reduce(torch.ones(4)).wait(PATIENCE)
 
 
@@ -98,7 +103,7 @@ def uneven_training(group: ProcessGroup, _: threading.Event) -> None:
 HERE = r"\(operation 0\) on rank {} of group 'world' \(no operation had completed here\) "
 UNEVEN = (
     r" failed: rank 0 has closed the group and left, and will not take part\.  Most often the ranks have "
-    r"uneven inputs: .* `with shoal\.Join\(\[model\]\)`$"
+    r"uneven inputs: .* `with model\.join\(\):` \(see Join\)$"
 )
 
 

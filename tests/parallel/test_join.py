@@ -284,7 +284,7 @@ def _alone(group: shoal.ProcessGroup) -> shoal.ProcessGroup:
     ("make", "message"),
     [
         (lambda group: [], "at least one joinable, got none"),
-        (lambda group: [nn.Linear(1, 1)], "expected a shoal.Joinable, got Linear"),
+        (lambda group: [nn.Linear(1, 1)], "expected a shoal.Joinable, got torch.nn.modules.linear.Linear"),
         (lambda group: [Counter(group)] * 2, "joinable 1 of the Join, Counter, is named twice"),
         (
             lambda group: [Counter(group), Counter(_alone(group))],

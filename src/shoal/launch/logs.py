@@ -24,7 +24,8 @@ class Logs:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.glob("rank*.log"):  # of an earlier, larger job
-                if path.stem.removeprefix("rank").isdecimal():
+                number = path.stem.removeprefix("rank")
+                if number.isdecimal() and int(number) >= size:
                     path.unlink()
             for rank in range(size):
                 path = directory / f"rank{rank}.log"
