@@ -1,10 +1,10 @@
-"""Numbers in sentences."""
+"""Numbers, ranks and exceptions in sentences."""
 
 from __future__ import annotations
 
 import pytest
 
-from shoal.wording import counted, ranks_named
+from shoal.wording import counted, in_words, ranks_named
 
 
 def test_one_is_singular_and_all_else_plural() -> None:
@@ -22,3 +22,18 @@ def test_one_is_singular_and_all_else_plural() -> None:
 )
 def test_ranks_are_named_in_order_and_three_in_a_row_as_a_range(ranks: list[int], named: str) -> None:
     assert ranks_named(ranks) == named
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(KeyError("x"), "KeyError: 'x'"), (AssertionError(), "AssertionError"), (_Mute(), "_Mute")],
+)
+def test_an_exception_in_words_has_no_colon_without_a_text_and_never_fails(
+    error: Exception, words: str
+) -> None:
+    assert in_words(error) == words

@@ -1,4 +1,4 @@
-// What the files of the binding share about calls.
+// Sizes and times of calls, for all files of the binding.
 #pragma once
 
 #include <cstdint>

@@ -22,8 +22,8 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
+constexpr Py_ssize_t kNumber = 2;  // the place of a call's number in its record
 // Odd, so that the multiples of it are all different modulo 2**64; as in shoal/group/submission.py.
-constexpr Py_ssize_t kNumber = 2;  // its place in a record
 constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
 
 PyObject* scope = nullptr;   // the context variable with the callback that the caller runs in, or None
@@ -66,7 +66,7 @@ std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const Pl
   }
 }
 
-// What a record says of the call's first tensor.
+// The dtype and count of the call's first tensor, for its record.
 struct Noted {
   DType dtype = DType::kUInt8;  // what stands for no tensor
   std::uint64_t count = 0;

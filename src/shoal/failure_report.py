@@ -29,6 +29,7 @@ import msgspec
 from . import config
 from .errors import ConfigurationError
 from .wire import close_in_forked_child
+from .wording import in_words
 
 #: characters of a report's text, ranks that it names, and bytes of the whole
 LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
@@ -121,7 +122,7 @@ def joined(rank: int, size: int) -> None:
 
 def failed(error: BaseException) -> None:
     """This rank fails with ``error``; to be called before others hear of it."""
-    _report("failed", text=_words(error))
+    _report("failed", text=in_words(error))
 
 
 def left() -> None:
@@ -139,10 +140,6 @@ def ended(error: BaseException) -> None:
     failed(error)
     # Python ends by SIGINT, which a shell calls 130, after an interrupt that nobody caught.
     _report("ended", code=130 if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _report(kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "") -> None:

@@ -27,6 +27,7 @@ from .group.dumps import directory as dump_directory
 from .keywords import misspelt, taken
 from .rendezvous import Membership, rendezvous
 from .spec import encodable
+from .wording import in_words
 
 #: seconds for closing what was left open when the process ends
 _EXIT_TIMEOUT = 10.0
@@ -211,8 +212,7 @@ def _close_at_exit() -> None:
     for group in list(_open.values()):
         with contextlib.suppress(Exception):
             if error is not None and not hasattr(sys, "ps1"):
-                words = f": {error}" if str(error) else ""
-                group.abort(f"rank {group.rank} ended with {type(error).__name__}{words}")
+                group.abort(f"rank {group.rank} ended with {in_words(error)}")
             group.close(_EXIT_TIMEOUT)
 
 

@@ -1,4 +1,4 @@
-"""Numbers and names of ranks in sentences."""
+"""Numbers, names of ranks, and exceptions in sentences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,25 @@ def counted(count: int, noun: str) -> str:
 
 def ranks_named(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 1``, or ``ranks 0, 2-5`` for 0, 2, 3, 4 and 5."""
-    ordered = sorted(ranks)
-    return ("rank " if len(ordered) == 1 else "ranks ") + numbers(ordered)
+    return named("rank", ranks)
 
 
-def numbers(ordered: Iterable[int]) -> str:
+def named(noun: str, numbers: Iterable[int]) -> str:
+    """``core 3``, ``cores 0, 2-5``: things that are known by their numbers."""
+    ordered = sorted(numbers)
+    return (f"{noun} " if len(ordered) == 1 else f"{noun}s ") + _runs(ordered)
+
+
+def in_words(error: BaseException) -> str:
+    """``KeyError: 'x'``, or ``KeyError`` alone if the exception says nothing of itself, or fails to."""
+    try:
+        text = str(error)
+    except Exception:  # it is the user's
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _runs(ordered: Iterable[int]) -> str:
     """``0, 2-5`` for 0, 2, 3, 4 and 5, which come in this order."""
     runs: list[list[int]] = []
     for number in ordered:

@@ -31,6 +31,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents, events_behind
+from ..wording import in_words
 from .callback import Callback, without_frames
 from .pool import pool
 from .scope import derive_key
@@ -384,7 +385,7 @@ class Future(Generic[T]):
         record = self.record
         if record is not None:
             if error is not None:
-                record[-1] = _in_words(error)
+                record[-1] = in_words(error)
             record[-2] = monotonic_ns()
         self._done = True
         self._source = self._finish = self._keep = None
@@ -413,7 +414,7 @@ class Future(Generic[T]):
             record = self.record
             if record is not None and not record[-2]:
                 if self._error is not None:
-                    record[-1] = _in_words(self._error)
+                    record[-1] = in_words(self._error)
                 record[-2] = monotonic_ns()
 
     # -- subscribers ---------------------------------------------------------------------------
@@ -483,13 +484,6 @@ class Future(Generic[T]):
 def _resolve(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def _in_words(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # what a user's exception says of itself must not keep the future from completing
-        return type(error).__name__
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..wording import numbers
-
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
@@ -27,11 +25,6 @@ def shares(cores: Sequence[int], size: int) -> list[list[int]]:
     if count < size:
         return [[cores[rank % count]] for rank in range(size)]
     return [list(cores[rank * count // size : (rank + 1) * count // size]) for rank in range(size)]
-
-
-def cores_named(cores: Sequence[int]) -> str:
-    """``core 3``, or ``cores 0, 2-5``."""
-    return ("core " if len(cores) == 1 else "cores ") + numbers(sorted(cores))
 
 
 def _place(core: int) -> tuple[int, int]:

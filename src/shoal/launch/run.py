@@ -14,9 +14,9 @@ from click.shell_completion import CompletionItem
 
 from ..rendezvous import job_record
 from ..store import TCPStoreServer
-from ..wording import counted
+from ..wording import counted, named
 from .command import resolve
-from .cores import cores_named, shares, usable
+from .cores import shares, usable
 from .environment import Job, ReservedPort, defaults
 from .guardian import Guardian
 from .logs import Logs
@@ -195,6 +195,6 @@ def _plan(
     lines += [f"  {name}={value}{notes.get(name, '')}" for name, value in extra.items()]
     for rank, variables in enumerate(ranks):
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
-        cores = "" if bound is None else f"(on {cores_named(bound[rank])}) "
+        cores = "" if bound is None else f"(on {named('core', bound[rank])}) "
         lines.append(f"rank {rank}: {cores}{own} {shlex.join(argv)}")
     return "\n".join(lines)

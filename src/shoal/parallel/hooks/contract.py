@@ -38,8 +38,10 @@ def checked_group(group: object, what: str) -> ProcessGroup | None:
     Raises:
         UsageError: it is neither a group nor None.
     """
-    if group is None or (found := adopted(group)) is not None:
-        return None if group is None else found
+    if group is None:
+        return None
+    if (found := adopted(group)) is not None:
+        return found
     if backend_of(group) is not None:
         raise not_ours(group, "a communication hook", what)
     raise UsageError(f"{what} must be a ProcessGroup or None, got {type(group).__name__}")
