@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools.imports import circles, import_graph, imports, module_name
 
 import shoal
 import shoal.errors
@@ -19,34 +17,43 @@ PACKAGE = ROOT / "src" / "shoal"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-def _module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """The absolute name of everything that a file imports, wherever in it the statement stands.
-
-    ``from a import b`` gives both ``a`` and ``a.b``, because ``b`` may be a module.
-    """
-    name = _module_name(path)
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            base = importlib.util.resolve_name(module, package) if node.level else module
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+def _imports(path: Path) -> set[str]:
+    """Everything that a file imports; ``from a import b`` gives ``a`` and ``a.b``: ``b`` may be a module."""
+    return {name for base, each in imports(path) for name in (base, f"{base}.{each}")}
 
 
 def _importers_of(module: str) -> set[str]:
     return {
-        _module_name(path)
+        module_name(path)
         for path in SOURCES
         if any(name == module or name.startswith(module + ".") for name in _imports(path))
     }
+
+
+#: circles that are being taken apart: no new one may join them
+_KNOWN_CIRCLES = (
+    {"shoal.future.callback", "shoal.future.future"},
+    {"shoal.group.process_group", "shoal.group.dumps", "shoal.group.family", "shoal.group.fork"},
+    {"shoal.compat.connect", "shoal.compat.registration"},
+    {"shoal.parallel.ddp", "shoal.parallel.reducer", "shoal.parallel.arrivals", "shoal.parallel.uneven"},
+)
+
+
+def test_no_import_leads_in_a_circle() -> None:
+    """Imports inside functions and under TYPE_CHECKING count: files in a circle cannot be read one by one."""
+    ways = [way for way in circles(import_graph()) if not any(set(way) & known for known in _KNOWN_CIRCLES)]
+    assert not ways, "imports in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
+
+
+def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
+    package = tmp_path / "parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .a import x\n")
+    (package / "a.py").write_text("def later():\n    from . import b\n")
+    (package / "b.py").write_text("if TYPE_CHECKING:\n    from .c import y\n")
+    (package / "c.py").write_text("from .a import x\n")
+    (package / "d.py").write_text("import parts.a\n")
+    assert circles(import_graph(package)) == [["parts.a", "parts.b", "parts.c"]]
 
 
 def test_only_the_native_backend_and_the_buckets_import_the_core() -> None:
@@ -56,7 +63,7 @@ def test_only_the_native_backend_and_the_buckets_import_the_core() -> None:
 def test_no_module_takes_public_names_from_the_package_itself() -> None:
     """Each is imported from where it is defined, or the layers could be walked around."""
     public = {f"shoal.{name}" for name in shoal.__all__} - {"shoal.__version__"}
-    offenders = {_module_name(path) for path in SOURCES if public & set(_imports(path))}
+    offenders = {module_name(path) for path in SOURCES if public & _imports(path)}
     assert offenders == set()
 
 

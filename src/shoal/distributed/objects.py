@@ -13,7 +13,7 @@ import torch
 
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..objects import received
+from ..group.objects import received
 from ..spec import ANY_SOURCE
 from ..wording import counted
 from .arguments import rank_in_group
@@ -127,7 +127,7 @@ def recv_object_list(
     if src is not None or group_src is not None:
         peer = rank_in_group(pg, "recv_object_list", "src", src, group_src)
     message = pg.recv_message(None, peer).wait()
-    _fill(pg, "recv_object_list", object_list, received(pg, message.tensor))
+    _fill(pg, "recv_object_list", object_list, received(message.tensor, pg.rank))
     return pg.ranks[message.source]
 
 

@@ -1,7 +1,7 @@
 """The barrier that names who is missing.
 
 Every rank reports to rank 0, which answers when all have come.  When some have not in time, the answer
-holds their ranks; those that hear it say so, and only then rank 0 aborts the group, so that the list
+holds their ranks; those that hear it confirm it, and only then rank 0 aborts the group, so that the list
 reaches everybody who can still listen.  The idea is that of ``torch.distributed.monitored_barrier``.
 
 The messages are submitted in the caller's thread, so that barriers issued one after another match in that
@@ -13,91 +13,91 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
+from ..keywords import explained
 from ..spec import OpKind
 from ..wording import ranks_named
+from .submission import Submitter, called
 from .validation import MAX_TAG
 
-if TYPE_CHECKING:
-    from .process_group import ProcessGroup
-
 _ARRIVED = MAX_TAG + 1
-_VERDICT = MAX_TAG + 2
-_HEARD = MAX_TAG + 3
+_ANSWER = MAX_TAG + 2
+_CONFIRMED = MAX_TAG + 3
 _Received: TypeAlias = Future[tuple[torch.Tensor, int, int]]
 #: Seconds that rank 0 gives those who came to hear who did not.
 _LAST_WORDS = 2.0
 
 
-def monitored_barrier(group: ProcessGroup, seconds: float) -> Future[None]:
-    """Start the barrier; see ``ProcessGroup.monitored_barrier``."""
-    # One rank may be early by the whole timeout and then wait as long again for rank 0's verdict.
-    patience = 2 * seconds + _LAST_WORDS
-    if group.rank == 0:
-        arrivals = _receive(group, range(1, group.size), _ARRIVED, patience)
-        return _in_background(lambda: _conduct(group, arrivals, seconds, patience))
-    sent = _send(group, [], [0], _ARRIVED, patience)
-    verdict = _receive(group, [0], _VERDICT, patience)
-    return _in_background(lambda: _attend(group, sent, verdict, seconds, patience))
+class MonitoredBarrier(Submitter):
+    """The operation ``monitored_barrier`` of a group."""
 
+    @explained(called)
+    def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
+        """A barrier that says on every rank which ranks did not come in time.
 
-def _conduct(group: ProcessGroup, arrivals: list[_Received], seconds: float, patience: float) -> None:
-    deadline = time.monotonic() + seconds
-    came: list[int] = []
-    missing: list[int] = []
-    for rank, arrival in enumerate(arrivals, start=1):
-        (came if _completes(arrival, deadline) else missing).append(rank)
-    _give_time(_send(group, missing, came, _VERDICT, patience), patience)
-    if missing:
-        _give_time(_receive(group, came, _HEARD, patience), _LAST_WORDS)
-        error = _error(group, missing, seconds)
-        group.abort(str(error))
-        raise error
+        It costs more than :meth:`barrier` (two messages a rank, all through rank 0).
 
+        Raises:
+            OperationTimeout: through the future; ``ranks`` are all those that did not come within
+                ``timeout``.  The group is aborted then, and the late ranks are told why.
+        """
+        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        # One rank may be early by the whole timeout and then wait as long again for rank 0's answer.
+        patience = 2 * seconds + _LAST_WORDS
+        if self._rank == 0:
+            arrivals = self._receive(range(1, self._size), _ARRIVED, patience)
+            return _in_background(lambda: self._collect(arrivals, seconds, patience))
+        sent = self._send([], [0], _ARRIVED, patience)[0]
+        answer = self._receive([0], _ANSWER, patience)[0]
+        return _in_background(lambda: self._report(sent, answer, seconds, patience))
 
-def _attend(
-    group: ProcessGroup,
-    sent: list[Future[None]],
-    verdict: list[_Received],
-    seconds: float,
-    patience: float,
-) -> None:
-    sent[0].wait()
-    try:
-        answer, _, _ = verdict[0].wait()
-    except OperationTimeout:
-        raise _error(group, [0], seconds) from None
-    missing = answer.tolist()
-    if missing:
-        _send(group, [], [0], _HEARD, patience)[0].wait()
-        # Nothing more comes from rank 0 but the abort: who sees the error finds the group ended.
-        with contextlib.suppress(GroupError):
-            _give_time(_receive(group, [0], _HEARD, patience), _LAST_WORDS)
-        raise _error(group, missing, seconds)
+    def _collect(self, arrivals: list[_Received], seconds: float, patience: float) -> None:
+        """The part of rank 0: find out who is missing, and tell the others."""
+        deadline = time.monotonic() + seconds
+        came: list[int] = []
+        missing: list[int] = []
+        for rank, arrival in enumerate(arrivals, start=1):
+            (came if _completes(arrival, deadline) else missing).append(rank)
+        _give_time(self._send(missing, came, _ANSWER, patience), patience)
+        if missing:
+            _give_time(self._receive(came, _CONFIRMED, patience), _LAST_WORDS)
+            error = self._timed_out(missing, seconds)
+            self.abort(str(error))
+            raise error
 
+    def _report(self, sent: Future[None], answered: _Received, seconds: float, patience: float) -> None:
+        """The part of every other rank: say that it came, and hear who did not."""
+        sent.wait()
+        try:
+            answer, _, _ = answered.wait()
+        except OperationTimeout:
+            raise self._timed_out([0], seconds) from None
+        missing = answer.tolist()
+        if missing:
+            self._send([], [0], _CONFIRMED, patience)[0].wait()
+            # Nothing more comes from rank 0 but the abort: who sees the error finds the group ended.
+            with contextlib.suppress(GroupError):
+                _give_time(self._receive([0], _CONFIRMED, patience), _LAST_WORDS)
+            raise self._timed_out(missing, seconds)
 
-def _error(group: ProcessGroup, missing: list[int], seconds: float) -> OperationTimeout:
-    return OperationTimeout(
-        f"monitored_barrier of group {group.name!r}: {ranks_named(missing)} did not come "
-        f"within {seconds:g} s",
-        missing,
-    )
+    def _timed_out(self, missing: list[int], seconds: float) -> OperationTimeout:
+        return OperationTimeout(
+            f"monitored_barrier of group {self._spec.name!r}: {ranks_named(missing)} did not come "
+            f"within {seconds:g} s",
+            missing,
+        )
 
+    def _send(self, content: list[int], to: list[int], tag: int, timeout: float) -> list[Future[None]]:
+        x = torch.tensor(content, dtype=torch.int64, device=self._scratch_device)
+        return self._submit_messages([self._message(OpKind.SEND, (x,), (), timeout, r, tag) for r in to])
 
-def _send(
-    group: ProcessGroup, content: list[int], to: list[int], tag: int, timeout: float
-) -> list[Future[None]]:
-    x = torch.tensor(content, dtype=torch.int64, device=group._scratch_device)
-    return group._submit_messages([group._message(OpKind.SEND, (x,), (), timeout, r, tag) for r in to])
-
-
-def _receive(group: ProcessGroup, ranks: range | list[int], tag: int, timeout: float) -> list[_Received]:
-    return group._submit_messages([group._message(OpKind.RECV, (), (), timeout, r, tag) for r in ranks])
+    def _receive(self, ranks: range | list[int], tag: int, timeout: float) -> list[_Received]:
+        return self._submit_messages([self._message(OpKind.RECV, (), (), timeout, r, tag) for r in ranks])
 
 
 def _completes(future: Future[Any], deadline: float) -> bool:

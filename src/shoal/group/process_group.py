@@ -1,7 +1,7 @@
 """A group of processes: its identity, its life and end, and the groups made from it.
 
-The operations come from :class:`~shoal.group.collectives.Collectives` and
-:class:`~shoal.group.point_to_point.PointToPoint`; what is here decides whether they may be used.
+The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects`` and
+``monitored_barrier``; what is here decides whether they may be used.
 A group is independent of the groups made from it: each has a data channel of its own, is closed,
 aborted and broken by itself.  Only the world group holds the connections that all of them use, so
 closing the world closes the others first.
@@ -23,25 +23,23 @@ from typing import Any
 
 import torch
 
-from .. import failure_report, objects
+from .. import failure_report
 from ..backend.base import Backend, DataChannel, GroupSpec
 from ..errors import GroupAborted, GroupClosed
-from ..future import Future
 from ..keywords import explained
 from ..recorder import FlightRecorder
-from ..spec import ANY_SOURCE, DTYPE_CODES, encodable
+from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
 from . import dumps, fork
 from .batch import Batch
-from .collectives import Collectives
 from .family import Family
 from .lists import Given
-from .monitored_barrier import monitored_barrier
-from .point_to_point import PointToPoint
+from .monitored_barrier import MonitoredBarrier
+from .objects import Objects
 from .submission import called
 
 
-class ProcessGroup(Collectives, PointToPoint):
+class ProcessGroup(Objects, MonitoredBarrier):
     """The processes that communicate with each other, seen from one of them.
 
     Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group as long
@@ -193,62 +191,11 @@ class ProcessGroup(Collectives, PointToPoint):
         count = math.prod(lengths)
         return self._channel.empty(count * dtype.itemsize).view(dtype).view(lengths)
 
-    # -- operations made of others -------------------------------------------------------------
-
-    @explained(called)
-    def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
-        """A barrier that says on every rank which ranks did not come in time.
-
-        It costs more than :meth:`barrier` (two messages a rank, all through rank 0).
-
-        Raises:
-            OperationTimeout: through the future; ``ranks`` are all those that did not come within
-                ``timeout``.  The group is aborted then, and the late ranks are told why.
-        """
-        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
-        return monitored_barrier(self, seconds)
+    # -- several messages together -------------------------------------------------------------
 
     def batch(self) -> Batch:
         """Collect sends and receives in a ``with`` block and submit them together at its end."""
         return Batch(self)
-
-    @explained(called)
-    def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
-        """Bring the picklable objects of all ranks to all ranks; the value is their list."""
-        return objects.all_gather_object(self, obj, timeout)
-
-    @explained(called)
-    def gather_object(
-        self, obj: Any, root: int = 0, *, timeout: float | None = None
-    ) -> Future[list[Any] | None]:
-        """Bring the picklable objects of all ranks to rank ``root``; None elsewhere."""
-        return objects.gather_object(self, obj, root, timeout)
-
-    @explained(called)
-    def broadcast_object(
-        self, obj: Any = None, root: int = 0, *, timeout: float | None = None
-    ) -> Future[Any]:
-        """Bring the picklable object of rank ``root`` to all ranks; ``obj`` of the others is ignored."""
-        return objects.broadcast_object(self, obj, root, timeout)
-
-    @explained(called)
-    def scatter_object(
-        self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
-    ) -> Future[Any]:
-        """Hand ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on the others."""
-        return objects.scatter_object(self, objs, root, timeout)
-
-    @explained(called)
-    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
-        """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
-        return objects.send_object(self, obj, dst, tag, timeout)
-
-    @explained(called)
-    def recv_object(
-        self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
-    ) -> Future[Any]:
-        """Receive what :meth:`send_object` sent; the value is the object."""
-        return objects.recv_object(self, src, tag, timeout)
 
     # -- groups made from this one -------------------------------------------------------------
 
@@ -354,29 +301,7 @@ class ProcessGroup(Collectives, PointToPoint):
         group._family = self._family
         return group
 
-    @property
-    def _scratch_device(self) -> torch.device:
-        """Where the small tensors of composed operations live."""
-        return torch.device("cpu" if self._cpu else min(self._channel.devices))
-
     # -- the end -------------------------------------------------------------------------------
-
-    def abort(self, reason: str = "") -> None:
-        """End the group at once, on all ranks and from any thread.
-
-        Every pending operation fails with GroupAborted, and so does every later one.  Groups made from this
-        one go on.  :meth:`close` still has to release what the group holds.
-
-        Args:
-            reason: what the other ranks are told.
-        """
-        if self._state not in ("open", "closing"):
-            return
-        if self._state == "open" and self._channel.failure() is None:
-            self._abort_reason = reason
-            self._state = "aborted"
-        failure_report.left()
-        self._channel.abort(reason)
 
     def close(self, timeout: float | None = None) -> None:
         """Send what was submitted, tell the others, and release everything.  Any number of times.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .. import config
+from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
 from ..errors import ForkedProcess, GroupAborted, GroupClosed, UsageError
 from ..future import Completion, Future, callback_scope
@@ -150,6 +150,28 @@ class Submitter:
         operation = Operation(kind, -1, 0, inputs, outputs, seconds, SUM, -1, peer, tag, ())
         self._channel.check(operation)
         return operation
+
+    @property
+    def _scratch_device(self) -> torch.device:
+        """Where the small tensors of composed operations live."""
+        return torch.device("cpu" if self._cpu else min(self._channel.devices))
+
+    def abort(self, reason: str = "") -> None:
+        """End the group at once, on all ranks and from any thread.
+
+        Every pending operation fails with GroupAborted, and so does every later one.  Groups made from this
+        one go on.  :meth:`close` still has to release what the group holds.
+
+        Args:
+            reason: what the other ranks are told.
+        """
+        if self._state not in ("open", "closing"):
+            return
+        if self._state == "open" and self._channel.failure() is None:
+            self._abort_reason = reason
+            self._state = "aborted"
+        failure_report.left()
+        self._channel.abort(reason)
 
     # -- refusals ------------------------------------------------------------------------------
 
