@@ -35,7 +35,6 @@ _KNOWN_CIRCLES = (
     {"shoal.future.callback", "shoal.future.future"},
     {"shoal.group.process_group", "shoal.group.dumps", "shoal.group.family", "shoal.group.fork"},
     {"shoal.compat.connect", "shoal.compat.registration"},
-    {"shoal.parallel.ddp", "shoal.parallel.reducer", "shoal.parallel.arrivals", "shoal.parallel.uneven"},
 )
 
 
@@ -56,8 +55,8 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
     assert circles(import_graph(package)) == [["parts.a", "parts.b", "parts.c"]]
 
 
-def test_only_the_native_backend_and_the_buckets_import_the_core() -> None:
-    assert _importers_of("shoal._core") <= {"shoal.backend.native", "shoal.parallel.buckets"}
+def test_only_the_native_backend_and_training_import_the_core() -> None:
+    assert _importers_of("shoal._core") <= {"shoal.backend.native", "shoal.parallel.core"}
 
 
 def test_no_module_takes_public_names_from_the_package_itself() -> None:

@@ -227,10 +227,10 @@ class Join:
         if group.size == 1:
             return None
         named = config.throw_on_early_termination
-        roll = _call_roll(group, joinable.join_device, present=True, named=named)
+        answer = _count_active(group, joinable.join_device, present=True, named=named)
         if not named:
-            return roll
-        active = roll.wait()
+            return answer
+        active = answer.wait()
         _raise_if_uneven(group, active)
         count: Future[torch.Tensor] = Future()
         count.set_result(active.sum())
@@ -242,7 +242,7 @@ class Join:
             return True
         steps = 0
         while True:
-            active = _call_roll(self._group, self._device, present=False, named=self._throw).wait()
+            active = _count_active(self._group, self._device, present=False, named=self._throw).wait()
             if not int(active.sum()):
                 return steps == 0
             if self._throw:
@@ -270,15 +270,15 @@ class Join:
         )
 
 
-def _call_roll(
+def _count_active(
     group: ProcessGroup, device: torch.device, *, present: bool, named: bool
 ) -> Future[torch.Tensor]:
     """The number of active ranks, or for each rank whether it is (``named``): one element for each."""
     if not named:
         return group.all_reduce(torch.full((), int(present), device=device))
-    roll = torch.zeros(group.size, dtype=torch.int64, device=device)
-    roll[group.rank] = int(present)
-    return group.all_reduce(roll)
+    active = torch.zeros(group.size, dtype=torch.int64, device=device)
+    active[group.rank] = int(present)
+    return group.all_reduce(active)
 
 
 def _raise_if_uneven(group: ProcessGroup, active: torch.Tensor) -> None:

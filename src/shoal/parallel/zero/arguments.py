@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...errors import UsageError
-from ..model_check import describe_parameter
+from ..consistency import describe_parameter
 
 
 def describe(group: Mapping[str, Any], index: int) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import torch
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
-from ..parcel import packed_size
+from ..coalesced import packed_size
 
 #: Parameters of fewer bytes travel together.  Copying so many costs about what a message does.
 SMALL_BYTES = 2**15

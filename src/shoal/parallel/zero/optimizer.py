@@ -18,8 +18,8 @@ from ...errors import UsageError
 from ...group import ProcessGroup
 from ...group.given import given_group
 from ...keywords import misspelt
+from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook
-from ..model_check import check_same
 from .arguments import checked_parameters, describe
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .exchange import Portion

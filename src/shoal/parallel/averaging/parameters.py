@@ -1,0 +1,80 @@
+"""Averaging parameters over a group, in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...future import Future
+from ...group.given import given_group
+from ...spec import AVG
+from ..coalesced import MESSAGE_BYTES
+
+#: Parameters, or the groups of them that an optimiser has.
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+def average_parameters(params: Parameters, group: object = None) -> None:
+    """Replace each parameter by its mean over all ranks of ``group``.  Collective; returns when it is done.
+
+    Parameters of one dtype are sent together, in messages of up to 25 MiB; one is packed while another is on
+    its way.  The mean is the one of ``ProcessGroup.all_reduce``: bitwise equal on all ranks.
+
+    Args:
+        params: of a model, or the parameter groups of an optimiser; the same on all ranks.  Those that
+            require no gradient are left alone.  Those without a gradient are averaged too (torch leaves them
+            out): ranks that see different data may differ about which these are.
+
+    Raises:
+        UsageError: ``params`` holds something else.
+        OutOfSharedMemory: a message does not fit.
+    """
+    ranks = given_group(group, "average_parameters")
+    on_the_way: list[tuple[list[torch.Tensor], list[torch.Tensor], Future[torch.Tensor]]] = []
+
+    def unpack_one() -> None:
+        tensors, views, future = on_the_way.pop(0)
+        future.wait()
+        torch._foreach_copy_(tensors, views)
+
+    with torch.no_grad():
+        for tensors in _messages(_trained(params)):
+            memory = ranks.empty(sum(x.numel() for x in tensors), dtype=tensors[0].dtype)
+            parts = memory.split_with_sizes([x.numel() for x in tensors])
+            views = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+            torch._foreach_copy_(views, tensors)
+            on_the_way.append((tensors, views, ranks.all_reduce(memory, AVG)))
+            if len(on_the_way) > 1:
+                unpack_one()
+        while on_the_way:
+            unpack_one()
+
+
+def _trained(params: Parameters) -> Iterator[torch.Tensor]:
+    for item in params:
+        some = item["params"] if isinstance(item, dict) else [item]
+        for parameter in some:
+            if not isinstance(parameter, torch.Tensor):
+                raise UsageError(
+                    "the parameters of a model or the parameter groups of an optimiser are averaged, got "
+                    f"{type(parameter).__name__}"
+                )
+            if parameter.requires_grad:
+                yield parameter
+
+
+def _messages(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters in portions of one dtype, in an order that is the same on all ranks."""
+    portions: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        dtype, size = parameter.dtype, parameter.numel() * parameter.element_size()
+        if dtype in portions and sizes[dtype] + size > MESSAGE_BYTES:
+            yield portions.pop(dtype)
+            sizes[dtype] = 0
+        portions.setdefault(dtype, []).append(parameter)
+        sizes[dtype] = sizes.get(dtype, 0) + size
+    yield from portions.values()

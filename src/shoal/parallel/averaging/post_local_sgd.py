@@ -1,0 +1,104 @@
+"""An optimiser that averages the model from time to time, after its own step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from .averagers import ModelAverager
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Any optimiser, followed by a step of ``averager`` over its parameters: post-local SGD.
+
+    Everything else (parameter groups, state, hooks) is that of the optimiser inside, so schedulers and
+    gradient scalers work with it as with that.
+
+    Args:
+        optim: does the step on each rank.
+        averager: a :class:`~shoal.PeriodicModelAverager` or :class:`~shoal.HierarchicalModelAverager`.
+
+    Raises:
+        UsageError: an argument is something else.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        # The base class is there for isinstance; what it would keep is what the optimiser inside keeps.
+        if not isinstance(optim, torch.optim.Optimizer):
+            raise UsageError(f"optim must be an optimiser of torch, got {type(optim).__name__}")
+        if not isinstance(averager, ModelAverager):
+            raise UsageError(
+                "averager must be a PeriodicModelAverager or HierarchicalModelAverager, got "
+                f"{type(averager).__name__}"
+            )
+        self.optim = optim
+        self.averager = averager
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optim", "averager"):
+            raise AttributeError(name)  # while it is unpickled or copied
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimiser inside."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the optimiser inside."""
+        return self.optim.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the optimiser step, and average its parameters if it is time to.
+
+        Args:
+            closure: computes the loss anew, for optimisers that want it.
+
+        Returns:
+            What the optimiser returns: the loss, with a closure.
+        """
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(self.optim.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters, and average them too."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimiser's, and as ``"step"`` how far the averager has counted."""
+        return {**self.optim.state_dict(), "step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called.
+
+        The state of an optimiser without averaging is taken too, with a warning: the averager counts from 0.
+        """
+        inner = dict(state_dict)
+        step = inner.pop("step", None)
+        self.optim.load_state_dict(inner)
+        if step is None:
+            warnings.warn(
+                "the loaded state does not say which step the averager is in; it counts from 0, with its "
+                "warm-up before it",
+                stacklevel=2,
+            )
+        self.averager.step = step or 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"

@@ -1,0 +1,86 @@
+"""Have all ranks given the same?  Asked before anything is sent that would fit although it differs.
+
+Every rank describes in words what it was given, and the ranks compare digests of these descriptions.  They
+exchange the descriptions themselves only if the digests differ, so that the error can say what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ..errors import ModelMismatch
+from ..group import ProcessGroup
+
+#: Differences shown for one rank.
+_SHOWN = 5
+
+
+def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]]) -> None:
+    """Raise on every rank unless ``items`` are the same on all of them, in the same order.  Collective.
+
+    Args:
+        what: what the ranks have done if not, for the message.
+        items: names, each one once, and what is compared.
+
+    Raises:
+        ModelMismatch: naming for each rank what differs from rank 0.
+    """
+    own = json.dumps(list(items)).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(own).digest()), dtype=torch.uint8)
+    digests = group.all_gather(digest).wait()
+    if all(torch.equal(digest, other) for other in digests):
+        return
+    descriptions = [dict(json.loads(text)) for text in _exchange(group, own)]
+    lines: list[str] = []
+    for rank, description in enumerate(descriptions):
+        found = _differences(descriptions[0], description)
+        lines += [f"  rank {rank}: {line}" for line in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            lines.append(f"  rank {rank}: and {len(found) - _SHOWN} more differences")
+    raise ModelMismatch(
+        f"the ranks {what} (seen by rank {group.rank}); build the same one everywhere:\n" + "\n".join(lines)
+    )
+
+
+def describe_parameter(parameter: torch.Tensor) -> str:
+    """What has to be the same on all ranks."""
+    return f"{describe_tensor(parameter)}, " + ("requires grad" if parameter.requires_grad else "frozen")
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return "without a shape yet"
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return text if tensor.is_contiguous() else f"{text} with strides {list(tensor.stride())}"
+
+
+def _differences(expected: dict[str, str], given: dict[str, str]) -> list[str]:
+    lines = [
+        f"{name} is {given[name]}, but {value} on rank 0"
+        for name, value in expected.items()
+        if name in given and given[name] != value
+    ]
+    lines += [
+        f"{name} is missing, {value} on rank 0" for name, value in expected.items() if name not in given
+    ]
+    lines += [
+        f"{name} ({value}) does not exist on rank 0" for name, value in given.items() if name not in expected
+    ]
+    if not lines:
+        for mine, theirs in zip(given, expected, strict=True):
+            if mine != theirs:
+                return [f"{mine} is registered where rank 0 has {theirs}"]
+    return lines
+
+
+def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
+    """The descriptions of all ranks."""
+    lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)])).wait()]
+    parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+    group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), parts).wait()
+    return [bytes(part.tolist()).decode() for part in parts]

@@ -1,0 +1,115 @@
+"""Splitting a batch among the copies of a model, and concatenating their outputs.
+
+Splitting and concatenating follow ``torch.nn.parallel.scatter_gather``: tensors in tuples, lists and dicts
+are cut along one dimension and put together along it, scalars become a vector, and anything else goes to
+all copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ...errors import UsageError
+
+
+def is_packed(part: Any) -> bool:
+    """Whether ``part`` is a PackedSequence, which is a tuple for others, but must be kept whole."""
+    return isinstance(part, PackedSequence)
+
+
+def move_to(structure: Any, device: torch.device) -> Any:
+    """``structure`` with all its tensors on ``device``."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device=device)  # type: ignore[call-arg]
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(moved, structure, is_leaf=is_packed)
+
+
+def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+    """The parts of ``structure``: one for each device, or fewer if there is too little to split.
+
+    Args:
+        structure: tuples, lists and dicts with tensors in them.
+        dim: the dimension along which tensors are cut.
+
+    Raises:
+        UsageError: a tensor cannot be cut so, or not into as many parts as the others.
+    """
+    leaves, form = tree_flatten(structure, is_leaf=is_packed)
+    cut = [_chunks(leaf, len(devices), dim) for leaf in leaves]
+    numbers = {len(chunks) for chunks in cut if chunks}
+    if len(numbers) > 1:
+        shapes = [list(leaf.shape) for leaf, chunks in zip(leaves, cut, strict=True) if chunks]
+        raise UsageError(
+            f"input tensors of shapes {shapes} cannot be split along dim={dim} into equally many parts for "
+            f"{len(devices)} copies of the model; give those that are no part of the batch to the model in "
+            "another way (as a buffer, for instance)"
+        )
+    (number,) = numbers or {1}
+    return [
+        move_to(
+            tree_unflatten(
+                [chunks[i] if chunks else leaf for leaf, chunks in zip(leaves, cut, strict=True)], form
+            ),
+            devices[i],
+        )
+        for i in range(number)
+    ]
+
+
+def _chunks(leaf: Any, most: int, dim: int) -> list[torch.Tensor]:
+    """The parts of one input; none if it goes to all copies as it is."""
+    if isinstance(leaf, PackedSequence):
+        raise UsageError(
+            "a PackedSequence cannot be split among copies of a model; let the model pack its sequences"
+        )
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return []
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise UsageError(f"an input tensor of shape {list(leaf.shape)} has no dim={dim} to split")
+    length = leaf.shape[dim]
+    size = max(1, -(-length // most))
+    # not chunk(), whose results must not be written to
+    return [leaf.narrow(dim, start, min(size, length - start)) for start in range(0, length or 1, size)]
+
+
+def concatenate_outputs(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    """One structure for the outputs of the copies, its tensors joined along ``dim`` on ``device``.
+
+    Raises:
+        UsageError: they differ in more than tensors, or hold what we cannot join.
+    """
+    flat = [tree_flatten(output) for output in outputs]
+    forms = [form for _, form in flat]
+    if any(form != forms[0] for form in forms):
+        raise UsageError(
+            "the copies of the model returned structures that differ: "
+            + ", ".join(f"copy {i}: {form}" for i, form in enumerate(forms))
+        )
+    together = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_concatenated(leaves, device, dim) for leaves in together], forms[0])
+
+
+def _concatenated(leaves: Sequence[Any], device: torch.device, dim: int) -> Any:
+    first = leaves[0]
+    if isinstance(first, torch.Tensor):
+        moved = [leaf.to(device) for leaf in leaves]
+        return torch.stack(moved) if first.ndim == 0 else torch.cat(moved, dim)
+    if first is None or isinstance(first, (bool, int, float, complex, str, bytes)):
+        if all(leaf == first for leaf in leaves):
+            return first
+        raise UsageError(
+            f"the copies of the model returned {', '.join(map(repr, leaves))}: only tensors can be joined"
+        )
+    raise UsageError(
+        f"the model returned an object of type {type(first).__name__}; of several copies only tensors can be "
+        "joined, in tuples, lists and dicts"
+    )

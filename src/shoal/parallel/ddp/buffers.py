@@ -1,0 +1,51 @@
+"""Keeping the buffers of a module (running statistics, for instance) equal on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...group import ProcessGroup
+from ..coalesced import CoalescedBroadcast
+
+
+class BufferSync:
+    """Makes the buffers of ``module`` equal to those of one rank, in one message."""
+
+    def __init__(self, group: ProcessGroup, module: nn.Module) -> None:
+        self._group = group
+        # The places and not the tensors: a module may replace its buffer at any time.
+        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        seen: set[int] = set()
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self._places.append((owner._buffers, name))
+        self._sent: list[torch.Tensor] = []
+        self._broadcast: CoalescedBroadcast | None = None
+        self._step = -1
+
+    @property
+    def any(self) -> bool:
+        """Whether the module has buffers."""
+        return bool(self._places)
+
+    def refresh(self, step: int, root: int = 0) -> None:
+        """Broadcast the buffers of rank ``root``, unless that was done in this ``step``.
+
+        Only once a step: autograd may hold the buffers of the step's first forward pass, and would refuse to
+        go back through tensors that were written to since.
+        """
+        if step == self._step or not self._places:
+            return
+        tensors = [buffer for owner, name in self._places if (buffer := owner.get(name)) is not None]
+        if len(tensors) != len(self._sent) or any(
+            a is not b for a, b in zip(tensors, self._sent, strict=True)
+        ):
+            self._broadcast = None
+        if self._broadcast is None:
+            self._broadcast = CoalescedBroadcast(self._group, tensors)
+            self._sent = tensors
+        self._broadcast.run(tensors, root)
+        self._step = step

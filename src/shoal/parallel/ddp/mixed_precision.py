@@ -1,0 +1,200 @@
+"""Mixed precision: forward, backward and reduction in a lower precision than the parameters have.
+
+Every parameter gets a counterpart in the lower precision.  The counterparts take the parameters' places in
+the module while forward runs, and again while backward does, because activation checkpointing runs parts of
+forward there.  Autograd gives gradients to them; the reducer averages those and puts the result into the
+gradients of the parameters themselves, in full precision.  So whoever looks at the model between the passes
+(an optimiser, ``state_dict``, ``clip_grad_norm_``) sees full precision only.
+
+What is cast, and what is not, follows torch's DistributedDataParallel (``_MixedPrecision``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map
+
+from ...errors import UsageError
+from ..reducer.usage import outputs_with_graph
+from .batch_parts import is_packed
+from .mirror import Mirror
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """What :class:`DistributedDataParallel` does in a lower precision.
+
+    Only floating-point tensors are cast.  None leaves things as they are.
+
+    Attributes:
+        param_dtype: of parameters in forward and backward.  Outputs stay in it.
+        reduce_dtype: what gradients are averaged in; ``param_dtype`` unless given.
+        buffer_dtype: of buffers in forward.
+        cast_forward_inputs: cast the inputs of forward to ``param_dtype``.
+
+    Raises:
+        UsageError: a dtype is not a floating-point one.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise UsageError(
+                    f"{name} must be a floating-point dtype, such as torch.bfloat16, got {value!r}"
+                )
+
+    @property
+    def casts(self) -> bool:
+        """Whether forward sees other tensors than the module holds."""
+        return self.param_dtype is not None or self.buffer_dtype is not None
+
+
+class LowPrecision:
+    """The counterparts of a module's parameters, and their exchange for these.
+
+    Attributes:
+        in_backward: a backward pass through an output of the module is running.
+
+    Raises:
+        UsageError: a trained parameter is not among ``module.named_parameters()``.
+    """
+
+    def __init__(self, module: nn.Module, precision: MixedPrecision) -> None:
+        self._module = module
+        self._precision = precision
+        listed = {id(parameter) for parameter in module.parameters()}
+        self._counterparts: dict[int, nn.Parameter] = {}
+        #: Where parameters stand, with these and their counterparts.
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        masters: list[torch.Tensor] = []
+        for owner in module.modules():
+            for name, master in owner._parameters.items():
+                if master is None:
+                    continue
+                if master.requires_grad and id(master) not in listed:
+                    raise UsageError(
+                        f"the parameter {name!r} of {type(owner).__name__} requires a gradient, but "
+                        "named_parameters() of the module leaves it out: mixed_precision cannot train it"
+                    )
+                if id(master) not in self._counterparts:
+                    dtype = precision.param_dtype if master.is_floating_point() else None
+                    low = nn.Parameter(master.detach().to(dtype, copy=True), master.requires_grad)
+                    self._counterparts[id(master)] = low
+                    masters.append(master)
+                self._places.append((owner._parameters, name, master, self._counterparts[id(master)]))
+        self._mirror = Mirror(masters, [list(self._counterparts.values())])
+        self._depth = 0
+        self._buffers: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]] = []
+        self.in_backward = False
+
+    def counterparts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What forward uses in the place of ``parameters``."""
+        return [self._counterparts[id(parameter)] for parameter in parameters]
+
+    def refresh(self, step: int) -> None:
+        """Bring the counterparts up to date; ``step`` counts reduced passes."""
+        self._mirror.refresh(step)
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """``inputs`` in the precision of the parameters."""
+        dtype = self._precision.param_dtype
+        if dtype is None or not self._precision.cast_forward_inputs:
+            return inputs
+
+        def cast(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return leaf.to(dtype) if leaf.is_floating_point() else leaf
+            if isinstance(leaf, PackedSequence) and leaf.data.is_floating_point():
+                return leaf.to(dtype)
+            return leaf
+
+        return tree_map(cast, inputs, is_leaf=is_packed)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward."""
+        self._enter()
+        try:
+            return self._module(*args, **kwargs)
+        finally:
+            self._leave()
+
+    def watch(self, output: Any) -> None:
+        """Keep the counterparts in place during backward passes that come through ``output``."""
+        owner = weakref.ref(self)
+
+        def backward_begins(_: torch.Tensor) -> None:
+            if (alive := owner()) is not None and not alive.in_backward:
+                alive.in_backward = True
+                alive._enter()
+                torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(alive))
+
+        for tensor in outputs_with_graph(output):
+            tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+
+    # -- exchanging ------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for places, name, _, low in self._places:
+            places[name] = low
+        if (dtype := self._precision.buffer_dtype) is not None:
+            self._enter_buffers(dtype)
+
+    def _enter_buffers(self, dtype: torch.dtype) -> None:
+        cast: dict[int, torch.Tensor] = {}
+        for owner in self._module.modules():
+            for name, full in owner._buffers.items():
+                if full is not None and full.is_floating_point() and full.dtype != dtype:
+                    low = cast.setdefault(id(full), full.to(dtype))
+                    owner._buffers[name] = low
+                    self._buffers.append((owner._buffers, name, full, low))
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        for places, name, master, _ in self._places:
+            places[name] = master
+        buffers, self._buffers = self._buffers, []
+        with torch.no_grad():
+            for where, name, full, low in buffers:
+                now = where.get(name)
+                if now is not low:  # the module put another one there
+                    where[name] = None if now is None else now.to(full.dtype)
+                    continue
+                where[name] = full
+                if not torch.equal(full.to(low.dtype), low):  # it was written to; else keep every digit
+                    full.copy_(low)
+
+
+class _EndOfBackward:
+    """Puts the parameters back into their places when autograd calls it at the end of a pass.
+
+    A pass that an exception ends calls nothing, but drops what it would have called; that is the end as well.
+    """
+
+    def __init__(self, precision: LowPrecision) -> None:
+        self._precision: LowPrecision | None = precision
+
+    def __call__(self) -> None:
+        precision, self._precision = self._precision, None
+        if precision is not None:
+            precision.in_backward = False
+            precision._leave()
+
+    __del__ = __call__

@@ -1,0 +1,133 @@
+"""Do all ranks hold the same model, and does it stay what it was when it was wrapped?
+
+Ranks that wrap different models would average gradients of different parameters without any error: the bytes
+fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import NoReturn
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...errors import UsageError
+from ...group import ProcessGroup
+from ..consistency import check_same, describe_parameter, describe_tensor
+from ..core import values_are
+from ..join import Joinable
+
+_dtype = attrgetter("dtype")
+
+
+def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[str, object]) -> None:
+    """Raise on every rank unless all ranks hold models alike.  Collective.
+
+    Compared are the names, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers, their
+    order, and ``settings``; not the values.
+
+    Raises:
+        ModelMismatch: naming for each rank what differs from rank 0.
+    """
+    check_same(group, "wrapped models that differ", _describe(module, settings))
+
+
+class ModelWatch:
+    """Notices that a model was changed after it was wrapped.
+
+    A parameter that was replaced, added or thawed would be trained on each rank by itself, without any error.
+    """
+
+    def __init__(self, module: nn.Module, rank: int) -> None:
+        self._module = module
+        self._rank = rank
+        self._tables = [owner._parameters for owner in module.modules()]
+        self._tables += [owner._modules for owner in module.modules()]  # type: ignore[misc]
+        self._entries = self._now()
+        self._parameters = list(module.parameters())
+        self._dtypes = list(map(_dtype, self._parameters))
+        self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._registered = dict(module.named_parameters(remove_duplicate=False))
+
+    def check(self) -> None:
+        """Raise if the model is not what it was; every forward pass asks for it.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        if (
+            not values_are(self._tables, self._entries)
+            or list(map(_dtype, self._parameters)) != self._dtypes
+            or any(parameter.requires_grad for parameter in self._frozen)
+        ):
+            self._explain()
+            self._entries = self._now()
+
+    def _now(self) -> list[object]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _explain(self) -> None:
+        """Name the parameter; a change that concerns none is no matter."""
+        registered = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, parameter in self._registered.items():
+            if name not in registered:
+                self._complain(name, "was taken out of the module")
+            if registered[name] is not parameter:
+                self._complain(name, "was replaced")
+        for name in registered:
+            if name not in self._registered:
+                self._complain(name, "was added")
+        for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
+            if parameter.dtype != dtype:
+                what = f"was {dtype} when it was wrapped and is {parameter.dtype} now"
+                self._complain(self._names[id(parameter)], what)
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                what = "was frozen when it was wrapped and requires a gradient now"
+                self._complain(self._names[id(parameter)], what)
+
+    def _complain(self, name: str, what: str) -> NoReturn:
+        raise UsageError(
+            f"the model on rank {self._rank} changed after it was wrapped in DistributedDataParallel: "
+            f"parameter {name!r} {what}; wrap the module again after such a change"
+        )
+
+
+def _describe(module: nn.Module, settings: Mapping[str, object]) -> list[tuple[str, str]]:
+    """What is compared, each thing with a name of its own."""
+    items = [
+        (f"parameter {name!r}", describe_parameter(parameter))
+        for name, parameter in module.named_parameters()
+    ]
+    items += [(f"buffer {name!r}", describe_tensor(buffer)) for name, buffer in module.named_buffers()]
+    items += [(f"option {name}", repr(value)) for name, value in settings.items()]
+    return items
+
+
+def check_trainable(module: nn.Module) -> None:
+    """Raise unless there is something to train.
+
+    Raises:
+        UsageError: no parameter requires a gradient, or one has no shape yet.
+    """
+    for name, inner in module.named_modules():
+        if isinstance(inner, Joinable):
+            raise UsageError(
+                f"the module holds a {type(inner).__name__} already"
+                + (f", {name!r}" if name else "")
+                + ": two wrappers would reduce the same gradients; wrap each parameter once"
+            )
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet; run a forward pass through the module before wrapping"
+            )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError(
+            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and "
+            "the module can be used as it is"
+        )

@@ -1,0 +1,102 @@
+"""DistributedDataParallel within a Join: what ranks with and without a batch do in each other's company.
+
+Before each forward pass of a step every rank says in one small message what it is about to do, so that ranks
+without a batch know which collectives will follow, and all know how many gradients there will be.  Ranks
+with a batch need the answer at the end of backward only, and do not wait for it before (unless the model has
+buffers, which come from a rank that has a batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import nn
+
+from ...errors import UsageError
+from ...future import Future
+from ...group import ProcessGroup
+from ..coalesced import broadcast_coalesced
+from ..join import JoinHook
+
+
+class Intent(IntEnum):
+    """What a rank is about to do in this step."""
+
+    SHADOW = 0  # it has no batch
+    LOCAL = 1  # forward and backward without communication (no_sync)
+    REDUCE = 2  # backward will be reduced
+    REDUCE_AFTER_BUFFERS = 3  # and before forward, buffers are made equal
+
+
+class Intents:
+    """What all ranks are about to do in this step.
+
+    Args:
+        intents: one for each rank; at least one rank has a batch.
+
+    Attributes:
+        intent: the intent of all ranks that have a batch.
+        first: the lowest such rank.
+        active: how many ranks have a batch.
+
+    Raises:
+        UsageError: ranks with a batch are about to do different things.
+    """
+
+    def __init__(self, intents: Sequence[int]) -> None:
+        active = [rank for rank, intent in enumerate(intents) if intent != Intent.SHADOW]
+        self.first = active[0]
+        self.active = len(active)
+        self.intent = Intent(intents[self.first])
+        differing = [rank for rank in active if intents[rank] != self.intent]
+        if differing:
+            lines = [f"rank {rank}: {Intent(intents[rank]).name.lower()}" for rank in active]
+            raise UsageError(
+                "within a Join all ranks with a batch must treat it alike, with or without no_sync() and all "
+                "in train() or all in eval(), but they are about to do different things:\n  "
+                + "\n  ".join(lines)
+            )
+
+
+def exchange_intents(group: ProcessGroup, intent: Intent) -> Callable[[], Intents]:
+    """Tell the other ranks what this one is about to do.  Collective.
+
+    Returns:
+        A function that waits for the intents of all ranks.
+    """
+    numbers = _from_all(group, intent)
+    return lambda: Intents(numbers.wait().tolist())
+
+
+def _from_all(group: ProcessGroup, number: int) -> Future[torch.Tensor]:
+    """The numbers of all ranks, 0 to 255.  Collective."""
+    numbers = torch.empty(group.size, dtype=torch.uint8)
+    return group.all_gather_single(numbers, torch.tensor([number], dtype=torch.uint8))
+
+
+class Shadow(JoinHook):
+    """Shadows the steps of the other ranks.
+
+    Args:
+        module: the model.
+        shadow_step: takes part in one step of the others with gradients of zero.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, module: nn.Module, shadow_step: Callable[[Intents], None]
+    ) -> None:
+        self._group = group
+        self._module = module
+        self._shadow_step = shadow_step
+
+    def main_hook(self) -> None:
+        """Take part in one step with gradients of zero."""
+        self._shadow_step(exchange_intents(self._group, Intent.SHADOW)())
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Give all ranks the parameters and buffers of one that was active longest."""
+        root = _from_all(self._group, is_last_joiner).wait().tolist().index(1)
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        broadcast_coalesced(self._group, tensors, root)

@@ -1,0 +1,144 @@
+"""The hooks through which autograd tells the reducer that a pass begins and that gradients have come.
+
+They do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..core import Readiness, gradient_hook
+from .gradients import Gradients
+from .usage import Graph
+
+OutputHook = Callable[[torch.Tensor], None]
+
+IGNORED, ARRIVED, ATTEND, UNEXPECTED = range(4)  # what Readiness.mark returns
+
+
+class Listener(Protocol):
+    """Hears what the hooks see of a backward pass: the reducer."""
+
+    def enter(self, graph: Graph) -> None:
+        """Backward goes into ``graph``."""
+
+    def on_gradient(self, index: int, mark: int) -> None:
+        """The gradient of parameter ``index`` has arrived, and ``mark`` (not ARRIVED) says what follows."""
+
+    def fold_later(self) -> None:
+        """A gradient has arrived in a further copy, in a pass that is not reduced."""
+
+
+def output_hook(reducer: Listener, graph: Graph) -> OutputHook:
+    """For an output of a forward pass whose backward pass is to be reduced."""
+    owner = weakref.ref(reducer)
+
+    def pass_begins(_: torch.Tensor) -> None:
+        if (alive := owner()) is not None:
+            alive.enter(graph)
+
+    return pass_begins
+
+
+def quiet_hook(_: Listener, graph: Graph) -> OutputHook:
+    """For the others: keeps ``graph`` alive as long as the output lives."""
+
+    def nothing_begins(_: torch.Tensor, graph: Graph = graph) -> None:
+        pass
+
+    return nothing_begins
+
+
+class Hooks:
+    """The hooks on the parameters, which have to be the last there: what others make of a gradient is to be
+    reduced, and a bucket must not be written to once it is sent.
+    """
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+        self._last_id = RemovableHandle.next_id
+
+    def registered(self, count: int) -> None:
+        """So many hooks were put on other tensors."""
+        self._last_id += count
+
+    def come_last(self) -> None:
+        """Go behind the hooks that were put on parameters meanwhile."""
+        if self._last_id == RemovableHandle.next_id:  # no hook was made anywhere
+            return
+        self._last_id = RemovableHandle.next_id
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd does not heed move_to_end()
+
+
+def watch_gradients(
+    reducer: Listener,
+    readiness: Readiness,
+    gradients: Gradients,
+    copies: Sequence[Sequence[torch.Tensor]],
+) -> Hooks:
+    """Tell ``reducer`` of every gradient of ``copies``, the ones that autograd gives gradients to."""
+    lock = threading.Lock()
+    put_in_place = _on_only_gradient(reducer, gradients)
+
+    def hook(index: int, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        if gradients.several:
+            return _copy_hook(reducer, readiness, index, lock, gradients.is_further(index, parameter))
+        return gradient_hook(
+            readiness, index, gradients.views, gradients.addresses, gradients.as_views, put_in_place
+        )
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(hook(index, parameter))  # type: ignore[no-untyped-call]
+        for copy in copies
+        for index, parameter in enumerate(copy)
+    ]
+    weakref.finalize(reducer, _remove, handles)
+    return Hooks(handles)
+
+
+def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int, int, bool], None]:
+    """The function that the hooks of the only copy call when there is something to do."""
+    owner = weakref.ref(reducer)
+
+    def arrived(index: int, mark: int, taken: bool) -> None:
+        if (alive := owner()) is not None:
+            if not taken:
+                gradients.take(index)
+            if mark != ARRIVED:
+                alive.on_gradient(index, mark)
+
+    return arrived
+
+
+def _copy_hook(
+    reducer: Listener, readiness: Readiness, index: int, lock: threading.Lock, further: bool
+) -> Callable[[torch.Tensor], None]:
+    """For one of several copies, whose backward may run in different threads; ``further``: not the first."""
+    mark = readiness.mark
+    owner = weakref.ref(reducer)
+
+    def gradient_is_ready(_: torch.Tensor) -> None:
+        with lock:
+            result = mark(index)
+            if result == ARRIVED or (alive := owner()) is None:
+                return
+            if result != IGNORED:
+                alive.on_gradient(index, result)
+            elif further:
+                alive.fold_later()
+
+    return gradient_is_ready
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

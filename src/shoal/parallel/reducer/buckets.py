@@ -1,0 +1,137 @@
+"""Buckets: the memory that gradients lie in and are reduced in.
+
+A bucket is one flat tensor in the group's registered memory, so that its all-reduce needs no staging
+copy; the gradients of its members are views of it.  Which parameter lies where is decided by the native
+core (``cpp/reducer/assignment.h``), which knows sizes and kinds but no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...group import ProcessGroup
+from ..core import assign_buckets
+
+#: The first bucket is small, so that communication starts soon after backward has.
+FIRST_BUCKET_BYTES = 2**20
+
+#: Elements at the end of the last bucket that are no gradients; see ``outcome.py``.
+TAIL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+        members: indices of the parameters, in the order in which their gradients are expected.
+        flat: all of the memory, one-dimensional; the gaps between gradients hold zeros.
+        body: ``flat`` without the tail.
+        views: for each member the part of ``flat`` that is its gradient, shaped and strided like it.
+        sparse: the one member has sparse gradients, which lie elsewhere: all of the tensors are empty.
+    """
+
+    members: tuple[int, ...]
+    flat: torch.Tensor
+    body: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSet:
+    """The buckets of one model, in the order in which they are reduced.
+
+    Attributes:
+        buckets: together they hold every parameter once.
+        tail: the last ``TAIL`` elements of the last bucket that is not sparse; empty if all are.
+        views: the gradient's memory of every parameter, by its index.
+    """
+
+    buckets: tuple[Bucket, ...]
+    tail: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+
+    def members(self) -> list[tuple[int, ...]]:
+        """The members of each bucket."""
+        return [bucket.members for bucket in self.buckets]
+
+
+def build_buckets(
+    group: ProcessGroup,
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    cap: int,
+    *,
+    sparse: Collection[int] = (),
+    apart: Collection[int] = (),
+    reduce_dtype: torch.dtype | None = None,
+) -> BucketSet:
+    """Distribute ``parameters`` over buckets and allocate them, filled with zeros.
+
+    Args:
+        order: the indices of ``parameters`` in the order in which their gradients are expected.
+        cap: the largest bucket in bytes; a larger parameter has a bucket of its own.
+        sparse: the parameters whose gradients are sparse.
+        apart: parameters that share no bucket with the others.
+        reduce_dtype: what real gradients are reduced in, if not in the dtype of their parameters.
+
+    Raises:
+        OutOfSharedMemory: the buckets do not fit.
+    """
+    kinds: dict[object, int] = {}
+    dtypes = [reduced_dtype(parameter, reduce_dtype) for parameter in parameters]
+
+    def kind(index: int) -> int:
+        parameter = parameters[index]
+        which = index if index in sparse else (dtypes[index], parameter.device, index in apart)
+        return kinds.setdefault(which, len(kinds))
+
+    assigned = assign_buckets(
+        [
+            0 if index in sparse else parameter.numel() * dtypes[index].itemsize
+            for index, parameter in enumerate(parameters)
+        ],
+        [kind(index) for index in range(len(parameters))],
+        list(order),
+        min(FIRST_BUCKET_BYTES, cap),
+        cap,
+    )
+    dense = [number for number, (members, _, _) in enumerate(assigned) if members[0] not in sparse]
+    buckets: list[Bucket] = []
+    views: dict[int, torch.Tensor] = {}
+    tail = torch.empty(0)
+    for number, (members, offsets, nbytes) in enumerate(assigned):
+        dtype = dtypes[members[0]]
+        if members[0] in sparse:
+            nothing = torch.empty(0, dtype=dtype)
+            bucket = Bucket(tuple(members), nothing, nothing, (nothing,), sparse=True)
+        else:
+            last = number == dense[-1]
+            count = nbytes // dtype.itemsize
+            flat = group.empty(count + (TAIL if last else 0), dtype=dtype)
+            flat.zero_()
+            own = tuple(
+                _view(flat, parameters[index], offset) for index, offset in zip(members, offsets, strict=True)
+            )
+            bucket = Bucket(tuple(members), flat, flat[:count], own)
+            if last:
+                tail = flat[count:]
+        buckets.append(bucket)
+        views.update(zip(members, bucket.views, strict=True))
+    return BucketSet(tuple(buckets), tail, tuple(views[index] for index in range(len(parameters))))
+
+
+def reduced_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """What the gradient of ``parameter`` is reduced in; only real numbers have a choice."""
+    return reduce_dtype if reduce_dtype and parameter.is_floating_point() else parameter.dtype
+
+
+def _view(flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> torch.Tensor:
+    # With the parameter's own strides (channels_last, say) autograd accumulates into the view as it is.
+    # A layout with holes has no counterpart in a bucket; the strides of a dense copy then serve.
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset() + offset // flat.element_size())

@@ -1,0 +1,281 @@
+"""Where gradients are: with their parameters, or in a bucket; and how they get from one to the other.
+
+A gradient is copied into its bucket when it arrives, while it is in the cache still and its memory can serve
+the next one.  So nothing is left to copy when a bucket is sent.  The hook itself (``cpp/bind/reducer.cc``)
+does so where it takes no more than copying bytes; :meth:`Gradients.take` does in all other cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from ...errors import UsageError
+from ...group import ProcessGroup
+from .buckets import Bucket, BucketSet, build_buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """How a reducer works.
+
+    Attributes:
+        cap: the largest bucket in bytes.
+        find_unused: parameters may lack a gradient, others in each pass.
+        static_graph: every pass uses the same parameters equally often; the first shows which.
+        as_views: after a pass, gradients are views of the buckets; else they are copied back.
+        skip_unused: with ``find_unused``: do not send buckets of which no rank uses anything.
+        sparse: for the parameters with sparse gradients, the number of sparse dimensions.
+        delayed: parameters whose buckets are sent only after the gradient of ``after`` has arrived.
+        masters: autograd gives gradients to the other copies only, which were made from the first.
+        reduce_dtype: what to reduce in, if not in the dtype of the parameters; needs ``as_views=False``
+            wherever the two differ.
+    """
+
+    cap: int
+    find_unused: bool = False
+    static_graph: bool = False
+    as_views: bool = True
+    skip_unused: bool = False
+    sparse: Mapping[int, int] = field(default_factory=dict)
+    delayed: tuple[int, ...] = ()
+    after: int | None = None
+    masters: bool = False
+    reduce_dtype: torch.dtype | None = None
+
+
+class Gradients:
+    """The gradients of all copies of a model in this process, and the buckets that they are reduced in.
+
+    Args:
+        names: what error messages call the parameters.
+        copies: the parameters of each copy.
+
+    Attributes:
+        set: the buckets.
+        several: there is more than one copy.
+        as_views: after a pass, gradients are views of the buckets.
+        views: what ``parameter.grad`` is when a gradient is in its bucket; the same list for ever.
+        addresses: where the views lie, likewise.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        names: Sequence[str],
+        copies: Sequence[Sequence[torch.Tensor]],
+        options: ReducerOptions,
+    ) -> None:
+        self._group = group
+        self._names = names
+        self._copies = copies
+        self._parameters = copies[0]
+        self._options = options
+        self.several = len(copies) > 1
+        self.as_views = options.as_views
+        self.set = BucketSet((), torch.empty(0), ())
+        self.views: list[torch.Tensor] = []
+        self.addresses: list[int] = []
+
+    # -- buckets ---------------------------------------------------------------------------------
+
+    def arrange(self, order: Iterable[int]) -> None:
+        """Lay out the buckets, anew if need be; what is in them moves along.
+
+        Args:
+            order: the parameters in the order in which their gradients are expected.
+
+        Raises:
+            OutOfSharedMemory: they do not fit.
+        """
+        old = self.set
+        new = self._build(order)
+        if new.members() != old.members():
+            self.set = new
+            before = list(self.views)
+            # Others than the bucket's own: module.to() changes what a gradient refers to.
+            self.views[:] = [place.view_as(place) for place in new.views]
+            self.addresses[:] = [place.data_ptr() for place in new.views]
+            if before:
+                self._move(old.views, before)
+
+    def _build(self, order: Iterable[int]) -> BucketSet:
+        options = self._options
+        arranged: list[int] = []
+        for index in order:
+            if index not in options.delayed:
+                arranged.append(index)
+            if index == options.after:
+                arranged += options.delayed
+        return build_buckets(
+            self._group,
+            self._parameters,
+            arranged,
+            options.cap,
+            sparse=options.sparse,
+            apart=options.delayed,
+            reduce_dtype=options.reduce_dtype,
+        )
+
+    def _move(self, places: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.set.views), list(places))
+        for parameter, before, after in zip(self._parameters, views, self.views, strict=True):
+            if parameter.grad is before:
+                parameter.grad = after
+
+    def _own(self, index: int) -> torch.Tensor:
+        """The view of one parameter, mended if it was made to refer to other memory."""
+        view = self.views[index]
+        if view.data_ptr() != self.addresses[index]:
+            place = self.set.views[index]
+            view = self.views[index] = place.view_as(place)
+        return view
+
+    # -- into the buckets ------------------------------------------------------------------------
+
+    def take(self, index: int) -> None:
+        """Bring a gradient into its bucket that autograd put elsewhere."""
+        parameter = self._parameters[index]
+        gradient = parameter.grad
+        if gradient is None:
+            self._complain_of_theft(index)
+        if index in self._options.sparse:
+            return
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        # backward(create_graph=True) runs hooks with gradients enabled
+        self.set.views[index].copy_(gradient.detach() if gradient.requires_grad else gradient)
+        if self.as_views:
+            parameter.grad = self._own(index)
+
+    def _complain_of_theft(self, index: int) -> NoReturn:
+        raise UsageError(
+            f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it "
+            "could be reduced: a hook of the parameter must not apply gradients during backward; let a "
+            "communication hook do that (shoal.parallel.hooks.hook_then_optimizer)"
+        )
+
+    def fill_gaps(self, bucket: Bucket, counts: Sequence[int]) -> None:
+        """Bring into ``bucket`` what did not arrive in this pass: older gradients, or zeros."""
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            if counts[index] == 0:
+                gradient = self._parameters[index].grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient.data_ptr() != self.addresses[index]:
+                    self.take(index)
+
+    def add_up(self, bucket: Bucket) -> None:
+        """Bring into ``bucket`` the sums of the copies' gradients, added in the order of the copies.
+
+        Those of the further copies are None then; their memory can serve the next ones.
+        """
+        terms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self._copies]
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            present = self.present(index)
+            if not present:
+                view.zero_()
+            for (into, out), gradient in zip(terms, present, strict=False):
+                if gradient.layout is not torch.strided:
+                    gradient = gradient.to_dense()
+                if gradient.data_ptr() != self.addresses[index]:
+                    into.append(view)
+                    out.append(gradient.detach().to(view.device))
+            for copy in self._copies[1:]:
+                copy[index].grad = None
+        with torch.no_grad():
+            for number, (into, out) in enumerate(terms):
+                if into:
+                    (torch._foreach_add_ if number else torch._foreach_copy_)(into, out)
+
+    def present(self, index: int) -> list[torch.Tensor]:
+        """The gradients of one parameter in all copies that have one."""
+        return [gradient for copy in self._copies if (gradient := copy[index].grad) is not None]
+
+    def sparse(self, index: int) -> list[torch.Tensor]:
+        """The gradients of one parameter, which must be sparse, in all copies that have one.
+
+        Raises:
+            UsageError: one is dense.
+        """
+        present = self.present(index)
+        if any(gradient.layout is torch.strided for gradient in present):
+            raise UsageError(
+                f"the gradient of {self._names[index]!r} on rank {self._group.rank} is dense, but its module "
+                "was made with sparse=True: the parameter is used outside of that module too, or its old "
+                "gradient was dense; make the module with sparse=False"
+            )
+        return present
+
+    # -- out of the buckets ----------------------------------------------------------------------
+
+    def deliver(self, used: Sequence[bool], *, gaps: bool) -> None:
+        """Put the averages where the optimiser looks for them.
+
+        Args:
+            used: which parameters had a gradient on any rank; the gradients of others are left alone.
+            gaps: whether any did not arrive here.
+        """
+        if not self.as_views:
+            self._copy_out(used)
+        elif gaps or self.several:
+            for index, parameter in enumerate(self._parameters):
+                if used[index] and index not in self._options.sparse:
+                    parameter.grad = self._own(index)
+
+    def _copy_out(self, used: Sequence[bool]) -> None:
+        into: list[torch.Tensor] = []
+        out: list[torch.Tensor] = []
+        for index, (parameter, view) in enumerate(zip(self._parameters, self.set.views, strict=True)):
+            if not used[index] or index in self._options.sparse:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            into.append(parameter.grad)
+            out.append(view)
+        if into:
+            with torch.no_grad():  # backward(create_graph=True)
+                torch._foreach_copy_(into, out)
+
+    def deliver_sparse(self, index: int, gradient: torch.Tensor) -> None:
+        """The same for one sparse gradient."""
+        parameter = self._parameters[index]
+        parameter.grad = gradient.to(parameter.dtype)
+
+    def drop(self) -> None:
+        """Forget the gradients that are in the buckets."""
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = None
+
+    # -- of the copies ---------------------------------------------------------------------------
+
+    def is_further(self, index: int, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` belongs to another copy than the first."""
+        return parameter is not self._parameters[index]
+
+    def fold(self) -> None:
+        """Add the gradients of the other copies to those of the first."""
+        with torch.no_grad():
+            for copy in self._copies[1:]:
+                for parameter, other in zip(self._parameters, copy, strict=True):
+                    if other.grad is None:
+                        continue
+                    own = other.grad.to(parameter.device, parameter.dtype)
+                    if parameter.grad is None:
+                        parameter.grad = own
+                    elif parameter.grad.is_sparse:
+                        parameter.grad = own + parameter.grad
+                    else:
+                        parameter.grad.add_(own)
+                    other.grad = None
+
+    def drop_copies(self) -> None:
+        """Forget the gradients of the other copies."""
+        for copy in self._copies[1:]:
+            for parameter in copy:
+                parameter.grad = None

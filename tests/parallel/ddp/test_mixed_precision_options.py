@@ -1,0 +1,137 @@
+"""Mixed precision, with the other options of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal import MixedPrecision
+from shoal.errors import UnusedParameterError
+from shoal.future import Future
+from shoal.parallel.hooks import GradBucket, allreduce_hook, hook_then_optimizer
+from shoal.testing import run_threads
+from tests.parallel.ddp.half import BF16, HALF, assert_gradients, batches, by_hand, loss_of, wrap
+from tests.parallel.models import assert_all_equal, fixed, mlp, on_ranks, part
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        fixed(self)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](x)
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    x, y = batches(1)[0]
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        own = Gated()
+        model = wrap(own, group, HALF, find_unused_parameters=True)
+        for _ in range(2):
+            own.zero_grad()
+            ((model(x, group.rank).float() - y) ** 2).mean().backward()
+            assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
+            assert own.experts[0].weight.grad.dtype == torch.float32
+        strict = wrap(Gated(), group, HALF)
+        with pytest.raises(UnusedParameterError, match=r"rank 1: 'experts\.0\.weight'"):
+            strict(x, group.rank).sum().backward()
+
+    on_ranks(2, rank)
+
+
+def test_a_communication_hook_gets_low_precision() -> None:
+    batch = batches(1)[0]
+    seen = []
+
+    def hook(group: shoal.ProcessGroup, bucket: GradBucket) -> Future:
+        seen.append((bucket.buffer().dtype, {parameter.dtype for parameter in bucket.parameters()}))
+        return group.all_reduce(bucket.buffer(), op="avg")
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        own = mlp().float()
+        model = wrap(own, group, HALF)
+        model.register_comm_hook(group, hook)
+        loss_of(model, part(batch, group)).backward()
+        assert_gradients(own, by_hand(own, batch, 2, HALF))
+
+    on_ranks(2, rank)
+    assert set(map(str, seen)) == {str((BF16, {torch.float32}))}
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_an_optimiser_in_backward_steps_in_full_precision(
+    reduce_dtype: torch.dtype | None, copies: int
+) -> None:
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        results = []
+        for inside in (True, False):
+            own = mlp().float()
+            model = wrap(own, group, precision, device_ids=["cpu"] * copies)
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+            if inside:
+                model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
+            for batch in batches(3):
+                optimizer.zero_grad()
+                loss_of(model, part(batch, group)).backward()
+                if not inside:
+                    optimizer.step()
+            results.append(own)
+        assert_all_equal(results)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_sparse_gradients_come_in_full_precision(reduce_dtype: torch.dtype | None) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 4, sparse=True)
+            self.head = nn.Linear(4, 2)
+            fixed(self)
+
+        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+            return self.head(self.table(x).mean(1) if use else x[:, :4].to(self.head.weight.dtype))
+
+    words = torch.randint(0, 20, (6, 5), generator=torch.Generator().manual_seed(3))
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        own = Words()
+        precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
+        model = wrap(own, group, precision, find_unused_parameters=True)
+        model(words, group.rank == 0).float().square().sum().backward()
+        low = Words().to(BF16)
+        low(words, True).float().square().sum().backward()
+        assert own.table.weight.grad.is_sparse
+        assert own.table.weight.grad.dtype == torch.float32
+        exact = low.table.weight.grad.to_dense().float() / 2
+        torch.testing.assert_close(own.table.weight.grad.to_dense(), exact, rtol=0.02, atol=1e-4)
+
+    on_ranks(2, rank)
+
+
+def test_mixed_precision_within_a_join() -> None:
+    data = batches(4)
+
+    def rank(group: shoal.ProcessGroup) -> nn.Module:
+        own = mlp().float()
+        model = wrap(own, group, HALF)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        with model.join():
+            for batch in data[: 2 + 2 * group.rank]:
+                optimizer.zero_grad()
+                loss_of(model, part(batch, group)).backward()
+                optimizer.step()
+        return own
+
+    first, second = run_threads(rank, 2, timeout=60)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,209 @@
+"""Where communication hooks stand in DistributedDataParallel; our own hooks are tested in ``hooks``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import UsageError
+from shoal.parallel.hooks import GradBucket
+from tests.parallel.models import (
+    SMALL_MB,
+    assert_same_parameters,
+    batches,
+    loss_of,
+    mlp,
+    on_ranks,
+    part,
+    train,
+)
+from tests.parallel.reducer.test_sparse_gradients import Words, words
+from tests.parallel.reducer.test_unused import Experts
+
+
+def average(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+    return bucket.group.all_reduce(bucket.buffer(), op="avg")
+
+
+def of_another_dtype(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+    wide = bucket.buffer().to(torch.float64) / bucket.group.size
+    return bucket.group.all_reduce(wide.reshape(1, -1))
+
+
+def in_a_callback(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+    def scaled(future: shoal.Future[torch.Tensor]) -> torch.Tensor:
+        again = bucket.group.all_reduce(torch.zeros(3)).wait()  # hooks may communicate in callbacks
+        return future.value() / bucket.group.size + again.sum()
+
+    return bucket.group.all_reduce(bucket.buffer().clone()).then(scaled)
+
+
+def with_a_future_of_torch(_: object, bucket: GradBucket) -> torch.futures.Future[list[torch.Tensor]]:
+    bucket.group.all_reduce(bucket.buffer(), op="avg").wait()
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([bucket.buffer().clone()])
+    return future
+
+
+@pytest.mark.parametrize("hook", [average, of_another_dtype, in_a_callback, with_a_future_of_torch])
+def test_a_hook_takes_the_place_of_the_all_reduce(hook: object) -> None:
+    data = batches(4)
+
+    def rank(group: shoal.ProcessGroup) -> nn.Module:
+        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
+        model.register_comm_hook(None, hook)
+        train(model, [part(batch, group) for batch in data])
+        return model.module
+
+    expected = mlp()
+    train(expected, data)
+    for module in on_ranks(2, rank):
+        assert_same_parameters(module, expected)
+
+
+def test_a_hook_sees_every_gradient_once_and_knows_the_last_bucket() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        seen: list[GradBucket] = []
+
+        def note(state: list[GradBucket], bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+            state.append(bucket)
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                assert gradient.shape == parameter.shape
+                inside = gradient.data_ptr() - bucket.buffer().data_ptr()
+                assert 0 <= inside < max(bucket.buffer().nbytes, 1)
+                torch.testing.assert_close(gradient, parameter.grad)
+            return average(None, bucket)
+
+        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
+        model.register_comm_hook(seen, note)
+        for _ in range(2):
+            seen.clear()
+            model.zero_grad()
+            loss_of(model, batches(1)[0]).backward()
+            parameters = [parameter for bucket in seen for parameter in bucket.parameters()]
+            assert sorted(map(id, parameters)) == sorted(map(id, model.parameters()))
+            assert [bucket.index() for bucket in seen] == list(range(len(seen)))
+            assert [bucket.is_last() for bucket in seen] == [False] * (len(seen) - 1) + [True]
+
+    on_ranks(2, rank)
+
+
+def test_a_hook_does_not_touch_what_the_ranks_tell_one_another() -> None:
+    """A hook that loses information, as compression does, loses no error."""
+
+    def nothing(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+        bucket.buffer().zero_()
+        return average(None, bucket)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(Experts(), group=group, find_unused_parameters=False)
+        model.register_comm_hook(None, nothing)
+        with pytest.raises(shoal.UnusedParameterError, match=r"rank 1: 'experts\.3\.weight'"):
+            model(torch.ones(1, 4, dtype=torch.float64), (0, 1, 2, 3)[: 4 - group.rank]).sum().backward()
+
+    on_ranks(2, rank)
+
+
+def test_unused_and_sparse_gradients_beside_a_hook() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        for hook in (None, average):
+            model = shoal.DistributedDataParallel(Words(), group=group, find_unused_parameters=True)
+            if hook:
+                model.register_comm_hook(None, hook)
+            model(words(0, group.rank), group.rank == 0).sum().backward()
+            results = [parameter.grad.to_dense() for parameter in model.parameters()]
+            if hook is None:
+                expected = results
+        for a, b in zip(results, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+    on_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("all_reduce", "got str: 'all_reduce'"),
+        (lambda bucket: None, r"takes \(bucket\)"),
+        (lambda state, bucket, more: None, r"takes \(state, bucket, more\)"),
+    ],
+)
+def test_hooks_of_the_wrong_kind_are_refused_at_once(hook: object, message: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        with pytest.raises(UsageError, match=r"hook\(state, bucket\) that returns.*" + message):
+            model.register_comm_hook(None, hook)
+
+    on_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (lambda state, bucket: bucket.buffer(), "returned a tensor of"),
+        (lambda state, bucket: None, "returned NoneType: None"),
+        (
+            lambda state, bucket: bucket.group.all_reduce(torch.ones(3)),
+            "the value a tensor of 3 elements, but must have a tensor of",
+        ),
+        (lambda state, bucket: bucket.group.barrier(), "the value NoneType: None"),
+    ],
+)
+def test_hooks_that_return_something_else_are_named(hook: object, message: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        model.register_comm_hook(None, hook)
+        with pytest.raises(
+            UsageError, match=rf"hook .*<lambda> on rank {group.rank}, for bucket 0, .*{message}"
+        ):
+            loss_of(model, batches(1)[0]).backward()
+
+    on_ranks(2, rank)
+
+
+def test_an_exception_of_a_hook_or_of_its_callback_ends_backward() -> None:
+    def fails(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+        raise KeyError("in the hook")
+
+    def fails_later(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+        return average(None, bucket).then(lambda future: {}["in the callback"])
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        for hook, message in ((fails, "in the hook"), (fails_later, "in the callback")):
+            model = shoal.DistributedDataParallel(mlp(), group=group)
+            model.register_comm_hook(None, hook)
+            with pytest.raises(KeyError, match=message):
+                loss_of(model, batches(1)[0]).backward()
+
+    on_ranks(2, rank)
+
+
+def test_a_second_hook_is_refused() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        model.register_comm_hook(None, functools.partial(average))
+        with pytest.raises(UsageError, match="registered already on rank 0"):
+            model.register_comm_hook(None, average)
+
+    on_ranks(1, rank)
+
+
+def test_hooks_run_in_the_thread_of_backward() -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        threads = set()
+
+        def note(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+            threads.add(threading.current_thread())
+            return average(None, bucket)
+
+        model = shoal.DistributedDataParallel(mlp(), group=group)
+        model.register_comm_hook(None, note)
+        loss_of(model, batches(1)[0]).backward()
+        assert threads == {threading.current_thread()}
+
+    on_ranks(1, rank)
