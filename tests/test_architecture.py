@@ -34,7 +34,6 @@ def _importers_of(module: str) -> set[str]:
 _KNOWN_CIRCLES = (
     {"shoal.future.callback", "shoal.future.future"},
     {"shoal.group.process_group", "shoal.group.dumps", "shoal.group.family", "shoal.group.fork"},
-    {"shoal.compat.connect", "shoal.compat.registration"},
 )
 
 

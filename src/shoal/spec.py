@@ -149,9 +149,11 @@ PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # of what was multiplied already
 BAND = ReduceOp(_Kind.BAND)
 BOR = ReduceOp(_Kind.BOR)
 BXOR = ReduceOp(_Kind.BXOR)
-for _op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR):
+#: those that have a name; PREMUL_SUM has a factor instead
+REDUCTIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
+for _op in REDUCTIONS:
     setattr(ReduceOp, _op.name, _op)
-_BY_NAME = {op.name.lower(): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)}
+_BY_NAME = {op.name.lower(): op for op in REDUCTIONS}
 
 
 #: torch dtype -> code in the native core.  A dtype that is absent cannot be sent.

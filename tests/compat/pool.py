@@ -31,12 +31,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shoal.compat.registration import NAME
 from shoal.errors import RemoteError
 from shoal.testing import Outcome, faults
 from shoal.testing.outcome import reported, values
 from shoal.testing.processes import fork_server, read_stacks
 from shoal.testing.worker import DUMP_SIGNAL
+from shoal.torch_terms import BACKEND
 
 from .rank import serve
 
@@ -57,7 +57,7 @@ class Pool:
         backend: of the default group; None: none is made, for functions that call ``init_process_group``.
     """
 
-    def __init__(self, size: int, backend: str | None = NAME) -> None:
+    def __init__(self, size: int, backend: str | None = BACKEND) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="shoal-pool-")
         self._calls = 0
         self._ranks: list[_Rank] = []

@@ -11,8 +11,8 @@ import torch
 
 import shoal
 import shoal.distributed as dist
-from shoal.distributed.in_turn import in_turn
 from shoal.group import overlap
+from shoal.torch_terms.in_turn import in_turn
 
 from .pool import Pool
 

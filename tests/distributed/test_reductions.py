@@ -11,7 +11,7 @@ import torch.distributed
 
 import shoal
 import shoal.distributed as dist
-from shoal.distributed.reductions import reduction
+from shoal.torch_terms.reductions import reduction
 
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 

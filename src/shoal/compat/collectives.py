@@ -8,23 +8,27 @@ with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..distributed.in_turn import in_turn
 from ..future import Future
 from ..group import ProcessGroup
 from ..group.validation import Call
 from ..spec import ANY_SOURCE, SUM, ReduceOp
-from . import several, sparse
-from .arguments import are_several, only, parts, real, reduction, routed, seconds
+from ..torch_terms import coalesced
+from ..torch_terms.coalesced import together
+from ..torch_terms.durations import limit as limit_of
+from ..torch_terms.in_turn import in_turn
+from ..torch_terms.reductions import reduction
+from . import sparse_all_reduce, tensor_lists
 from .shown import Shown
+from .tensor_arguments import are_several, only, parts, real, routed
 from .uncompiled import uncompiled
-from .work import Work, together
+from .work import Work
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 
@@ -56,21 +60,17 @@ class TorchCollectives(dist.ProcessGroup):
         op, _, limit = self._options(opts, timeout, op)
         if are_several(tensors):
             every = parts(tensors, "allreduce")
-            return self._work(several.all_reduce(self.group, every, op, limit), list(tensors))
+            return self._work(tensor_lists.all_reduce(self.group, every, op, limit), list(tensors))
         x = only(tensors, "allreduce")
         if x.is_sparse:
-            return self._work(sparse.all_reduce(self.group, x, op, limit), [x])
+            return self._work(sparse_all_reduce.all_reduce(self.group, x, op, limit), [x])
         return self._work(self.group.all_reduce(x, op, timeout=limit), [x])
 
     @routed
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
         op, _, limit = self._options(opts)
-        future = in_turn(
-            [real(x) for x in tensors],
-            lambda every: _all(self.group.all_reduce(x, op, timeout=limit) for x in every),
-            keep=True,
-        )
+        future = coalesced.all_reduce(self.group, [real(x) for x in tensors], op, limit)
         return self._work(future, list(tensors))
 
     @routed
@@ -85,7 +85,7 @@ class TorchCollectives(dist.ProcessGroup):
         if are_several(inputs):
             lists = [parts(out, "allgather") for out in outputs]
             here = parts(inputs, "allgather")
-            return self._work(several.all_gather(self.group, lists, here, limit), lists)
+            return self._work(tensor_lists.all_gather(self.group, lists, here, limit), lists)
         out, x = parts(outputs, "allgather"), only(inputs, "allgather")
         return self._work(in_turn(out, lambda each: self.group.all_gather(x, each, timeout=limit)), out)
 
@@ -95,18 +95,9 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """Bring several tensors of every rank to all ranks: ``outputs[rank][i]`` is its ``inputs[i]``."""
         _, _, limit = self._options(opts)
-        count = len(inputs)
-        if len(outputs) != self.group.size or any(len(out) != count for out in outputs):
-            self._call("allgather_coalesced").refuse(
-                f"expected {self.group.size} lists of {count} output tensors, "
-                f"got lists of {[len(out) for out in outputs]}"
-            )
-        future = in_turn(
-            [real(x) for out in outputs for x in out],
-            lambda flat: _all(
-                self.group.all_gather(real(x), flat[i::count], timeout=limit) for i, x in enumerate(inputs)
-            ),
-        )
+        there = [[real(x) for x in out] for out in outputs]
+        here = [real(x) for x in inputs]
+        future = coalesced.all_gather(self.group, "allgather_coalesced", there, here, limit)
         return self._work(future, [list(out) for out in outputs])
 
     @routed
@@ -121,14 +112,8 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """:meth:`all_gather_single` for several tensors."""
         _, _, limit = self._options(opts)
-        future = in_turn(
-            [real(out) for out in outputs],
-            lambda every: _all(
-                self.group.all_gather_single(out, real(x), timeout=limit)
-                for out, x in self._pairs("all_gather_single_coalesced", every, inputs)
-            ),
-        )
-        return self._work(future, list(outputs))
+        single = functools.partial(self.group.all_gather_single, timeout=limit)
+        return self._each("all_gather_single_coalesced", single, outputs, inputs)
 
     @routed
     def reduce_scatter(
@@ -160,14 +145,8 @@ class TorchCollectives(dist.ProcessGroup):
     ) -> Work:
         """:meth:`reduce_scatter_single` for several tensors."""
         op, _, limit = self._options(opts)
-        future = in_turn(
-            [real(out) for out in outputs],
-            lambda every: _all(
-                self.group.reduce_scatter_single(out, real(x), op, timeout=limit)
-                for out, x in self._pairs("reduce_scatter_single_coalesced", every, inputs)
-            ),
-        )
-        return self._work(future, list(outputs))
+        single = functools.partial(self.group.reduce_scatter_single, op=op, timeout=limit)
+        return self._each("reduce_scatter_single_coalesced", single, outputs, inputs)
 
     @routed
     def alltoall(
@@ -221,7 +200,7 @@ class TorchCollectives(dist.ProcessGroup):
         if are_several(tensors):
             which = getattr(opts, "rootTensor", 0)
             every = parts(tensors, "broadcast")
-            return self._work(several.broadcast(self.group, every, root, which, limit), list(tensors))
+            return self._work(tensor_lists.broadcast(self.group, every, root, which, limit), list(tensors))
         x = only(tensors, "broadcast")
         return self._work(self.group.broadcast(x, root, timeout=limit), [x])
 
@@ -331,7 +310,7 @@ class TorchCollectives(dist.ProcessGroup):
         Raises:
             OperationTimeout: on every rank; it names the ranks that did not come in time.
         """
-        self.group.monitored_barrier(timeout=seconds(timeout) or self._seconds).wait()
+        self.group.monitored_barrier(timeout=limit_of(timeout) or self._seconds).wait()
 
     # -- several together ----------------------------------------------------------------------
 
@@ -347,7 +326,7 @@ class TorchCollectives(dist.ProcessGroup):
         if device.type in self._others:
             return self._others[device.type]._end_coalescing(device)  # type: ignore[return-value]
         futures, self._coalesced = self._coalesced or [], None
-        return self._work(_all(futures), [])
+        return self._work(together(futures), [])
 
     # -- torch's other names for the same ------------------------------------------------------
 
@@ -377,7 +356,7 @@ class TorchCollectives(dist.ProcessGroup):
         return (
             SUM if op is None else reduction(op),
             0 if root is None else root,
-            seconds(timeout) or self._seconds,
+            limit_of(timeout) or self._seconds,
         )
 
     def _work(self, future: Future[Any], result: Any) -> Work:
@@ -399,21 +378,20 @@ class TorchCollectives(dist.ProcessGroup):
                 "and no other rank gives any"
             )
 
-    def _pairs(
-        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each output with its input."""
+    def _each(
+        self,
+        name: str,
+        operation: Callable[[torch.Tensor, torch.Tensor], Future[Any]],
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> Work:
+        """``operation`` on each output and its input, under one handle."""
         if len(outputs) != len(inputs):
             self._call(name).refuse(
                 f"expected an output for each input, got {len(outputs)} and {len(inputs)}"
             )
-        return list(zip(outputs, inputs, strict=True))
+        here, there = [real(x) for x in inputs], [real(out) for out in outputs]
+        return self._work(in_turn(there, lambda each: together(map(operation, each, here))), list(outputs))
 
     def _nothing(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=like.dtype, device=like.device)
-
-
-def _all(operations: Iterable[Future[Any]]) -> Future[Any]:
-    """One future for several operations."""
-    futures = list(operations)
-    return futures[0] if len(futures) == 1 else together(futures)

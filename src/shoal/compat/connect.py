@@ -26,10 +26,10 @@ from ..initialize import check_options, connect, lanes, world
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.given import store_address
 from ..store import PrefixStore, adopt
+from ..torch_terms import BACKEND
 from ..wire import Deadline
 from .devices import others
 from .process_group import TorchProcessGroup
-from .registration import NAME
 
 #: seconds for a goodbye after the group could not be made
 _FAILED = 5.0
@@ -50,12 +50,12 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
         backend_options = None
     if backend_options is not None and not isinstance(backend_options, Mapping):
         raise UsageError(
-            f"pg_options for the backend {NAME!r} must be a mapping of options of shoal.init, such as "
+            f"pg_options for the backend {BACKEND!r} must be a mapping of options of shoal.init, such as "
             f'{{"concurrency": 4}}, got {type(backend_options).__name__}'
         )
     # Torch gives a maker neither the string that the user wrote nor what it says of other devices, and
     # drops the backends of those when a maker returns a whole group.
-    config_string = str(sys._getframe(2).f_locals.get("backend", NAME))
+    config_string = str(sys._getframe(2).f_locals.get("backend", BACKEND))
     default = _default_group()
     if options.global_ranks_in_group and default is not None and not backend_options:
         group = default.subgroup(
@@ -86,14 +86,14 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     limit = options.timeout.total_seconds()
     concurrency = lanes(extra.pop("concurrency", None))
     factory = backend_factory(NATIVE)
-    check_options(factory, extra, f"pg_options of the backend {NAME!r}", ["concurrency"])
+    check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
     store = adopt(options.store)
     # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
     venue = Venue(
         store,
         rank=options.group_rank,
         size=options.group_size,
-        job=f"{NAME}/{options.group_id}",
+        job=f"{BACKEND}/{options.group_id}",
         epoch=0,
         private=True,
         address=store_address(store),

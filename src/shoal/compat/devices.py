@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import UsageError
-from .registration import NAME
+from ..torch_terms import BACKEND
 
 _BackendType = dist.ProcessGroup.BackendType
 
@@ -30,10 +30,10 @@ def others(backends: str, options: Any) -> dict[str, dist.ProcessGroup]:
     table = dict(pair.lower().split(":", 1) for pair in backends.split(","))
     made: dict[str, dist.ProcessGroup] = {}
     for device, name in table.items():
-        if (name == NAME) != (device == "cpu"):
+        if (name == BACKEND) != (device == "cpu"):
             raise UsageError(
-                f"backends {backends!r}: {NAME} takes tensors of the CPU, but {device!r} is given {name!r}; "
-                f'expected "cpu:{NAME},<device>:<its backend>"'
+                f"backends {backends!r}: {BACKEND} takes tensors of the CPU, but {device!r} is given "
+                f'{name!r}; expected "cpu:{BACKEND},<device>:<its backend>"'
             )
         if device != "cpu":
             made[device] = _group(torch.device(device), name, options)
@@ -54,8 +54,8 @@ def _group(device: torch.device, name: str, options: Any) -> dist.ProcessGroup:
         backend, kind = dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _BackendType.GLOO
     else:
         raise UsageError(
-            f"backend {name!r} for {device.type}: beside {NAME}, nccl and gloo can be used where this build "
-            "of torch has them"
+            f"backend {name!r} for {device.type}: beside {BACKEND}, nccl and gloo can be used where this "
+            "build of torch has them"
         )
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)

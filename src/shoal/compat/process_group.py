@@ -13,12 +13,10 @@ from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
 from ..errors import UsageError
 from ..group import ProcessGroup
+from ..torch_terms import BACKEND
+from ..torch_terms.durations import CLOSING
 from .collectives import TorchCollectives
-from .registration import NAME
 from .uncompiled import uncompiled
-
-#: seconds that the end of a group may take: for what was submitted, and for the goodbyes
-_CLOSING = 10.0
 
 
 @uncompiled
@@ -63,13 +61,13 @@ class TorchProcessGroup(TorchCollectives):
 
     def name(self) -> str:
         """The backend's name."""
-        return NAME
+        return BACKEND
 
     #: under this name it is called from C++
     getBackendName = name
 
     def _get_backend_name(self) -> str:
-        return NAME
+        return BACKEND
 
     # Torch sets and reads these through its own names (group_name, group_desc, ...) from C++; without a
     # backend of C++ it keeps neither itself.
@@ -115,7 +113,7 @@ class TorchProcessGroup(TorchCollectives):
             # Torch asks whether there is one by catching RuntimeError, which this is too.
             raise UsageError(
                 f"group {self.group_name!r} has no backend for {device.type}; name one where the group is "
-                f'made, as in init_process_group("cpu:{NAME},{device.type}:nccl")'
+                f'made, as in init_process_group("cpu:{BACKEND},{device.type}:nccl")'
             )
         return self
 
@@ -189,12 +187,12 @@ class TorchProcessGroup(TorchCollectives):
             for other in self._others.values():
                 other.shutdown()
         finally:
-            self.group.close(_CLOSING)
+            self.group.close(CLOSING)
 
     def abort(self) -> None:
         """End the group at once on all ranks: what is pending fails with GroupAborted."""
         self.group.abort("the torch.distributed group was aborted")
         with contextlib.suppress(Exception):
-            self.group.close(_CLOSING)
+            self.group.close(CLOSING)
         for other in self._others.values():
             other.abort()

@@ -13,11 +13,9 @@ import sys
 from typing import Any
 
 from ..torch_release import check, problem
+from ..torch_terms import BACKEND
 
 logger = logging.getLogger(__name__)
-
-#: what ``init_process_group`` and ``new_group`` take
-NAME = "shoal"
 
 
 def register() -> None:
@@ -30,11 +28,11 @@ def register() -> None:
         check()
         import torch.distributed as dist
 
-        if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
     except Exception as error:
         logger.warning(
-            "torch.distributed does not take the backend %r: %s: %s", NAME, type(error).__name__, error
+            "torch.distributed does not take the backend %r: %s: %s", BACKEND, type(error).__name__, error
         )
 
 

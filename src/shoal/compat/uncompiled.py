@@ -15,10 +15,11 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def uncompiled(cls: _Class) -> _Class:
-    """Let the methods of a class, and all that they call, run as they are."""
-    for method in vars(cls).values():
-        if isinstance(method, FunctionType):
-            _skip(method)
+    """Let the methods of a class and of its bases, and all that they call, run as they are."""
+    for base in cls.__mro__:
+        for method in vars(base).values():
+            if isinstance(method, FunctionType) and base.__module__.startswith("shoal."):
+                _skip(method)
     return cls
 
 

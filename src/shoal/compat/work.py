@@ -9,21 +9,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import UsageError, WaitTimeout
-from ..future import Future, Source, collect_all, derive_key, enter_scope, leave_scope
-from ..group import Message
+from ..future import Future, enter_scope, leave_scope
+from ..torch_terms.durations import Duration
+from ..torch_terms.work import WorkMethods, source_of
 from .uncompiled import uncompiled
-
-_NONE = timedelta(0)
 
 #: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
 _dropped: deque[Work] = deque(maxlen=64)
@@ -31,7 +27,7 @@ _DROPPED_BYTES = 1024
 
 
 @uncompiled
-class Work(dist.Work):
+class Work(WorkMethods, dist.Work):
     """One operation of a :class:`~shoal.compat.TorchProcessGroup`.
 
     Args:
@@ -62,45 +58,13 @@ class Work(dist.Work):
         """The :class:`shoal.Future` of the operation."""
         return self._future
 
-    def wait(self, timeout: timedelta = _NONE) -> bool:
-        """Block until the operation is complete.
-
-        Args:
-            timeout: zero or less waits as long as the operation's own timeout lets it run.
-
-        Returns:
-            True.
-
-        Raises:
-            WaitTimeout: the time ran out; the operation goes on.
-            GroupError: what went wrong with the operation.
-        """
+    def wait(self, timeout: Duration | None = None) -> bool:
         self._waited = True
-        if timeout <= _NONE:
-            self._future.wait()
-        else:
-            self._future.wait(timeout.total_seconds())
-        return True
-
-    def synchronize(self) -> None:
-        """The same as :meth:`wait`: there is no stream to wait for it in the host's place."""
-        self._future.wait()
+        return WorkMethods.wait(self, timeout)
 
     def block_current_stream(self) -> None:
         """The same as :meth:`wait`."""
         self._future.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the operation is complete, well or not.  Never blocks."""
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        """Whether the operation is complete and went well."""
-        return self._future.done() and self._future.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """What went wrong with the operation; None if nothing did, or if it is not complete."""
-        return self._future.exception() if self._future.done() else None
 
     def result(self) -> Any:
         """Wait, and return the list of the tensors that were written."""
@@ -113,10 +77,7 @@ class Work(dist.Work):
         Raises:
             UsageError: the operation is no receive.
         """
-        message = self._future.wait()
-        if not isinstance(message, Message):
-            raise UsageError("source_rank: only a receive has a source, and this work is another operation")
-        return message.source
+        return source_of(self._future.wait())
 
     _source_rank = source_rank
 
@@ -225,42 +186,3 @@ class KeyedFuture(torch.futures.Future[Any]):
     def plain(self) -> Any:
         """A future of the same outcome that C++ completed, so that C++ can see a failure."""
         return torch._C.Future.then(self, lambda _: self._value(self._future))
-
-
-def together(futures: Sequence[Future[Any]]) -> Future[Any]:
-    """One future for several; who waits for it drives each of them, without a thread between."""
-    result: Future[Any] = Future(_Several(futures))
-    keys = [future.key for future in futures]
-    if None not in keys:
-        result.key = derive_key(b"together", *(key for key in keys if key is not None))
-    return result
-
-
-class _Several(Source):
-    """Several operations as one."""
-
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures = futures
-
-    def wait(self, timeout: float | None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for future in self._futures:
-            try:
-                future.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except WaitTimeout:
-                if not future.done():
-                    return False
-            except Exception:
-                return True  # exception() tells
-        return True
-
-    def done(self) -> bool:
-        failed = any(future.done() and future.exception() is not None for future in self._futures)
-        return failed or all(future.done() for future in self._futures)
-
-    def exception(self) -> BaseException | None:
-        errors = (future.exception() for future in self._futures if future.done())
-        return next((error for error in errors if error is not None), None)
-
-    def notify(self, fn: Callable[[], None]) -> None:
-        collect_all(self._futures)._subscribe(lambda _: fn())

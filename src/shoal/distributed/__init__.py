@@ -18,14 +18,16 @@ API works on ``dist.group.WORLD`` and on what ``dist.new_group`` returns.
 ``point_to_point``     messages, alone and in batches
 ``objects``            operations on Python objects
 ``work``               what an operation returns with ``async_op=True``
-``in_turn``            lists of outputs that share memory
-``backend``, ``reductions``, ``stores``, ``arguments``: torch's names for what shoal has
+``ranks``              global ranks, and ranks of a group
+``backend``, ``stores``  torch's names for what shoal has
 =====================  ==================================================================
 """
 
 from ..group import ProcessGroup
 from ..spec import ReduceOp
-from .arguments import default_pg_timeout
+from ..torch_terms.durations import default_pg_timeout
+from ..torch_terms.reductions import _make_nccl_premul_sum as _make_nccl_premul_sum
+from ..torch_terms.reductions import supports_complex
 from .backend import (
     Backend,
     get_backend,
@@ -96,8 +98,6 @@ from .objects import (
     send_object_list,
 )
 from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from .reductions import _make_nccl_premul_sum as _make_nccl_premul_sum
-from .reductions import supports_complex
 from .state import GroupMember, group
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from .work import Work

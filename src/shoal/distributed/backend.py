@@ -10,6 +10,7 @@ import torch
 
 from ..backend.registry import NATIVE, backend_names
 from ..errors import UnsupportedOperation, UsageError
+from ..torch_terms import BACKEND
 from .state import GroupLike, default_group, is_absent, state
 
 #: torch's engines that shoal has nothing for, and what they are about
@@ -27,7 +28,7 @@ class Backend(str):
 
     __slots__ = ()
 
-    SHOAL = "shoal"
+    SHOAL = BACKEND
     GLOO = "gloo"
     TCP = "tcp"
     NCCL = "nccl"

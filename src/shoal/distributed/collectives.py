@@ -20,10 +20,11 @@ from collections.abc import Sequence
 import torch
 
 from ..spec import SUM
+from ..torch_terms.durations import Duration, seconds
+from ..torch_terms.in_turn import in_turn
+from ..torch_terms.reductions import ReduceOpLike, reduction
 from ..wording import counted
-from .arguments import Duration, rank_in_group, seconds
-from .in_turn import in_turn
-from .reductions import ReduceOpLike, reduction
+from .ranks import rank_in_group
 from .state import GroupLike, member_group
 from .work import Result, Work, finished
 
@@ -105,14 +106,8 @@ def all_gather_single(
     return finished(pg.all_gather_single(output_tensor, input_tensor), (output_tensor,), async_op)
 
 
-def all_gather_into_tensor(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    group: GroupLike = None,
-    async_op: bool = False,
-) -> Work | None:
-    """An older name of :func:`all_gather_single`."""
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+#: An older name of the same.
+all_gather_into_tensor = all_gather_single
 
 
 def gather(
@@ -185,15 +180,8 @@ def reduce_scatter_single(
     return finished(pg.reduce_scatter_single(output, input, reduction(op)), (output,), async_op)
 
 
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: ReduceOpLike = SUM,
-    group: GroupLike = None,
-    async_op: bool = False,
-) -> Work | None:
-    """An older name of :func:`reduce_scatter_single`."""
-    return reduce_scatter_single(output, input, op, group, async_op)
+#: An older name of the same.
+reduce_scatter_tensor = reduce_scatter_single
 
 
 def all_to_all(

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
-from ..future import Future, collect_all
+from ..future import Future
 from ..spec import SUM, ReduceOp
+from ..torch_terms import coalesced
+from ..torch_terms.reductions import ReduceOpLike, reduction
 from .collectives import all_gather_single, reduce_scatter_single
-from .in_turn import in_turn
-from .reductions import ReduceOpLike, reduction
 from .state import GroupLike, member_group
 from .work import Work
 
@@ -39,8 +38,7 @@ def all_reduce_coalesced(
     if not isinstance(tensors, (torch.Tensor, Sequence)):
         pg._call("all_reduce_coalesced").refuse(f"expected a list of tensors, got {type(tensors).__name__}")
     several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    kind = reduction(op)
-    future = in_turn(several, lambda every: collect_all([pg.all_reduce(x, kind) for x in every]), keep=True)
+    future = coalesced.all_reduce(pg, several, reduction(op))
     return _finished(future, several, async_op)
 
 
@@ -58,18 +56,7 @@ def all_gather_coalesced(
     pg = member_group(group, "all_gather_coalesced")
     if pg is None:
         return None
-    count = len(input_tensor_list)
-    if len(output_tensor_lists) != pg.size or any(len(part) != count for part in output_tensor_lists):
-        raise UsageError(
-            f"all_gather_coalesced on rank {pg.rank}: expected {pg.size} lists of {count} output tensors, "
-            f"got lists of {[len(part) for part in output_tensor_lists]}"
-        )
-    future = in_turn(
-        [tensor for part in output_tensor_lists for tensor in part],
-        lambda flat: collect_all(
-            [pg.all_gather(tensor, flat[i::count]) for i, tensor in enumerate(input_tensor_list)]
-        ),
-    )
+    future = coalesced.all_gather(pg, "all_gather_coalesced", output_tensor_lists, input_tensor_list)
     return _finished(future, output_tensor_lists, async_op)
 
 

@@ -11,10 +11,11 @@ import torch
 from .. import config
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.given import adopted
-from .arguments import Duration, group_rank_of, seconds
+from ..group.given import NON_GROUP_MEMBER, adopted
+from ..torch_terms.durations import Duration, seconds
 from .backend import parse_backend, refuse_device
-from .state import NON_GROUP_MEMBER, GroupLike, default_group, is_absent, not_a_group, state
+from .ranks import group_rank_of
+from .state import GroupLike, default_group, is_absent, not_a_group, state
 
 
 def get_rank(group: GroupLike = None) -> int:

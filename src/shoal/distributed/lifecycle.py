@@ -11,13 +11,10 @@ import torch
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..initialize import init
-from .arguments import Duration, seconds
+from ..torch_terms.durations import CLOSING, Duration, seconds
 from .backend import parse_backend, refuse_device
 from .place import meeting_place
 from .state import GroupLike, is_absent, member_group, state
-
-#: seconds that the end of a group may take
-_CLOSING = 10.0
 
 
 def init_process_group(
@@ -99,7 +96,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
 
 
 def _close(pg: ProcessGroup) -> None:
-    pg.close(min(pg.timeout, _CLOSING))
+    pg.close(min(pg.timeout, CLOSING))
 
 
 def _check_store_alone(init_method: str | None, rank: int, world_size: int) -> None:

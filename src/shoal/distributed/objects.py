@@ -16,7 +16,7 @@ from ..group import ProcessGroup
 from ..group.objects import received
 from ..spec import ANY_SOURCE
 from ..wording import counted
-from .arguments import rank_in_group
+from .ranks import rank_in_group
 from .state import GroupLike, member_group
 
 

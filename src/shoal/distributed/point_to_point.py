@@ -13,7 +13,7 @@ import torch
 
 from ..errors import UsageError
 from ..spec import ANY_SOURCE
-from .arguments import rank_in_group
+from .ranks import rank_in_group
 from .state import GroupLike, default_group, is_absent, member_group
 from .work import Work
 

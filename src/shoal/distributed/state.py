@@ -14,10 +14,8 @@ from typing import TypeAlias
 
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.given import adopted, default_groups, not_ours
+from ..group.given import NON_GROUP_MEMBER, adopted, default_groups, not_ours
 
-#: What takes the place of a group in a rank that is not in it.
-NON_GROUP_MEMBER = -100
 #: What the functions take for ``group=``: None means the default group.
 GroupLike: TypeAlias = ProcessGroup | int | None
 

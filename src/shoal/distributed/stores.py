@@ -13,7 +13,7 @@ from .. import store as stores
 from ..errors import UsageError
 from ..rendezvous import default_secret
 from ..rendezvous.host import resolve
-from .arguments import Duration, default_pg_timeout, seconds
+from ..torch_terms.durations import Duration, default_pg_timeout, seconds
 
 Store: TypeAlias = stores.Store
 

@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
 from ..future import Future
-from ..group import Message
 from ..group.submission import mapped
-from .arguments import Duration, seconds
+from ..torch_terms.durations import Duration
+from ..torch_terms.work import WorkMethods, source_of
 
 #: Held while a work makes its one future for callbacks.
 _making = threading.Lock()
 
 
-class Work:
+class Work(WorkMethods):
     """One operation that may still be running; made by the functions of this package."""
 
     __slots__ = ("_future", "_listed", "_outputs", "_source")
@@ -38,35 +37,6 @@ class Work:
         self._outputs = list(outputs)
         self._source = source
         self._listed: Future[list[torch.Tensor]] | None = None
-
-    def wait(self, timeout: Duration | None = None) -> bool:
-        """Wait for completion; True, or an exception.
-
-        Args:
-            timeout: None or zero, as in torch: as long as the operation's own timeout lets it run.
-
-        Raises:
-            WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
-            GroupError: what went wrong with the operation.
-        """
-        self._future.wait(seconds(timeout) or None)
-        return True
-
-    def synchronize(self) -> None:
-        """The same as :meth:`wait` without a timeout."""
-        self._future.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the operation is complete, well or not.  Never blocks."""
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        """Whether it is complete and nothing went wrong."""
-        return self._future.done() and self._future.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """What went wrong; None if nothing did, and while the operation is running."""
-        return self._future.exception() if self._future.done() else None
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that the operation wrote.
@@ -94,10 +64,7 @@ class Work:
         """
         if self._source is not None:
             return self._source
-        message = self._future.value()
-        if not isinstance(message, Message):
-            raise UsageError("source_rank: only a receive has a source, and this work is another operation")
-        return message.source
+        return source_of(self._future.value())
 
     def __repr__(self) -> str:
         return f"<Work of {self._future!r}>"

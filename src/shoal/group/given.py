@@ -15,7 +15,7 @@ from .process_group import ProcessGroup
 #: an object that stands on one of our groups gives it under this name.
 STANDS_ON = "__shoal_group__"
 #: what torch hands to a rank that is not in the group it asked for.
-_NOT_A_MEMBER = -100
+NON_GROUP_MEMBER = -100
 
 #: Each gives the default group of one API, or None while there is none; they add themselves when imported.
 default_groups: list[Callable[[], ProcessGroup | None]] = []
@@ -51,7 +51,7 @@ def adopted(group: object) -> ProcessGroup | None:
 
 def not_ours(group: object, taker: str, what: str = "group") -> UsageError:
     """The error for what is no group, or none of ours."""
-    if isinstance(group, int) and group == _NOT_A_MEMBER:
+    if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return UsageError(
             f"{taker}: this rank is not a member of the {what} that was given (GroupMember.NON_GROUP_MEMBER, "
             "as new_group gives to ranks that are not in it); only its members can take part"

@@ -1,34 +1,9 @@
-"""What torch's functions take in another form than the object API: durations and global ranks."""
+"""Global ranks, as torch's functions take them, and ranks of a group."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TypeAlias
-
-from .. import config
 from ..errors import UsageError
 from ..group import ProcessGroup
-
-#: A ``timedelta``, as in torch, or a number of seconds.
-Duration: TypeAlias = timedelta | float
-
-#: How long operations may take unless something else is said: shoal's default, not torch's 30 minutes.
-default_pg_timeout = timedelta(seconds=config.TIMEOUT.default)
-
-
-def seconds(timeout: Duration | None) -> float | None:
-    """A duration in seconds; None for None.
-
-    Raises:
-        UsageError: it is neither a ``timedelta`` nor a number.
-    """
-    if timeout is None:
-        return None
-    if isinstance(timeout, timedelta):
-        return timeout.total_seconds()
-    if isinstance(timeout, (int, float)):
-        return float(timeout)
-    raise UsageError(f"timeout: expected a timedelta or a number of seconds, got {timeout!r}")
 
 
 def rank_in_group(

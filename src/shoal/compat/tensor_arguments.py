@@ -1,43 +1,17 @@
-"""What torch's callers pass, in the terms of :class:`shoal.ProcessGroup`."""
+"""The tensors that torch's callers pass: one, a list of one, or lists of lists; and whose they are."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
-from ..distributed import reductions
 from ..errors import UsageError
-from ..spec import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, ReduceOp
 from .shown import modes_active
 
-#: by torch's numbers
-_REDUCTIONS = {
-    int(getattr(dist.ReduceOp, op.name)): op for op in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
-}
-_NO_TIME = timedelta(0)
-
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def reduction(op: Any) -> ReduceOp:
-    """Our reduction for torch's ``ReduceOp`` (or one of its attributes, which are of another type).
-
-    Raises:
-        UsageError: it has none, or PREMUL_SUM comes without its factor.
-    """
-    # By number first: asking for names takes three times as long.
-    known = _REDUCTIONS.get(int(getattr(op, "op", op)))
-    return reductions.reduction(op) if known is None else known
-
-
-def seconds(timeout: timedelta | None) -> float | None:
-    """One of torch's timeouts in seconds; None if it says nothing, which torch marks by <= 0."""
-    return None if timeout is None or timeout <= _NO_TIME else timeout.total_seconds()
 
 
 def only(tensors: Any, what: str) -> torch.Tensor:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..distributed.in_turn import in_turn
 from ..errors import UsageError
-from ..future import Future, collect_all
+from ..future import Future
 from ..group import ProcessGroup
 from ..spec import BAND, BOR, BXOR, MAX, MIN, PRODUCT, ReduceOp
+from ..torch_terms.coalesced import interleaved
 from ..wording import counted
-from . import sparse
+from . import sparse_all_reduce
 
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     PRODUCT: torch.mul,
@@ -39,7 +39,7 @@ def all_reduce(
         for x in tensors[1:]:
             total = _COMBINE.get(op, torch.add)(total, x.detach())
     if total.is_sparse:
-        reduced = sparse.all_reduce(group, total, op, timeout)
+        reduced = sparse_all_reduce.all_reduce(group, total, op, timeout)
     else:
         reduced = group.all_reduce(total, op, timeout=timeout)
     return reduced.then(lambda done: _copy(done.value(), tensors))
@@ -79,12 +79,7 @@ def all_gather(
         for place, x in enumerate(outputs[0]):
             _copy(x, [out[place] for out in outputs[1:]])
 
-    return in_turn(
-        outputs[0],
-        lambda flat: collect_all(
-            [group.all_gather(x, flat[i::count], timeout=timeout) for i, x in enumerate(inputs)]
-        ),
-    ).then(spread)
+    return interleaved(group, outputs[0], inputs, timeout).then(spread)
 
 
 def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:

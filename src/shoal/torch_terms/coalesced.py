@@ -1,0 +1,109 @@
+"""Torch's ``_coalesced`` forms: one operation on each of several tensors, with one future for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UsageError, WaitTimeout
+from ..future import Future, Source, collect_all, derive_key
+from ..group import ProcessGroup
+from ..spec import ReduceOp
+from .in_turn import in_turn
+
+
+def all_reduce(
+    group: ProcessGroup,
+    tensors: Sequence[torch.Tensor],
+    op: ReduceOp,
+    timeout: float | None = None,
+) -> Future[Any]:
+    """Reduce several tensors over all ranks, each in place; one that is named twice is reduced once."""
+    return in_turn(
+        tensors, lambda each: together(group.all_reduce(x, op, timeout=timeout) for x in each), keep=True
+    )
+
+
+def all_gather(
+    group: ProcessGroup,
+    operation: str,
+    outputs: Sequence[Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    timeout: float | None = None,
+) -> Future[Any]:
+    """Bring ``inputs[i]`` of rank *r* to ``outputs[r][i]`` of all ranks.
+
+    Args:
+        operation: how torch calls it, for errors.
+
+    Raises:
+        UsageError: ``outputs`` is not one list per rank, each as long as ``inputs``.
+    """
+    count = len(inputs)
+    if len(outputs) != group.size or any(len(each) != count for each in outputs):
+        raise UsageError(
+            f"{operation} on rank {group.rank}: expected {group.size} lists of {count} output tensors, "
+            f"got lists of {[len(each) for each in outputs]}"
+        )
+    return interleaved(group, [x for each in outputs for x in each], inputs, timeout)
+
+
+def interleaved(
+    group: ProcessGroup,
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    timeout: float | None = None,
+) -> Future[Any]:
+    """Bring ``inputs[i]`` of rank *r* to ``outputs[r * len(inputs) + i]`` of all ranks."""
+    count = len(inputs)
+    return in_turn(
+        outputs,
+        lambda flat: together(
+            group.all_gather(x, flat[i::count], timeout=timeout) for i, x in enumerate(inputs)
+        ),
+    )
+
+
+def together(operations: Iterable[Future[Any]]) -> Future[Any]:
+    """One future for several; a thread that waits for it drives each of them, without a thread between."""
+    futures = list(operations)
+    if len(futures) == 1:
+        return futures[0]
+    result: Future[Any] = Future(_Together(futures))
+    keys = [future.key for future in futures if future.key is not None]
+    if len(keys) == len(futures):
+        result.key = derive_key(b"together", *keys)
+    return result
+
+
+class _Together(Source):
+    """Several operations as one."""
+
+    def __init__(self, futures: Sequence[Future[Any]]) -> None:
+        self._futures = futures
+
+    def wait(self, timeout: float | None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for future in self._futures:
+            try:
+                future.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except WaitTimeout:
+                if not future.done():
+                    return False
+            except Exception:
+                return True  # exception() tells
+        return True
+
+    def done(self) -> bool:
+        failed = any(future.done() and future.exception() is not None for future in self._futures)
+        return failed or all(future.done() for future in self._futures)
+
+    def exception(self) -> BaseException | None:
+        errors = (future.exception() for future in self._futures if future.done())
+        return next((error for error in errors if error is not None), None)
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        collect_all(self._futures)._subscribe(lambda _: fn())

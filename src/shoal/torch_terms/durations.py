@@ -1,0 +1,39 @@
+"""Torch's durations, as the seconds that shoal counts in."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeAlias
+
+from .. import config
+from ..errors import UsageError
+
+#: A ``timedelta``, as in torch, or a number of seconds.
+Duration: TypeAlias = timedelta | float
+
+#: How long operations may take unless something else is said: shoal's default, not torch's 30 minutes.
+default_pg_timeout = timedelta(seconds=config.TIMEOUT.default)
+
+#: Seconds that closing a group may take, for torch's callers, who cannot say it.
+CLOSING = 10.0
+
+
+def seconds(timeout: Duration | None) -> float | None:
+    """A duration in seconds; None for None.
+
+    Raises:
+        UsageError: it is neither a ``timedelta`` nor a number.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, (int, float)):
+        return float(timeout)
+    raise UsageError(f"timeout: expected a timedelta or a number of seconds, got {timeout!r}")
+
+
+def limit(timeout: Duration | None) -> float | None:
+    """A duration in seconds; None where torch sets no limit, which it also says by zero or less."""
+    given = seconds(timeout)
+    return None if given is None or given <= 0 else given

@@ -1,0 +1,65 @@
+"""Torch's ``Work`` over a :class:`shoal.Future`: the methods that both faces of shoal have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UsageError
+from ..future import Future
+from ..group import Message
+from .durations import Duration, limit
+
+
+class WorkMethods:
+    """Waiting for an operation, and what is known of it; the base of both classes named ``Work``."""
+
+    __slots__ = ()
+
+    #: of the operation
+    _future: Future[Any]
+
+    def wait(self, timeout: Duration | None = None) -> bool:
+        """Block until the operation is complete.
+
+        Args:
+            timeout: None, or zero or less, as in torch: as long as the operation's own timeout lets it run.
+
+        Returns:
+            True.
+
+        Raises:
+            WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
+            GroupError: what went wrong with the operation.
+        """
+        self._future.wait(limit(timeout))
+        return True
+
+    def synchronize(self) -> None:
+        """The same as :meth:`wait` without a timeout."""
+        self._future.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation is complete, well or not.  Never blocks."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Whether the operation is complete and nothing went wrong."""
+        return self._future.done() and self._future.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong; None if nothing did, and while the operation is running."""
+        return self._future.exception() if self._future.done() else None
+
+
+def source_of(message: object) -> int:
+    """The rank in the group that sent what a receive took.
+
+    Args:
+        message: the value of the operation's future.
+
+    Raises:
+        UsageError: the operation is no receive.
+    """
+    if not isinstance(message, Message):
+        raise UsageError("source_rank: only a receive has a source, and this work is another operation")
+    return message.source
