@@ -33,7 +33,7 @@ def _importers_of(module: str) -> set[str]:
 #: circles that are being taken apart: no new one may join them
 _KNOWN_CIRCLES = (
     {"shoal.future.callback", "shoal.future.future"},
-    {"shoal.group.process_group", "shoal.group.dumps", "shoal.group.family", "shoal.group.fork"},
+    {"shoal.group.process_group", "shoal.group.dumps", "shoal.group.lists"},
 )
 
 

@@ -1,24 +1,18 @@
 """``shoal.init``: from nothing to a process group of everybody in the job.
 
-It puts together what the layers above offer: a rendezvous says who this process is, a backend from the
-registry connects it, and the world group stands on both.  The world group owns them: closing it closes
-the backend and leaves the rendezvous.  A world group that is still open when the interpreter exits is
-closed then, so that the others hear a goodbye and not a lost connection; if an uncaught exception ends
-the process, the group is aborted with it, so that the others hear the reason.
+A rendezvous says who this process is, a backend from the registry connects it, and both belong to a
+:class:`~shoal.world.World`, on which the group of all ranks stands.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import hashlib
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from . import config, failure_report
+from . import config
 from .backend.base import Backend, GroupSpec
 from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
@@ -27,14 +21,7 @@ from .group.dumps import directory as dump_directory
 from .keywords import misspelt, taken
 from .rendezvous import Membership, rendezvous
 from .spec import encodable
-from .wording import in_words
-
-#: seconds for closing what was left open when the process ends
-_EXIT_TIMEOUT = 10.0
-#: seconds for a goodbye after the backend could not be made
-_FAILED_TIMEOUT = 5.0
-
-_open: dict[int, ProcessGroup] = {}
+from .world import World
 
 
 def init(
@@ -101,35 +88,24 @@ def init(
     membership = rendezvous(
         url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id, job=job
     )
-    engine = connect(membership, factory, timeout=seconds, options=options)
-    return world(membership, engine, name=name, timeout=seconds, concurrency=count, options=options)
+    return world_group(membership, factory, name=name, timeout=seconds, concurrency=count, options=options)
 
 
 #: what :func:`init` takes itself
 _ARGUMENTS = [name for name in signature(init).parameters if name != "options"]
 
 
-def connect(
-    membership: Membership, factory: Callable[..., Backend], *, timeout: float, options: Mapping[str, Any]
-) -> Backend:
-    """The backend that ``factory`` makes; when it fails, the other ranks are told."""
-    try:
-        return factory(membership, timeout=timeout, **options)
-    except BaseException as error:
-        membership.abandon(error)
-        raise
-
-
-def world(
+def world_group(
     membership: Membership,
-    engine: Backend,
+    factory: BackendFactory,
     *,
     name: str,
     timeout: float,
     concurrency: int,
     options: dict[str, Any],
 ) -> ProcessGroup:
-    """The group of all ranks over a connected backend; it owns ``engine`` and ``membership``."""
+    """Connect to the others of ``membership`` by the backend that ``factory`` makes; the group of all."""
+    world = World.connect(membership, factory, timeout=timeout, options=options)
     name = encodable(name)
     identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
@@ -140,30 +116,7 @@ def world(
         concurrency=concurrency,
         options=options,
     )
-
-    def release(seconds: float) -> None:
-        _open.pop(id(engine), None)
-        try:
-            engine.close(seconds)
-        finally:
-            membership.release(seconds)
-
-    try:
-        group = ProcessGroup(
-            spec,
-            engine.channel(spec),
-            membership.store,
-            timeout=timeout,
-            backend=engine,
-            owner=release,
-            local_rank=membership.local_rank,
-            job=membership.job,
-        )
-    except BaseException:
-        release(_FAILED_TIMEOUT)
-        raise
-    _open[id(engine)] = group
-    return group
+    return ProcessGroup._in(world, spec, membership.store, timeout=timeout)
 
 
 def lanes(concurrency: int | None) -> int:
@@ -202,18 +155,3 @@ def _checked_timeout(timeout: float) -> float:
         hint = "; pass its total_seconds()" if hasattr(timeout, "total_seconds") else ""
         raise UsageError(f"timeout={timeout!r}: expected a positive number of seconds{hint}")
     return timeout
-
-
-def _close_at_exit() -> None:
-    # What the interpreter printed as the uncaught exception; 3.12 renamed it.
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):
-        failure_report.ended(error)
-    for group in list(_open.values()):
-        with contextlib.suppress(Exception):
-            if error is not None and not hasattr(sys, "ps1"):
-                group.abort(f"rank {group.rank} ended with {in_words(error)}")
-            group.close(_EXIT_TIMEOUT)
-
-
-atexit.register(_close_at_exit)

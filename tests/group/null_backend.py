@@ -8,8 +8,12 @@ from shoal.backend.base import Backend, DataChannel, GroupSpec
 from shoal.errors import GroupAborted, GroupError
 from shoal.future import Future
 from shoal.group import ProcessGroup
+from shoal.rendezvous import Membership
 from shoal.spec import Operation
 from shoal.store import MemoryStore
+from shoal.world import World
+
+_worlds: list[World] = []
 
 
 class NullChannel(DataChannel):
@@ -55,11 +59,32 @@ class NullBackend(Backend):
 
 
 def null_group(rank: int = 1, size: int = 4, owner: Any = None) -> tuple[ProcessGroup, NullChannel]:
-    """A group and its channel, which is in ``group._backend.channels`` with those of its subgroups."""
+    """A group and its channel, which is in ``group._backend.channels`` with those of its subgroups.
+
+    Args:
+        owner: called with the seconds that are left when the world is released.
+    """
     backend = NullBackend()
-    spec = GroupSpec("null", 77, rank, tuple(range(size)))
-    channel = backend.channel(spec)
-    group = ProcessGroup(
-        spec, channel, MemoryStore(), timeout=9.0, backend=backend, owner=owner or (lambda seconds: None)
+    membership = Membership(
+        rank=rank,
+        size=size,
+        local_rank=0,
+        local_size=size,
+        store=MemoryStore(),
+        job="null",
+        epoch=0,
+        secret=b"",
+        interface="127.0.0.1",
+        host="here",
+        release=owner or (lambda seconds: None),
     )
-    return group, channel
+    spec = GroupSpec("null", 77, rank, tuple(range(size)))
+    world = World(membership, backend)
+    _worlds.append(world)
+    return ProcessGroup._in(world, spec, membership.store, timeout=9.0), backend.channels[0]
+
+
+def close_all() -> None:
+    """Close whatever a test has left open."""
+    while _worlds:
+        _worlds.pop().close(1.0)

@@ -75,10 +75,10 @@ def test_nobody_watches_when_all_is_well() -> None:
         part = group.subgroup([0, 1])
         for _ in range(3):
             part.all_reduce(torch.ones(1)).wait()
-        thread = group._family.lists._thread
+        thread = group._lists._thread
         if thread is not None:
             thread.join(30)
-        return group._family.lists._thread is None and not group.store.list_keys("subgroups")
+        return group._lists._thread is None and not group.store.list_keys("subgroups")
 
     assert run_threads(rank, 2, timeout=40) == [True, True]
 
@@ -113,7 +113,7 @@ def test_a_second_group_is_looked_at_in_its_own_time(monkeypatch: pytest.MonkeyP
     for name, event in looked.items():
         watch.first_operation(world, lists.Given(name, (0, 1), 1), world, pending)
         assert event.wait(30), name
-    watch.end(30)
+    watch.forget(world, 30)
     world.close()
 
 

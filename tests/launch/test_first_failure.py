@@ -122,8 +122,8 @@ def test_a_rank_that_hangs_after_it_raised_is_ended_and_keeps_its_code(
     launcher: QuickLauncher, tmp_path: Path
 ) -> None:
     hang = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)"
-    end = f"atexit._clear()\nimport shoal.initialize\ndef hang(): {hang}\natexit.register(hang)\n"
-    end += "atexit.register(shoal.initialize._close_at_exit)\nraise ValueError('no such fish')"
+    end = f"atexit._clear()\nimport shoal.world\ndef hang(): {hang}\natexit.register(hang)\n"
+    end += "atexit.register(shoal.world._close_at_exit)\nraise ValueError('no such fish')"
     others = "try: together()\nexcept Exception: os._exit(9)"
     code, err = launch(launcher, tmp_path, end, others=others, grace=0.5)
     assert code == 1

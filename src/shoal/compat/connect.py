@@ -22,7 +22,7 @@ from ..backend.registry import NATIVE, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import default_groups
-from ..initialize import check_options, connect, lanes, world
+from ..initialize import check_options, lanes, world_group
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.given import store_address
 from ..store import PrefixStore, adopt
@@ -107,19 +107,14 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     except BaseException as error:
         membership.abandon(error)
         raise
-    # The meeting ends here and not with the group: by then the store may be gone with rank 0, which torch
-    # lets serve it, and torch's C++ prints a stack whenever a store is gone.
-    leaving = replace(membership, connected=partial(membership.release, _LEAVING))
-    engine = connect(leaving, factory, timeout=limit, options=extra)
-    membership.release(_LEAVING)
+    # The meeting ends when all are connected and not with the group: by then the store may be gone with rank
+    # 0, which torch lets serve it, and torch's C++ prints a stack whenever a store is gone.
     own = PrefixStore(incarnation, adopt(options.store))
-    membership = replace(membership, store=own, release=lambda _: own.close())
-    name = options.group_id if options.global_ranks_in_group else "world"
-    return world(
+    membership = replace(
         membership,
-        engine,
-        name=name,
-        timeout=limit,
-        concurrency=concurrency,
-        options=extra,
+        store=own,
+        connected=partial(membership.release, _LEAVING),
+        release=lambda _: own.close(),
     )
+    name = options.group_id if options.global_ranks_in_group else "world"
+    return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)

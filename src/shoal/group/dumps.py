@@ -25,6 +25,7 @@ import msgspec
 
 from .. import config
 from ..errors import ConfigurationError
+from ..world import living
 
 if TYPE_CHECKING:
     from .process_group import ProcessGroup
@@ -64,7 +65,7 @@ def contents(group: ProcessGroup) -> dict[str, Any]:
     recorder = group.recorder
     return {
         "schema": SCHEMA,
-        "job": group._job,
+        "job": group._world.membership.job,
         "group": group.name,
         "rank": group.rank,
         "ranks": list(group.ranks),
@@ -105,7 +106,7 @@ def write(group: ProcessGroup, path: str | os.PathLike[str] | None) -> Path:
 
 def file_name(group: ProcessGroup) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, of characters that every file system takes."""
-    words = (group._job, str(group.ranks[group.rank]), group.name, str(os.getpid()))
+    words = (group._world.membership.job, str(group.ranks[group.rank]), group.name, str(os.getpid()))
     return "-".join(["shoal", *(_word(word, group._spec.ident) for word in words if word)]) + ".json"
 
 
@@ -153,18 +154,21 @@ def on_failure(group: ProcessGroup) -> None:
 
 
 def watch(group: ProcessGroup) -> None:
-    """Look after ``group`` until :func:`forget`, if ``SHOAL_DUMP_DIR`` is set."""
+    """Look after ``group`` until it is closed, if ``SHOAL_DUMP_DIR`` is set."""
     global _watcher
     if config.DUMP_DIR.get() is None:
         return
     group._channel.on_failure = partial(_heard, weakref.ref(group))
     with _lock:
-        _watched.add(group)
         if _watcher is None:
             watcher = threading.Thread(target=_look, name="shoal-dumps", daemon=True)
             with contextlib.suppress(RuntimeError):  # no more threads: a failure is seen by the next call
                 watcher.start()
                 _watcher = watcher
+
+
+def _watched() -> list[ProcessGroup]:
+    return [group for group in living() if group._channel.on_failure is not None]
 
 
 def _heard(reference: weakref.ref[ProcessGroup]) -> None:
@@ -173,14 +177,16 @@ def _heard(reference: weakref.ref[ProcessGroup]) -> None:
         on_failure(group)
 
 
-def forget(group: ProcessGroup) -> None:
-    """``group`` is closed: have a last look at it.  The thread ends with the last group."""
-    if group not in _watched:
-        return
-    on_failure(group)
+def closing(group: ProcessGroup) -> None:
+    """``group`` is about to be closed: have a last look at it."""
+    if group._channel.on_failure is not None:
+        on_failure(group)
+
+
+def closed() -> None:
+    """A group was closed.  The thread ends with the last group."""
     with _lock:
-        _watched.discard(group)
-        watcher = None if _watched else _watcher
+        watcher = None if _watched() else _watcher
     if watcher is not None and watcher is not threading.current_thread():
         _wake.set()
         watcher.join(1.0)
@@ -192,26 +198,24 @@ def _look() -> None:
         if _wake.wait(_LOOK):
             _wake.clear()
         with _lock:
-            groups = list(_watched)
+            groups = _watched()
             if not groups:
                 _watcher = None
                 return
         for group in groups:
             on_failure(group)
-        del groups, group
+        del groups
 
 
 def _after_fork_in_child() -> None:
     global _lock, _wake, _watcher
     _lock, _wake, _watcher = threading.RLock(), threading.Event(), None
-    _watched.clear()
 
 
 # Reentrant: the garbage collector may close a group inside a critical section of the same thread.
 _lock = threading.RLock()
 _wake = threading.Event()
 _watcher: threading.Thread | None = None
-_watched: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 _written: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

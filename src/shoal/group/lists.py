@@ -65,15 +65,12 @@ class ListWatch:
         self._condition = threading.Condition()
         self._waits: list[_Wait] = []
         self._thread: threading.Thread | None = None
-        self._ended = False
 
     def first_operation(
         self, parent: ProcessGroup, given: Given, group: ProcessGroup, future: Future[Any]
     ) -> None:
         """``future`` is of the first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
         with self._condition:
-            if self._ended:
-                return
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
                 try:
@@ -84,10 +81,12 @@ class ListWatch:
             self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
             self._condition.notify()  # the thread may sleep for longer than this one has patience
 
-    def end(self, timeout: float) -> None:
-        """Stop watching."""
+    def forget(self, group: ProcessGroup, timeout: float) -> None:
+        """``group`` is closed.  The thread ends with the last wait."""
         with self._condition:
-            self._ended = True
+            self._waits = [wait for wait in self._waits if wait.group is not group]
+            if self._waits:
+                return
             self._condition.notify()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -96,10 +95,9 @@ class ListWatch:
     def _run(self) -> None:
         while True:
             with self._condition:
-                if not self._ended and self._waits:
+                if self._waits:
                     self._condition.wait(max(min(wait.due for wait in self._waits) - time.monotonic(), 0.0))
-                if self._ended or not self._waits:
-                    self._waits.clear()
+                if not self._waits:
                     self._thread = None
                     return
                 now = time.monotonic()

@@ -3,8 +3,8 @@
 The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects`` and
 ``monitored_barrier``; what is here decides whether they may be used.
 A group is independent of the groups made from it: each has a data channel of its own, is closed,
-aborted and broken by itself.  Only the world group holds the connections that all of them use, so
-closing the world closes the others first.
+aborted and broken by itself.  The connections that all of them use belong to their world, and closing the
+group of all ranks closes the others first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from .. import failure_report
-from ..backend.base import Backend, DataChannel, GroupSpec
+from ..backend.base import Backend, GroupSpec
 from ..errors import GroupAborted, GroupClosed
 from ..keywords import explained
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
-from . import dumps, fork
+from ..world import World, remaining
+from . import dumps
 from .batch import Batch
-from .family import Family
-from .lists import Given
+from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
 from .submission import called
@@ -51,40 +51,47 @@ class ProcessGroup(Objects, MonitoredBarrier):
     def __init__(
         self,
         spec: GroupSpec,
-        channel: DataChannel,
+        world: World,
         store: Store,
         *,
         timeout: float,
-        backend: Backend,
-        owner: Callable[[float], None] | None = None,
-        local_rank: int = 0,
-        job: str = "",
+        parent: ProcessGroup | None = None,
     ) -> None:
-        """Wrap a channel; users call :func:`shoal.init` instead.
+        """Make a channel and wrap it; users call :func:`shoal.init` instead.
 
         Args:
             spec: who the members are.
-            channel: moves the tensors of this group, and of no other.
+            world: whose connections the group uses.
             store: for the members of this group alone.
             timeout: default of operations, in seconds.
-            backend: makes the channels of subgroups.
-            owner: called once with seconds to spend when the group is closed, after all groups made from
-                it: releases the connections.  Only the world group has one.
-            local_rank: of this process among those that the launcher placed on this host.
-            job: name of the job, for dumps.
+            parent: the group that this one is made from; None: it is the first of its world.
         """
-        super().__init__(spec, channel, timeout=timeout)
+        super().__init__(spec, world.backend.channel(spec), timeout=timeout)
+        self._world = world
         self._store = store
-        self._backend = backend
-        self._owner = owner
-        self._local_rank = local_rank
-        self._job = job
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
-        #: The open groups that use the world's connections, without the world; shared among them.
-        self._family = Family()
-        fork.watch(self)
-        dumps.watch(self)
+        #: Whether closing this group closes those that were made from it.
+        self._is_first = parent is None
+        #: Finds out that members gave different lists; shared by all groups of the world.
+        self._lists: ListWatch = ListWatch() if parent is None else parent._lists
+
+    @classmethod
+    def _in(
+        cls,
+        world: World,
+        spec: GroupSpec,
+        store: Store,
+        *,
+        timeout: float,
+        parent: ProcessGroup | None = None,
+    ) -> ProcessGroup:
+        """A group that its world knows."""
+        group = world.make(lambda: cls(spec, world, store, timeout=timeout, parent=parent))
+        if group is None:  # the world was closed meanwhile
+            raise GroupClosed(f"{spec.name!r} cannot be made on rank {spec.rank}: its world is closed")
+        dumps.watch(group)
+        return group
 
     # -- identity ------------------------------------------------------------------------------
 
@@ -101,7 +108,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
     @property
     def local_rank(self) -> int:
         """The rank of this process among those that the launcher placed on this host."""
-        return self._local_rank
+        return self._world.membership.local_rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -268,7 +275,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", seconds)
         if len(members) > 1:
             given = Given(name, tuple(members), count)
-            group._on_first = partial(self._family.lists.first_operation, self, given)
+            group._on_first = partial(self._lists.first_operation, self, given)
         return group
 
     def _make(self, members: list[int], label: str, timeout: float | None = None) -> ProcessGroup:
@@ -283,23 +290,13 @@ class ProcessGroup(Objects, MonitoredBarrier):
             concurrency=self._spec.concurrency,
             options=self._spec.options,
         )
-        group = self._family.add(lambda: self._member(spec, label, timeout))
-        if group is None:  # the world was closed meanwhile
-            raise GroupClosed(f"{name!r} cannot be made on rank {self.rank}: its world is closed")
-        return group
+        store = PrefixStore(f"{label}/", self._store)
+        seconds = self._timeout if timeout is None else timeout
+        return self._in(self._world, spec, store, timeout=seconds, parent=self)
 
-    def _member(self, spec: GroupSpec, label: str, timeout: float | None) -> ProcessGroup:
-        group = ProcessGroup(
-            spec,
-            self._backend.channel(spec),
-            PrefixStore(f"{label}/", self._store),
-            timeout=self._timeout if timeout is None else timeout,
-            backend=self._backend,
-            local_rank=self._local_rank,
-            job=self._job,
-        )
-        group._family = self._family
-        return group
+    @property
+    def _backend(self) -> Backend:
+        return self._world.backend
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -320,23 +317,24 @@ class ProcessGroup(Objects, MonitoredBarrier):
         with self._closing:
             if self._state == "closed":
                 return
-            dumps.forget(self)
+            dumps.closing(self)
             self._begin_close()
             try:
-                if self._owner is not None:
-                    self._family.lists.end(_remaining(deadline))
-                    family = self._family.end()
-                    for group in family:
+                if self._is_first:
+                    self._world.end()
+                    others = [group for group in self._world.members() if group is not self]
+                    for group in others:
                         group._begin_close()
-                    for group in family:
-                        group.close(_remaining(deadline))
-                self._channel.close(_remaining(deadline))
+                    for group in others:
+                        group.close(remaining(deadline))
+                self._channel.close(remaining(deadline))
+                self._lists.forget(self, remaining(deadline))
             finally:
-                self._family.discard(self)
                 self._state = "closed"
-                if self._owner is not None:
-                    self._owner(_remaining(deadline))
-                fork.forget(self)  # not before: until now a forked child would have inherited connections
+                try:
+                    self._world.discard(self, remaining(deadline))
+                finally:
+                    dumps.closed()
 
     def _begin_close(self) -> None:
         """Nothing is submitted from now on, and the others hear of that."""
@@ -344,7 +342,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
             if self._state in ("closed", "forked"):
                 return
             self._state = "closing"
-        if self._owner is not None:
+        if self._is_first:
             failure_report.left()
         self._channel.begin_close()
 
@@ -352,7 +350,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         # The locks may have been held by threads that the child does not have.
         self._submitting = threading.Lock()
         self._closing = threading.Lock()
-        self._family.forget_threads()
+        self._lists = ListWatch()
         if self._state != "closed":
             self._state = "forked"
 
@@ -365,11 +363,6 @@ class ProcessGroup(Objects, MonitoredBarrier):
         orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
         if not orderly and self._state == "open":
             reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
-            for group in [*(self._family.members() if self._owner is not None else ()), self]:
+            for group in self._world.members() if self._is_first else (self,):
                 group.abort(reason)
         self.close()
-
-
-def _remaining(deadline: float) -> float:
-    # Even a late close gets a moment, so that nothing is left behind.
-    return max(deadline - time.monotonic(), 0.1)

@@ -31,8 +31,8 @@ class Membership:
         look: for backends, to be called a few times a second while they wait for other ranks in order to
             connect: raises RendezvousError when a rank died or abandoned the meeting.  Takes the ranks whose
             death counts (all): those that are connected to all others may have ended in good order.
-        connected: for backends, called when this rank will not read the store any more in order to
-            connect, and before it tells the other ranks so.
+        connected: called, perhaps more than once, when this rank will not read the store any more in order
+            to connect: by backends, before they tell the other ranks so, and when the backend is made.
     """
 
     rank: int

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from ..backend.registry import backend_factory
 from ..group import ProcessGroup
-from ..initialize import connect, world
+from ..initialize import world_group
 from ..rendezvous.meet import attend
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
@@ -89,9 +89,8 @@ def run_threads(
             )
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
             membership = attend(venue, request)
-            engine = connect(membership, factory, timeout=seconds, options=options)
-            return world(
-                membership, engine, name="world", timeout=seconds, concurrency=concurrency, options=options
+            return world_group(
+                membership, factory, name="world", timeout=seconds, concurrency=concurrency, options=options
             )
 
         for rank in ranks:

@@ -1,0 +1,197 @@
+"""A world: what connects this process to the others of its job, and the groups that use it.
+
+Groups know their world, and a world knows its groups only as :class:`Member`: what is done to all of them
+when the process forks or ends.  The connections live as long as any group does; the last one to be closed
+closes them and leaves the rendezvous.  Worlds that still have open groups when the interpreter exits are
+closed then, so that the other ranks hear a goodbye and not a lost connection; if an uncaught exception ends
+the process, the groups are aborted, so that the other ranks hear the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from . import failure_report
+from .backend.base import Backend
+from .backend.registry import BackendFactory
+from .rendezvous.membership import Membership
+from .wording import in_words
+
+#: seconds for closing what was left open when the process ends
+_EXIT_TIMEOUT = 10.0
+#: seconds for a goodbye after the first group could not be made
+_FAILED_TIMEOUT = 5.0
+
+
+class Member(Protocol):
+    """A group, as its world sees it."""
+
+    def abort(self, reason: str) -> None: ...
+
+    def _begin_close(self) -> None: ...
+
+    def close(self, timeout: float) -> None: ...
+
+    def _become_forked(self) -> None: ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+class World:
+    """One process's part in a job.
+
+    Attributes:
+        membership: rank, size, job, secret, interface and store.
+        backend: connects this process to the others.
+        factory, options: how the backend was made.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        backend: Backend,
+        *,
+        factory: BackendFactory | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.membership = membership
+        self.backend = backend
+        self.factory = factory
+        self.options = dict(options or {})
+        # Reentrant: the garbage collector may close a group inside a critical section of the same thread.
+        self._lock = threading.RLock()
+        self._members: list[Any] = []
+        self._ended = False
+
+    @classmethod
+    def connect(
+        cls, membership: Membership, factory: BackendFactory, *, timeout: float, options: Mapping[str, Any]
+    ) -> World:
+        """The world of ``membership``, connected; when that fails, the other ranks are told."""
+        try:
+            backend = factory(membership, timeout=timeout, **options)
+        except BaseException as error:
+            membership.abandon(error)
+            raise
+        membership.connected()
+        return cls(membership, backend, factory=factory, options=options)
+
+    # -- its groups ----------------------------------------------------------------------------
+
+    def make(self, make: Callable[[], M]) -> M | None:
+        """Register the group that ``make`` returns; None if the world has ended, and nothing was made.
+
+        A world whose first group cannot be made is released.
+        """
+        with self._lock:
+            if self._ended:
+                return None
+            try:
+                member = make()
+            except BaseException:
+                if not self._members:
+                    self.end()
+                    self._release(_FAILED_TIMEOUT)
+                raise
+            self._members.append(member)
+            _worlds.add(self)
+            return member
+
+    def members(self) -> list[Any]:
+        """The groups that are not closed, the oldest first."""
+        with self._lock:
+            return list(self._members)
+
+    def end(self) -> None:
+        """No further group is made."""
+        with self._lock:
+            self._ended = True
+
+    def discard(self, member: Member, timeout: float) -> None:
+        """``member`` is closed.  The last one closes the connections, which may take ``timeout`` seconds."""
+        with self._lock:
+            self._members.remove(member)
+            if self._members:
+                return
+            self._ended = True
+        try:
+            self._release(timeout)
+        finally:
+            # Not before: until now a forked child would have inherited connections.
+            _worlds.discard(self)
+
+    def _release(self, timeout: float) -> None:
+        try:
+            self.backend.close(timeout)
+        finally:
+            self.membership.release(timeout)
+
+    def close(self, timeout: float) -> None:
+        """Close all groups, and with the last one the connections."""
+        deadline = time.monotonic() + timeout
+        self.end()
+        members = self.members()
+        for member in members:
+            member._begin_close()
+        for member in reversed(members):
+            member.close(remaining(deadline))
+
+    def become_forked(self) -> None:
+        """In a forked child: nothing of this works, and nothing of the parent's is touched."""
+        self._lock = threading.RLock()  # a thread that the child does not have may have held it
+        for member in self._members:
+            member._become_forked()
+        self.backend.after_fork_in_child()
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until ``deadline``; even a late close gets a moment, so that nothing is left behind."""
+    return max(deadline - time.monotonic(), 0.1)
+
+
+#: the worlds that have open groups
+_worlds: set[World] = set()
+
+
+def living() -> list[Any]:
+    """The groups of this process that are not closed."""
+    return [member for world in list(_worlds) for member in world.members()]
+
+
+def _after_fork_in_child() -> None:
+    """A fork copies memory but not threads, and shares sockets with the parent.
+
+    A child that used them would corrupt the parent's traffic, and one that merely kept them open would hide
+    the parent's death from its peers.
+    """
+    worlds = list(_worlds)
+    _worlds.clear()
+    for world in worlds:
+        world.become_forked()
+
+
+def _close_at_exit() -> None:
+    # What the interpreter printed as the uncaught exception; 3.12 renamed it.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if hasattr(sys, "ps1"):
+        error = None
+    if error is not None:
+        failure_report.ended(error)
+    for world in list(_worlds):
+        with contextlib.suppress(Exception):
+            if error is not None:
+                for member in world.members():
+                    member.abort(f"rank {world.membership.rank} ended with {in_words(error)}")
+            world.close(_EXIT_TIMEOUT)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_close_at_exit)
