@@ -118,6 +118,8 @@ def environment(contender: Contender, rank: int, size: int, folder: Path) -> dic
             package.parent.mkdir()
             package.symlink_to(Path(__file__).resolve().parents[2])
         values["PYTHONPATH"] = str(package.parent)
+        # A launcher that is killed leaves its own files behind; here they go with the folder.
+        values["TMPDIR"] = str(folder)
     elif contender.engine != "shoal":
         values |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -11,13 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from .contenders import Contender, commands, environment
+from .ending import SHARED, end
 from .environments import Absent, last_line
 
 #: seconds for a contender to start, or to answer one order
 PATIENCE = 120.0
+#: seconds for ranks to end by themselves: they finish their sample, and MPI's wait for one another
+_LEISURE, _HASTE = 20.0, 3.0
 
 
 class Unmeasured(Exception):
@@ -43,6 +45,8 @@ class Running:
         self.contender = contender
         self.version = ""
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
+        #: shared memory that others made
+        self._older = frozenset(os.listdir(SHARED))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Any] = []
         try:
@@ -118,27 +122,15 @@ class Running:
         return last_line("\n".join(log.read_text(errors="replace") for log in logs))
 
     def stop(self, *, kill: bool = False) -> None:
-        """End the ranks: their connections close, and what does not end by itself is killed."""
-        # Before anything ends, or the ranks of a launcher that dies first could no longer be found.
-        family = [member for process in self._processes for member in _descendants(process.pid)]
+        """End the ranks: their connections close, on which they end by themselves.
+
+        Args:
+            kill: whether they have little time for it, because a rank is broken or the user is waiting.
+        """
         for rank in self._ranks:
             with suppress(OSError):
                 rank.close()
-        deadline = time.monotonic() + (0 if kill else 20)
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        for member in family:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        for process in self._processes:
-            process.wait()
-        self._folder.cleanup()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+        try:
+            end(self._processes, _HASTE if kill else _LEISURE, self._older)
+        finally:
+            self._folder.cleanup()

@@ -12,6 +12,7 @@ import importlib
 import json
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 from ..case import Case, Size
@@ -81,7 +82,8 @@ def main() -> None:
     module = importlib.import_module(f".{where}", __package__)
     engine: Engine = getattr(module, name)(arguments.control, arguments.hosts)
     rank = Rank(engine)
-    with socket.socket(socket.AF_UNIX) as control:
+    # The coordinator may leave at any time; the engine is closed in order all the same.
+    with suppress(ConnectionError), socket.socket(socket.AF_UNIX) as control:
         control.connect(arguments.control)
         with control.makefile("rw") as lines:
 
