@@ -210,6 +210,16 @@ _PREFIX = "SHOAL_"
 _warned: set[str] = set()
 
 
+def check_values(environ: Mapping[str, str]) -> None:
+    """Look at the value of every variable.
+
+    Raises:
+        ConfigurationError: the text of one is not a legal value.
+    """
+    for variable in VARIABLES:
+        variable.get(environ)
+
+
 def check(environ: Mapping[str, str] | None = None) -> None:
     """Look at every variable before any is used, so that a mistake shows wherever a job starts.
 
@@ -219,8 +229,7 @@ def check(environ: Mapping[str, str] | None = None) -> None:
         ConfigurationError: the text of one is not a legal value.
     """
     table = os.environ if environ is None else environ
-    for variable in VARIABLES:
-        variable.get(table)
+    check_values(table)
     known = [variable.name.removeprefix(_PREFIX) for variable in VARIABLES]
     for name in sorted(table):
         word = name.removeprefix(_PREFIX)

@@ -64,11 +64,11 @@ def launch(
     size: int = 2,
     backend: str = "native",
     others: str = GO_ON,
-    grace: float | None = None,
+    **constants: float,
 ) -> tuple[int, str]:
     script = folder / "script.py"
     script.write_text(SCRIPT + textwrap.dedent(others))
-    code, _, err = launcher.run(size, str(script), str(rank), textwrap.dedent(end), backend, grace=grace)
+    code, _, err = launcher.run(size, str(script), str(rank), textwrap.dedent(end), backend, **constants)
     return code, err
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_after_it_raised_is_ended_and_keeps_its_code(
     end = f"atexit._clear()\nimport shoal.world\ndef hang(): {hang}\natexit.register(hang)\n"
     end += "atexit.register(shoal.world._close_at_exit)\nraise ValueError('no such fish')"
     others = "try: together()\nexcept Exception: os._exit(9)"
-    code, err = launch(launcher, tmp_path, end, others=others, grace=0.5)
+    code, err = launch(launcher, tmp_path, end, others=others, CULPRIT_GRACE=0.5)
     assert code == 1
     assert "shoal: rank 1 failed first: ValueError: no such fish; it did not end by itself" in err
     assert "rank 0 ended because rank 1 did (exit code 9)" in err
@@ -142,7 +142,7 @@ def test_a_cause_that_ends_well_leaves_the_code_to_its_consequence(
 ) -> None:
     code, err = launch(launcher, tmp_path, "os._exit(0)")
     assert (code, "shoal: rank 0 failed first: exit code 1" in err) == (1, True), err
-    assert "rank 1 finished" in err
+    assert "shoal: rank 1 ended with exit code 0 while others needed it\n" in err
 
 
 def test_ranks_that_wait_in_init_are_told_which_rank_ended_before_it_and_how(
@@ -154,7 +154,32 @@ def test_ranks_that_wait_in_init_are_told_which_rank_ended_before_it_and_how(
     assert code == 1
     assert "RendezvousError: rendezvous (job " in err
     assert "rank 1 ended (exit code 0) without meeting the others" in err
-    assert "rank 1 finished" in err
+    assert "rank 1 ended with exit code 0 while others needed it" in err
+
+
+def test_the_user_is_told_of_a_rank_that_ended_before_torchs_init(
+    launcher: QuickLauncher, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, datetime, torch.distributed as dist
+        if os.environ["RANK"] != "1":
+            try: dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+            except dist.DistError: pass
+        """)
+    )
+    code, _, err = launcher.run(3, str(script), UNANNOUNCED=0.1)
+    told = "shoal: rank 1 ended with exit code 0 without leaving a group of shoal; ranks 0, 2 still run: "
+    assert (code, err.count(told)) == (0, 1), err
+
+
+def test_nothing_is_said_of_a_rank_that_leaves_its_group_before_it_ends(
+    launcher: QuickLauncher, tmp_path: Path
+) -> None:
+    # Nobody needs it any more.
+    code, err = launch(launcher, tmp_path, "", others="if rank == 0: time.sleep(1)", UNANNOUNCED=0.1)
+    assert (code, err) == (0, "")
 
 
 def test_programs_that_do_not_use_shoal_are_judged_by_the_order_of_their_ends(workshop: Workshop) -> None:

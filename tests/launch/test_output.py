@@ -215,6 +215,13 @@ def test_each_rank_has_a_log_of_whole_lines_in_the_place_of_an_older_one(worksho
         assert sorted(lines) == sorted([*expected, str(rank)])
 
 
+def test_what_the_launcher_says_has_a_log_too(workshop: Workshop) -> None:
+    (workshop.path / "script.py").write_text("import sys; sys.exit(3)")
+    code, _, err = workshop.end(workshop.shoal("run", "--log-dir", "logs", "script.py"))
+    assert (code, err) == (3, (workshop.path / "logs" / "launcher.log").read_bytes())
+    assert b"shoal: rank 0 failed first: exit code 3" in err
+
+
 def test_the_logs_of_an_earlier_job_with_more_ranks_go(workshop: Workshop) -> None:
     logs = workshop.path / "logs"
     logs.mkdir()
@@ -223,7 +230,7 @@ def test_the_logs_of_an_earlier_job_with_more_ranks_go(workshop: Workshop) -> No
     (workshop.path / "script.py").write_text("print('newer')")
     assert workshop.end(workshop.shoal("run", "--log-dir", "logs", "script.py"))[0] == 0
     found = {path.name: path.read_text() for path in logs.iterdir()}
-    assert found == {"rank0.log": "newer\n", "rankings.log": "older\n"}
+    assert found == {"launcher.log": "", "rank0.log": "newer\n", "rankings.log": "older\n"}
 
 
 def test_a_log_that_cannot_be_written_any_more_is_reported_once_and_the_job_goes_on(

@@ -121,11 +121,22 @@ def test_a_dry_run_prints_environment_and_commands_but_runs_nothing(
     assert (code, err) == (0, b"")
     assert "SHOAL_SECRET=<secret>\n" in text
     assert "OMP_NUM_THREADS=" in text
+    assert "SHOAL_REPORT_FD=<descriptor>\n" in text
     for rank in (0, 1):
         line = next(line for line in text.splitlines() if line.startswith(f"rank {rank}: "))
         assert f"SHOAL_RANK={rank} " in line
         assert line.endswith(f"{sys.executable} script.py --name 'a b'")
     assert not (workshop.path / "ran").exists()
+
+
+def test_a_variable_that_cannot_be_right_is_refused_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_RANK", "many")  # the launcher sets it anew
+    assert invoke(["run", "--dry-run", "true"]) == 0
+    monkeypatch.setenv("SHOAL_TIMEOUT", "soon")
+    assert invoke(["run", "true"]) == 2
+    assert capsys.readouterr().err == "shoal: SHOAL_TIMEOUT='soon': expected a positive number of seconds\n"
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,19 @@ class QuickLauncher:
             text=True,
         )
 
-    def run(self, size: int, *command: str, grace: float | None = None) -> tuple[int, str, str]:
+    def run(self, size: int, *command: str, **constants: float) -> tuple[int, str, str]:
         """Run a script and its arguments on ``size`` ranks.
 
         Args:
-            grace: seconds for a rank that failed first to end by itself; None: as usual.
+            constants: of the supervisor, in the place of its own.
 
         Returns:
             Exit code, stdout, stderr.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"size": size, "command": command, "out": str(self._out), "err": str(self._err)}
-        job["grace"] = grace
+        job: dict[str, Any] = {"size": size, "command": command, "out": str(self._out), "err": str(self._err)}
+        job["constants"] = constants
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
@@ -78,11 +78,12 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _launch(size: int, command: Sequence[str], out: str, err: str, grace: float | None) -> int:
+def _launch(size: int, command: Sequence[str], out: str, err: str, constants: Mapping[str, float]) -> int:
     from shoal.launch import process, run, supervisor
 
-    if grace is not None:
-        supervisor.CULPRIT_GRACE = grace
+    for name, value in constants.items():
+        assert hasattr(supervisor, name)
+        setattr(supervisor, name, value)
     signal.alarm(DEADLINE)
     for number, path in enumerate((os.devnull, out, err)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

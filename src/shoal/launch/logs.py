@@ -1,4 +1,4 @@
-"""A file for each rank, with what it writes: ``shoal run --log-dir``."""
+"""A file for each rank, and one for the launcher, with what they write: ``shoal run --log-dir``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 from ..errors import LaunchError
 
+#: who writes the launcher's own lines, in the place of a rank
+LAUNCHER = -1
+
 
 class Logs:
-    """The files ``rank0.log``, ``rank1.log`` and so on in a directory.
+    """The files ``launcher.log``, ``rank0.log``, ``rank1.log`` and so on in a directory.
 
     Args:
         directory: is made if it is not there.
@@ -20,37 +23,37 @@ class Logs:
     """
 
     def __init__(self, directory: Path, size: int) -> None:
-        self._files: list[int] = []
+        self._files: dict[int, int] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.glob("rank*.log"):  # of an earlier, larger job
                 number = path.stem.removeprefix("rank")
                 if number.isdecimal() and int(number) >= size:
                     path.unlink()
-            for rank in range(size):
-                path = directory / f"rank{rank}.log"
-                self._files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
+            for writer in (LAUNCHER, *range(size)):
+                path = directory / ("launcher.log" if writer == LAUNCHER else f"rank{writer}.log")
+                self._files[writer] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
             self.close()
             raise LaunchError(f"--log-dir {directory}: {error}") from error
 
-    def write(self, rank: int, data: bytes) -> str | None:
-        """Append to a rank's file; the reason in words if that failed, which ends the file."""
-        if self._files[rank] < 0:
+    def write(self, writer: int, data: bytes) -> str | None:
+        """Append to the file of a rank, or of :data:`LAUNCHER`; if that fails the file ends: the reason."""
+        if self._files[writer] < 0:
             return None
         view = memoryview(data)
         try:
             while view:
-                view = view[os.write(self._files[rank], view) :]
+                view = view[os.write(self._files[writer], view) :]
         except OSError as error:
-            os.close(self._files[rank])
-            self._files[rank] = -1
-            return f"the log of rank {rank} ends here: {error.strerror or error}"
+            os.close(self._files[writer])
+            self._files[writer] = -1
+            return error.strerror or str(error)
         return None
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files:
+        for file in self._files.values():
             if file >= 0:
                 os.close(file)
         self._files.clear()

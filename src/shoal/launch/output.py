@@ -11,7 +11,7 @@ from typing import IO
 
 from .environment import prefix
 from .lines import Lines
-from .logs import Logs
+from .logs import LAUNCHER, Logs
 from .sink import Sink, open_sinks
 
 #: bytes read from one pipe before the others get their turn
@@ -101,16 +101,18 @@ class Output:
     def _log(self, rank: int, data: bytes) -> None:
         trouble = None if self._logs is None else self._logs.write(rank, data)
         if trouble is not None:
-            self.say(f"shoal: {trouble}".encode())
+            self.say(f"shoal: the log of rank {rank} ends here: {trouble}".encode())
 
     def tail(self, rank: int) -> Sequence[bytes]:
         """The last lines of a rank's stderr."""
         return self._stderr[rank].tail
 
     def say(self, text: bytes) -> None:
-        """Write whole lines of the launcher's own to stderr."""
+        """Write whole lines of the launcher's own to stderr, and to its log."""
         for line in text.splitlines():
             self._err.line(self, b"", line, b"\n")
+        if self._logs is not None:
+            self._logs.write(LAUNCHER, text + (b"" if text.endswith(b"\n") else b"\n"))
 
     def next_show(self) -> float | None:
         """When :meth:`show` has something to do next."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
+from .. import config
 from ..rendezvous import job_record
 from ..store import TCPStoreServer
 from ..wording import counted, named
@@ -87,7 +88,8 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     "--log-dir",
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write what rank N says, stdout and stderr, to DIR/rankN.log too, in the place of an older one.",
+    help="Write what rank N says, stdout and stderr, to DIR/rankN.log too, in the place of an older one; "
+    "and what the launcher says to DIR/launcher.log.",
 )
 @click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
 @click.option(
@@ -114,6 +116,7 @@ def run(
     """
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
+    config.check_values({**os.environ, **Job(size).variables(0, "", "")})
     bound = shares(usable(), size) if bind else None
     if dry_run:
         click.echo(_plan(argv, size, extra, bound))
@@ -186,7 +189,7 @@ def _plan(
     """What ``--dry-run`` prints."""
     ranks = [Job(size).variables(rank, "tcp://127.0.0.1:<port>", "<port>") for rank in range(size)]
     for variables in ranks:
-        variables |= {"SHOAL_SECRET": "<secret>", "SHOAL_JOB": "<job>"}
+        variables |= {"SHOAL_SECRET": "<secret>", "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
     own_names = ("SHOAL_RANK", "SHOAL_LOCAL_RANK", "RANK", "LOCAL_RANK")
     same = {k: v for k, v in ranks[0].items() if k not in own_names}
     lines = ["each rank's environment, beside what it inherits:"]

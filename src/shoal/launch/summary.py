@@ -63,6 +63,8 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
         return "was ended by the launcher"
     if rank.status != 0 and causes.origin(ranks, rank) == first:
         return f"ended because rank {first} did ({describe(rank.status)})"
+    if rank.status == 0 and any(rank.index in report.ranks for other in ranks for report in other.reports):
+        return "ended with exit code 0 while others needed it"
     return _ended(rank.status)
 
 
@@ -81,6 +83,16 @@ def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
 def waiting(seconds: float, left: Sequence[int]) -> bytes:
     """What is said while ranks save their work after Ctrl-C."""
     return f"shoal: waiting {seconds:.0f} s for {ranks_named(left)}; press Ctrl-C again to kill\n".encode()
+
+
+def unannounced(ended: Sequence[int], running: Sequence[int]) -> bytes:
+    """What is said when ranks exited with 0 and left no group, while others run."""
+    still = "still runs" if len(running) == 1 else "still run"
+    them = "it" if len(ended) == 1 else "them"
+    text = f"shoal: {ranks_named(ended)} ended with exit code 0 without leaving a group of shoal; "
+    text += f"{ranks_named(running)} {still}: waiting for {them}, as torch's init_process_group does, "
+    text += "lasts until its timeout"
+    return f"{text}\n".encode()
 
 
 def leftovers(processes: Sequence[psutil.Process]) -> bytes:

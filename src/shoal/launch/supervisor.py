@@ -46,6 +46,8 @@ _LAST = 2.0
 _POLL = 0.02
 #: seconds in which most ranks end after Ctrl-C
 _SILENCE = 1.0
+#: seconds after which the user is told of a rank that ended without leaving a group, while others run
+UNANNOUNCED = 10.0
 
 
 class _Phase(enum.Enum):
@@ -87,6 +89,9 @@ class Supervisor:
         self._kill_at: float | None = None
         #: when the user is told for whom Ctrl-C waits
         self._remind_at: float | None = None
+        #: when the user is told of ranks that ended unannounced, and whether that has happened
+        self._unannounced_at: float | None = None
+        self._unannounced_told = False
         #: until when the culprit may end by itself
         self._spare_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -147,8 +152,8 @@ class Supervisor:
         """Handle what is ready, or wait for it until ``timeout`` or the next deadline."""
         assert self._output is not None
         now = time.monotonic()
-        moments = self._kill_at, self._spare_until, self._remind_at, self._output.next_show()
-        deadlines = [at - now for at in moments if at is not None]
+        moments = self._kill_at, self._spare_until, self._remind_at, self._unannounced_at
+        deadlines = [at - now for at in (*moments, self._output.next_show()) if at is not None]
         if timeout is not None:
             deadlines.append(timeout)
         for key, _ in self._selector.select(max(0.0, min(deadlines)) if deadlines else None):
@@ -157,6 +162,8 @@ class Supervisor:
         now = time.monotonic()
         if self._remind_at is not None and now >= self._remind_at:
             self._remind(now)
+        if self._unannounced_at is not None and now >= self._unannounced_at:
+            self._tell_of_unannounced_ends()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
         if self._spare_until is not None and now >= self._spare_until:
@@ -168,6 +175,8 @@ class Supervisor:
         status = rank.collect()
         if any(other.status is None for other in self._ranks):
             self._notes.add(rank.index, summary.describe(status))
+        if status == 0 and self._unannounced_at is None and not self._unannounced_told:
+            self._unannounced_at = time.monotonic() + UNANNOUNCED
         if rank is self._culprit:
             self._spare_until = None
         if self._phase is _Phase.RUNNING and status != 0:
@@ -177,10 +186,27 @@ class Supervisor:
                 self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE
             self._end_all()
 
-    def _cause(self) -> int:
-        """The index of the rank that failed first, now that one has failed."""
+    def _tell_of_unannounced_ends(self) -> None:
+        """Tell the user, once, of ranks that exited with 0 and left no group, while others run.
+
+        The launcher cannot know whether the others wait for them: torch's init_process_group tells nobody.
+        """
+        assert self._output is not None
+        self._unannounced_at = None
+        self._read_reports()
+        ended = [rank.index for rank in self._ranks if rank.status == 0 and not rank.reports]
+        running = [rank.index for rank in self._ranks if rank.status is None]
+        if ended and running and self._phase is _Phase.RUNNING:
+            self._unannounced_told = True
+            self._output.say(summary.unannounced(ended, running))
+
+    def _read_reports(self) -> None:
         for rank in self._ranks:
             rank.read_reports()
+
+    def _cause(self) -> int:
+        """The index of the rank that failed first, now that one has failed."""
+        self._read_reports()
         found = causes.cause(self._ranks)
         assert found is not None
         return found
