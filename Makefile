@@ -81,8 +81,8 @@ format: $(BIN)/ruff  ## rewrite every source in the one format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
-docs: $(DONE)/docs  ## the documentation as a site in out/docs; a dead link is an error
-	$(BIN)/mkdocs build --strict --site-dir out/docs
+docs: $(DONE)/docs  ## the documentation with the API reference as a site in out/docs; a dead link is an error
+	PYTHONPATH=. $(BIN)/mkdocs build --strict --site-dir out/docs
 
 # The tag says which glibc the wheel needs, which is that of the machine that builds it, or an older one.
 wheel: $(DONE)/shoal  ## a wheel for manylinux, checked and named by auditwheel, into dist/
@@ -131,5 +131,5 @@ $(BIN)/ruff:
 	@$(MAKE) --no-print-directory $(DONE)/shoal
 
 $(DONE)/docs: $(BIN)/ruff constraints.txt
-	$(PIP) mkdocs Pygments
+	$(PIP) mkdocs 'mkdocstrings[python]' Pygments
 	@touch $@

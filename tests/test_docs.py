@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools import reference
 
 import shoal
 import shoal.errors
@@ -75,6 +76,7 @@ def test_the_site_leads_to_every_page() -> None:
     assert len(listed) == len(set(listed))
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
     assert set(listed) == pages | {"readme.md", "changelog.md", "contributing.md"}
+    assert re.findall(r"^ *- [^:\n]+: (api/[\w-]+\.md)$", navigation, re.MULTILINE) == list(reference.pages())
     index = (ROOT / "docs" / "index.md").read_text()
     assert not {page for page in pages - {"index.md"} if f"]({page})" not in index}
 

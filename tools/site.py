@@ -14,6 +14,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from pygments.formatters import HtmlFormatter
+from tools import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -25,6 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the checkout's top and the style sheet of code."""
     for name, page in TOP.items():
         files.append(File.generated(config, page, content=from_top((ROOT / name).read_text())))
+    for page, content in reference.pages().items():
+        files.append(File.generated(config, page, content=content))
     style = HtmlFormatter(style="default").get_style_defs(".codehilite")
     files.append(File.generated(config, "code.css", content=style))
     return files

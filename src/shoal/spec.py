@@ -206,6 +206,7 @@ LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
     ),
 }
 
+#: As the source of a receive: the message may come from any rank.
 ANY_SOURCE = -1
 
 

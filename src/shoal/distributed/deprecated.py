@@ -101,4 +101,5 @@ class _ReduceOpNames:
         return value
 
 
+#: The reductions by an older name: ``reduce_op.SUM`` is ``ReduceOp.SUM``, with a warning.
 reduce_op = _ReduceOpNames()
