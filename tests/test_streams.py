@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.errors import UnsupportedOperation
+from shoal.errors import PeerLost, UnsupportedOperation, UsageError, WaitTimeout
 from shoal.future import Future, collect_all, pool, wait_all
+from shoal.group.submission import mapped
 from shoal.streams import CudaRuntime, DeviceEvents, device_tensors, register_runtime, runtime_of
-from tests.support.fake_streams import FakeRuntime, FakeStream
+from tests.support.fake_streams import FakeRuntime
 
 #: Two types of device that need no hardware.  The CPU is one of them: its tensors then count as a device's.
 META = torch.device("meta")
@@ -20,23 +25,28 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def runtime() -> Iterator[FakeRuntime]:
-    fake = FakeRuntime()
+    fake = FakeRuntime(held=True)
     register_runtime("meta", fake)
     register_runtime("cpu", fake)
     yield fake
     register_runtime("meta", None)
     register_runtime("cpu", None)
     assert pool.shutdown(10)
+    fake.close()
 
 
 def _engine_future(
-    runtime: FakeRuntime, value: torch.Tensor, *, high_priority: bool = False
+    runtime: FakeRuntime,
+    value: torch.Tensor,
+    *,
+    high_priority: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> Future[torch.Tensor]:
     """What an engine returns that has enqueued "reduce" on a stream of its own."""
-    stream = FakeStream(value.device, "engine")
+    stream = runtime.stream(value.device, "engine")
     with runtime.use(stream):
         runtime.enqueue(value.device, "reduce")
-    events = DeviceEvents(high_priority=high_priority)
+    events = DeviceEvents(high_priority=high_priority, check=check)
     events.record({value.device: stream})
     future: Future[torch.Tensor] = Future(device=events)
     future.set_result(value)
@@ -53,7 +63,9 @@ def test_a_future_is_done_as_soon_as_its_work_is_enqueued(runtime: FakeRuntime) 
 
 def test_a_blocking_wait_returns_when_the_work_has_run(runtime: FakeRuntime) -> None:
     value = torch.empty(1, device=META)
-    assert _engine_future(runtime, value).wait() is value
+    future = _engine_future(runtime, value)
+    runtime.release()
+    assert future.wait() is value
     assert runtime.done == ["reduce"]
 
 
@@ -63,6 +75,8 @@ def test_a_wait_that_does_not_block_orders_the_callers_stream_behind_the_work(ru
     assert future.wait(blocking=False) is value
     runtime.enqueue(META, "use")
     assert runtime.done == []
+    assert runtime.blocked == 0
+    runtime.release()
     runtime.finish(META)
     assert runtime.done == ["reduce", "use"]
 
@@ -73,6 +87,8 @@ def test_awaiting_does_not_block_the_loop_on_the_device(runtime: FakeRuntime) ->
 
     asyncio.run(main())
     assert runtime.done == []
+    assert runtime.blocked == 0
+    runtime.release()
     runtime.finish(META)
     assert runtime.done == ["reduce"]
 
@@ -91,6 +107,7 @@ def test_a_callback_has_a_fresh_stream_that_waits_for_the_work(runtime: FakeRunt
     grandchild.wait(10, blocking=False)
     assert runtime.done == []
     assert [stream.name for stream in runtime.pool] == ["meta low 0", "meta low 1"]
+    runtime.release()
     grandchild.wait(10)
     assert runtime.done == ["reduce", "double", "sum"]
     assert runtime.current_stream(META) is before
@@ -101,6 +118,7 @@ def test_the_priority_of_callbacks_is_chosen_where_the_future_is_made(
     runtime: FakeRuntime, high_priority: bool, name: str
 ) -> None:
     future = _engine_future(runtime, torch.empty(1, device=META), high_priority=high_priority)
+    runtime.release()
     child = future.then(lambda _: runtime.current_stream(META).name)
     assert child.wait(10) == name
     second = child.then(lambda _: runtime.current_stream(META).name)
@@ -108,6 +126,7 @@ def test_the_priority_of_callbacks_is_chosen_where_the_future_is_made(
 
 
 def test_callbacks_of_several_devices_have_a_stream_on_each(runtime: FakeRuntime) -> None:
+    runtime.release()
     values = [torch.empty(1, device=META), torch.empty(1)]
     events = DeviceEvents([META, CPU])
     future: Future[list[torch.Tensor]] = Future(device=events)
@@ -121,7 +140,8 @@ def test_callbacks_of_several_devices_have_a_stream_on_each(runtime: FakeRuntime
 
 def test_memory_is_tied_to_every_stream_that_works_on_it(runtime: FakeRuntime) -> None:
     value, source = torch.empty(1, device=META), torch.empty(1, device=META)
-    stream = FakeStream(META, "engine")
+    runtime.release()
+    stream = runtime.stream(META, "engine")
     events = DeviceEvents()
     events.record({META: stream})
     future: Future[dict[str, torch.Tensor]] = Future(device=events, keep=[source])
@@ -137,6 +157,7 @@ def test_memory_is_tied_to_every_stream_that_works_on_it(runtime: FakeRuntime) -
 
 
 def test_a_result_on_a_device_is_recognised_without_being_announced(runtime: FakeRuntime) -> None:
+    runtime.release()
     register_runtime("cpu", None)
     future: Future[int] = Future()
     child = future.then(lambda _: (runtime.enqueue(META, "make"), torch.empty(1, device=META))[1])
@@ -146,6 +167,7 @@ def test_a_result_on_a_device_is_recognised_without_being_announced(runtime: Fak
 
 
 def test_a_collection_waits_for_the_work_of_all_its_futures(runtime: FakeRuntime) -> None:
+    runtime.release()
     values = [torch.empty(1, device=META), torch.empty(2, device=META)]
     futures = [_engine_future(runtime, value) for value in values]
     runtime.recorded.clear()
@@ -154,6 +176,122 @@ def test_a_collection_waits_for_the_work_of_all_its_futures(runtime: FakeRuntime
     assert runtime.done == ["reduce", "reduce"]
     assert all("meta low 0" in runtime.streams_of(value) for value in values)
     assert wait_all(futures) == values
+
+
+def test_a_wait_gives_up_on_work_that_the_device_does_not_do_in_time(runtime: FakeRuntime) -> None:
+    value = torch.empty(1, device=META)
+    future = _engine_future(runtime, value)
+    with pytest.raises(WaitTimeout, match="work on the device is not done"):
+        future.wait(0.01)
+    with pytest.raises(WaitTimeout, match="work on the device is not done"):
+        wait_all([future, future], 0.01)
+    runtime.release()
+    assert wait_all([future, future], 10) == [value, value]
+
+
+def test_ctrl_c_ends_a_wait_for_a_device(runtime: FakeRuntime) -> None:
+    future = _engine_future(runtime, torch.empty(1, device=META))
+
+    def interrupt() -> None:
+        while not runtime.blocked:
+            time.sleep(1e-3)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    thread.join()
+    runtime.release()
+    future.wait(10)
+
+
+def test_waiting_for_all_need_not_block_the_host(runtime: FakeRuntime) -> None:
+    values = [torch.empty(1, device=META), torch.empty(2, device=META)]
+    assert wait_all([_engine_future(runtime, value) for value in values], blocking=False) == values
+    runtime.enqueue(META, "use")
+    assert (runtime.done, runtime.blocked) == ([], 0)
+    runtime.release()
+    runtime.finish(META)
+    assert sorted(runtime.done[:2]) == ["reduce", "reduce"]
+    assert runtime.done[2:] == ["use"]
+
+
+def test_a_failure_of_the_device_is_that_of_the_future(runtime: FakeRuntime) -> None:
+    future = _engine_future(runtime, torch.empty(1, device=META))
+    derived = mapped(future, lambda value: value)
+    broken = RuntimeError("the device fell off the bus")
+    runtime.stream_named("engine").fail(broken)
+    assert future.exception() is None  # nobody has asked the device yet
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="fell off") as caught:
+            future.wait(10)
+        assert caught.value is broken
+    assert future.exception() is broken
+    with pytest.raises(RuntimeError, match="fell off"):
+        future.value()
+    assert future.then(lambda f: f.exception()).wait(10) is broken
+    with pytest.raises(RuntimeError, match="fell off"):
+        derived.wait(10)
+
+
+def test_what_an_engine_finds_broken_after_the_events_fails_all_that_was_made_of_the_result(
+    runtime: FakeRuntime,
+) -> None:
+    runtime.release()
+    found: list[Exception] = []
+
+    def check() -> None:
+        if found:
+            raise found[0]
+
+    def made() -> list[Future[Any]]:
+        future = _engine_future(runtime, torch.empty(1, device=META), check=check)
+        return [
+            future,
+            future.then(lambda f: f.value()),
+            mapped(future, lambda value: value),
+            collect_all([future]),
+        ]
+
+    wait_all(made(), 10)
+    futures = made()
+    wait_all(futures, 10, blocking=False)
+    found.append(PeerLost("rank 1 is gone", [1]))
+    for future in futures:
+        with pytest.raises(PeerLost):
+            future.wait(10)
+
+
+def test_what_finishes_a_result_runs_on_streams_that_wait_for_it(runtime: FakeRuntime) -> None:
+    value = torch.empty(1, device=META)
+
+    def copy_back(given: torch.Tensor) -> torch.Tensor:
+        assert runtime.current_stream(META) is runtime.pool[-1]
+        runtime.enqueue(META, "copy back")
+        return given
+
+    staged = mapped(_engine_future(runtime, value), copy_back)
+    again = mapped(staged, copy_back)
+    assert again.wait(blocking=False) is value
+    runtime.enqueue(META, "use")
+    assert (runtime.done, runtime.blocked) == ([], 0)
+    runtime.release()
+    runtime.finish(META)
+    assert runtime.done == ["reduce", "copy back", "copy back", "use"]
+    assert staged.wait(10) is value
+    assert {"engine", "meta low 0"} <= runtime.streams_of(value)
+
+
+def test_a_callback_chooses_the_priority_of_its_streams(runtime: FakeRuntime) -> None:
+    future = _engine_future(runtime, torch.empty(1, device=META), high_priority=True)
+    runtime.release()
+    name = future.then(lambda _: runtime.current_stream(META).name, priority="low")
+    assert name.wait(10) == "meta low 0"
+    # What is made of its result has the priority that the engine chose.
+    assert name.then(lambda _: runtime.current_stream(META).name).wait(10) == "meta high 1"
+    with pytest.raises(UsageError, match='"high", "low" or None'):
+        future.then(print, priority=-1)  # type: ignore[arg-type]
 
 
 def test_a_failed_operation_has_no_events(runtime: FakeRuntime) -> None:
@@ -179,8 +317,9 @@ def test_an_engine_may_complete_its_future_from_a_source(runtime: FakeRuntime) -
         def notify(self, fn: object) -> None:
             raise AssertionError("nobody registers a callback here")
 
+    runtime.release()
     events = DeviceEvents()
-    stream = FakeStream(META, "engine")
+    stream = runtime.stream(META, "engine")
     with runtime.use(stream):
         runtime.enqueue(META, "reduce")
     events.record({META: stream})

@@ -22,6 +22,7 @@ namespace {
 constexpr double kSlice = 0.1;
 
 PyTypeObject* source_type = nullptr;
+PyObject* name_blocking = nullptr;  // interned, as the names of keywords are
 
 // The class of futures, and where its instances have what `__slots__` names.
 struct FutureClass {
@@ -224,9 +225,16 @@ bool settled(PyObject* self) {
   return done;
 }
 
+// Whether a call says nothing but `blocking=`, which makes no difference to results on the CPU.
+bool plain_wait(Py_ssize_t count, PyObject* names) {
+  if (count != 0) return false;
+  if (names == nullptr) return true;
+  return PyTuple_GET_SIZE(names) == 1 && PyTuple_GET_ITEM(names, 0) == name_blocking;
+}
+
 // Future.wait; whatever is unusual goes on in Python.
 PyObject* future_wait(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
-  if (count == 0 && names == nullptr && settled(self)) return Py_NewRef(slot(self, future.value));
+  if (plain_wait(count, names) && settled(self)) return Py_NewRef(slot(self, future.value));
   std::vector<PyObject*> all{self};
   all.insert(all.end(), arguments, arguments + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
   return PyObject_Vectorcall(future.wait, all.data(), static_cast<std::size_t>(count) + 1, names);
@@ -301,6 +309,7 @@ void bind_source(nb::module_& m) {
   PyObject* type = PyType_FromSpec(&shoal::source_spec);
   if (type == nullptr) throw nb::python_error();
   shoal::source_type = reinterpret_cast<PyTypeObject*>(type);
+  shoal::name_blocking = PyUnicode_InternFromString("blocking");
   m.attr("Source") = nb::borrow(type);
   m.def("learn_futures", &shoal::learn_futures, nb::arg("future_class"), nb::arg("wait"),
         "Take over `wait` of a class of futures; `wait` is what it does in unusual cases.");

@@ -14,6 +14,7 @@ The design is that of "CUDA-aware future for distributed" (pytorch issue 48305).
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +22,12 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedOperation
+
+#: Seconds that an event is asked for without a pause, and the pauses after that.
+_SPIN, _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 10e-6, 1e-3
+
+#: Seconds that a runtime is asked to block for at a time: Ctrl-C is seen in between.
+_SLICE = 0.1
 
 
 class StreamRuntime(abc.ABC):
@@ -47,8 +54,32 @@ class StreamRuntime(abc.ABC):
         """Let work enqueued on ``stream`` from now on run after ``event``; does not block."""
 
     @abc.abstractmethod
-    def synchronize(self, event: Any) -> None:
-        """Block the calling thread until ``event`` has occurred."""
+    def query(self, event: Any) -> bool:
+        """Whether ``event`` has occurred; never blocks.
+
+        Raises:
+            Exception: the device failed before it did.
+        """
+
+    def synchronize(self, event: Any, timeout: float | None = None) -> bool:
+        """Block the calling thread until ``event`` has occurred; False when ``timeout`` seconds ran out.
+
+        Asks :meth:`query`, at first without a pause, then at growing ones: a device has no way of its own to
+        wait for an event only so long.
+
+        Raises:
+            Exception: the device failed before it did.
+        """
+        begin = time.monotonic()
+        pause = _FIRST_PAUSE
+        while not self.query(event):
+            waited = time.monotonic() - begin
+            if timeout is not None and waited >= timeout:
+                return False
+            if waited > _SPIN:
+                time.sleep(pause if timeout is None else min(pause, timeout - waited))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
 
     @abc.abstractmethod
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -77,8 +108,9 @@ class CudaRuntime(StreamRuntime):
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
-    def synchronize(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
+    def query(self, event: torch.cuda.Event) -> bool:
+        query: Callable[[], bool] = event.query
+        return query()
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
@@ -136,13 +168,23 @@ class DeviceEvents:
     Args:
         devices: with an index each.  Those of the tensors in the value are found without being named.
         high_priority: whether callbacks get streams of high priority.
+        check: called when the host has waited for the events, before it uses the value: raises what broke the
+            work, for engines whose events occur also when it was cut short.  The results of callbacks have
+            it too.
     """
 
-    __slots__ = ("_devices", "_high_priority", "_recorded")
+    __slots__ = ("_checks", "_devices", "_high_priority", "_recorded")
 
-    def __init__(self, devices: Iterable[torch.device] = (), *, high_priority: bool = False) -> None:
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (),
+        *,
+        high_priority: bool = False,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._devices = dict.fromkeys(devices)
         self._high_priority = high_priority
+        self._checks: tuple[Callable[[], None], ...] = () if check is None else (check,)
         #: (device, stream, event)
         self._recorded: list[tuple[torch.device, Any, Any]] = []
         for device in self._devices:
@@ -155,16 +197,19 @@ class DeviceEvents:
             self._recorded.append((device, stream, runtime_of(device).record(stream)))
 
     def successor(self) -> DeviceEvents:
-        """Events of the same devices and priority, none recorded yet: for the result of a callback."""
-        return DeviceEvents(self._devices, high_priority=self._high_priority)
+        """Of the same devices, priority and checks, no event recorded yet: for a value made from this one."""
+        result = DeviceEvents(self._devices, high_priority=self._high_priority)
+        result._checks = self._checks
+        return result
 
     @staticmethod
     def merged(parts: Iterable[DeviceEvents]) -> DeviceEvents:
-        """All events of ``parts``, at high priority if any part has it."""
+        """All events and checks of ``parts``, at high priority if any part has it."""
         result = DeviceEvents()
         for part in parts:
             result._devices.update(part._devices)
             result._recorded.extend(part._recorded)
+            result._checks += part._checks
             result._high_priority = result._high_priority or part._high_priority
         return result
 
@@ -184,32 +229,50 @@ class DeviceEvents:
         for device, stream, _ in self._recorded:
             _protect(tensors, device, stream)
 
-    def wait(self, value: object, blocking: bool) -> None:
-        """Make ``value`` usable for the caller.
+    def order(self, value: object) -> None:
+        """Make the current streams of the calling thread wait for the events; the host does not.
 
         Args:
-            value: of the future; its memory is kept from reuse while the caller's streams work on it.
-            blocking: whether to block until the events have occurred, or to make only the current
-                streams of the calling thread wait for them.
+            value: of the future; its memory is kept from reuse while these streams work on it.
         """
         tensors = list(device_tensors(value))
         for device, _, event in self._recorded:
             runtime = runtime_of(device)
             current = runtime.current_stream(device)
-            if blocking:
-                runtime.synchronize(event)
-            else:
-                runtime.wait_event(current, event)
+            runtime.wait_event(current, event)
             _protect(tensors, device, current)
 
-    @contextmanager
-    def callback_streams(self, value: object) -> Iterator[None]:
-        """A context in which each device's current stream is a fresh one that waits for the events."""
+    def synchronize(self, value: object, timeout: float | None = None) -> bool:
+        """Block until the events have occurred; False when ``timeout`` seconds ran out.
+
+        Args:
+            value: of the future; its memory is kept from reuse while the current streams work on it.
+
+        Raises:
+            Exception: the device, or the work on it, failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         tensors = list(device_tensors(value))
-        streams = {
-            device: runtime_of(device).stream_from_pool(device, self._high_priority)
-            for device in self._devices
-        }
+        for device, _, event in self._recorded:
+            runtime = runtime_of(device)
+            while not runtime.synchronize(event, _slice(deadline)):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False
+            _protect(tensors, device, runtime.current_stream(device))
+        for check in self._checks:
+            check()
+        return True
+
+    @contextmanager
+    def streams_behind(self, value: object, high_priority: bool | None = None) -> Iterator[None]:
+        """A context in which each device's current stream is a fresh one that waits for the events.
+
+        Args:
+            high_priority: of these streams; None: as was said when this was made.
+        """
+        tensors = list(device_tensors(value))
+        high = self._high_priority if high_priority is None else high_priority
+        streams = {device: runtime_of(device).stream_from_pool(device, high) for device in self._devices}
         for device, _, event in self._recorded:
             runtime_of(device).wait_event(streams[device], event)
         with ExitStack() as stack:
@@ -228,6 +291,15 @@ def events_behind(value: object, given: DeviceEvents | None, inputs: object) -> 
         given = DeviceEvents()
     given.complete(value, inputs)
     return given
+
+
+def _slice(deadline: float | None) -> float:
+    return _SLICE if deadline is None else min(_SLICE, max(0.0, deadline - time.monotonic()))
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on ``device`` runs later than it is enqueued: the host does not see results at once."""
+    return device.type in _runtimes
 
 
 def _protect(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:

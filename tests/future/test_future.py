@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shoal.errors import InvalidFutureState, UsageError, WaitTimeout
-from shoal.future import Future, pool
+from shoal.errors import GroupError, InvalidFutureState, UsageError, WaitTimeout
+from shoal.future import Future, collect_all, pool
+from shoal.group.submission import mapped
 
 from .sources import InstantSource, ManualSource
 
@@ -311,3 +312,35 @@ def test_a_forked_child_can_use_futures_of_its_own() -> None:
         os._exit(0 if child.wait(10) == 2 and pool.thread_count() == 1 else 1)
     leave.set()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class _Cancellable(ManualSource):
+    def __init__(self, can: bool) -> None:
+        super().__init__()
+        self._can = can
+
+    def cancel(self) -> bool:
+        if self._can:
+            self.complete(GroupError("cancelled"))
+        return self._can
+
+
+def test_a_future_is_cancelled_if_its_engine_can() -> None:
+    future: Future[int] = Future(_Cancellable(True), value=1)
+    derived = mapped(future, lambda value: value)
+    assert derived.cancel()
+    for each in (derived, future):
+        with pytest.raises(GroupError, match="cancelled"):
+            each.wait(10)
+        assert not each.cancel()
+
+
+def test_what_cannot_be_cancelled_goes_on() -> None:
+    source = _Cancellable(False)
+    future: Future[int] = Future(source, value=1)
+    plain: Future[int] = Future()
+    futures = [future, plain, Future(ManualSource()), future.then(lambda f: f.value()), collect_all([future])]
+    assert not any(each.cancel() for each in futures)
+    source.complete()
+    assert future.wait(10) == 1
+    assert not future.cancel()

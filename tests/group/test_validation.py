@@ -52,6 +52,11 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
         lambda g: g.all_reduce(ones.to("meta")),
         "x is on meta, but the group takes tensors on cpu",
     ),
+    (
+        "memory elsewhere",
+        lambda g: g.empty(3, device="meta"),
+        "device is meta, but the group takes tensors on cpu",
+    ),
     ("expanded output", lambda g: g.all_reduce(expanded), "several elements at one address"),
     ("expanded target", lambda g: g.recv(expanded, 0), "several elements at one address"),
     ("unknown reduction", lambda g: g.all_reduce(ones, "mean"), "unknown reduction 'mean'"),

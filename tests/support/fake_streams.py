@@ -1,88 +1,227 @@
-"""A device of no substance: streams are queues that run nothing until somebody synchronises."""
+"""A device of no substance, whose streams are threads that a test can hold, step and break."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from shoal.streams import StreamRuntime
 
+#: Seconds that a test waits for a stream before it says so.
+_PATIENCE = 30.0
 
-@dataclass(eq=False)
+
 class FakeEvent:
-    """Occurs when its stream has run what was enqueued before it."""
+    """Occurs when its stream has run what was enqueued before it; fails if the stream breaks before."""
 
-    stream: FakeStream
-    occurred: bool = False
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+        self.error: Exception | None = None
+        self._over = threading.Event()
+
+    def occur(self, error: Exception | None = None) -> None:
+        self.error = error
+        self._over.set()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether it occurred in time; raises what broke the stream."""
+        over = self._over.wait(timeout)
+        if over and self.error is not None:
+            raise self.error
+        return over
 
 
-@dataclass(eq=False)
 class FakeStream:
-    """A queue of work; ``run`` takes from its head."""
+    """Work that a thread of its own runs, one piece after another.
 
-    device: torch.device
-    name: str
-    queue: list[Callable[[], None]] = field(default_factory=list)
+    Args:
+        held: whether nothing runs until :meth:`release` or :meth:`step`.
+    """
 
-    def run_until(self, event: FakeEvent) -> None:
-        while not event.occurred:
-            self.queue.pop(0)()
+    def __init__(self, device: torch.device, name: str, *, held: bool = False) -> None:
+        self.device = device
+        self.name = name
+        self._condition = threading.Condition()
+        self._queue: deque[Callable[[Exception | None], None]] = deque()
+        self._allowed = 0 if held else None
+        self._broken: Exception | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # -- what tests do ---------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Run nothing more until :meth:`release`."""
+        with self._condition:
+            self._allowed = 0
+
+    def step(self, count: int = 1) -> None:
+        """Let a held stream run ``count`` more pieces of work."""
+        with self._condition:
+            assert self._allowed is not None, f"{self.name} is not held"
+            self._allowed += count
+            self._condition.notify_all()
+
+    def release(self) -> None:
+        """Run what there is and what comes."""
+        with self._condition:
+            self._allowed = None
+            self._condition.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Run nothing ever again: all events that have not occurred yet fail with ``error``."""
+        with self._condition:
+            self._broken = self._broken or error
+            self._condition.notify_all()
+
+    # -- what a device does ----------------------------------------------------------------------
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        self._put(lambda error: None if error is not None else work())
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent(self)
+        self._put(event.occur)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """What comes now runs after ``event``; a failure of the one stream is one of the other."""
+        self.enqueue(partial(event.wait, None))
+
+    def close(self) -> None:
+        """End the thread; what was not run is failed."""
+        with self._condition:
+            self._closed = True
+            self._broken = self._broken or RuntimeError(f"{self.name} was closed")
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+            assert not self._thread.is_alive(), f"{self.name} waits for an event that never occurs"
+
+    def _put(self, work: Callable[[Exception | None], object]) -> None:
+        with self._condition:
+            self._queue.append(work)
+            self._condition.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"stream {self.name}", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._broken or (self._queue and self._allowed != 0)):
+                    self._condition.wait()
+                if not self._queue:
+                    if self._closed:
+                        return
+                    self._condition.wait()
+                    continue
+                work, error = self._queue.popleft(), self._broken
+                if self._allowed:
+                    self._allowed -= 1
+            try:
+                work(error)
+            except Exception as failure:
+                self.fail(failure)
+            # What it refers to must not live until the next piece of work comes.
+            del work
 
 
 class FakeRuntime(StreamRuntime):
-    """Streams by name; ``done`` lists the work that has run, ``recorded`` whose memory is tied to what."""
+    """Streams by name.
 
-    def __init__(self) -> None:
+    Args:
+        held: whether new streams begin held.
+
+    Attributes:
+        done: the work that has run, see :meth:`enqueue`.
+        recorded: whose memory is tied to which stream.
+        pool: the streams that were given out for independent work.
+        blocked: how often the host blocked until an event occurred.
+    """
+
+    def __init__(self, *, held: bool = False) -> None:
         self.done: list[str] = []
         self.recorded: list[tuple[torch.Tensor, str]] = []
         self.pool: list[FakeStream] = []
+        self.blocked = 0
+        self._held = held
+        self._streams: list[FakeStream] = []
         self._current = threading.local()
+
+    def stream(self, device: torch.device, name: str) -> FakeStream:
+        """A new stream."""
+        stream = FakeStream(device, name, held=self._held)
+        self._streams.append(stream)
+        return stream
+
+    def stream_named(self, name: str) -> FakeStream:
+        """The latest of that name."""
+        return next(stream for stream in reversed(self._streams) if stream.name == name)
 
     def enqueue(self, device: torch.device, work: str) -> None:
         """Put ``work`` on the current stream, as a kernel launch does."""
-        self.current_stream(device).queue.append(lambda: self.done.append(work))
+        self.current_stream(device).enqueue(lambda: self.done.append(work))
+
+    def release(self) -> None:
+        """Hold no stream any more."""
+        self._held = False
+        for stream in self._streams:
+            stream.release()
+
+    def close(self) -> None:
+        """End the threads of all streams."""
+        for stream in self._streams:
+            stream.fail(RuntimeError("the device was closed"))
+        for stream in self._streams:
+            stream.close()
+
+    # -- the interface ---------------------------------------------------------------------------
 
     def current_stream(self, device: torch.device) -> FakeStream:
         streams: dict[torch.device, FakeStream] = self._current.__dict__.setdefault("streams", {})
-        return streams.setdefault(device, FakeStream(device, f"{threading.current_thread().name}'s"))
+        if device not in streams:
+            streams[device] = self.stream(device, f"{threading.current_thread().name}'s")
+        return streams[device]
 
     def stream_from_pool(self, device: torch.device, high_priority: bool) -> FakeStream:
         priority = "high" if high_priority else "low"
-        self.pool.append(FakeStream(device, f"{device.type} {priority} {len(self.pool)}"))
+        self.pool.append(self.stream(device, f"{device.type} {priority} {len(self.pool)}"))
         return self.pool[-1]
 
     @contextmanager
     def use(self, stream: FakeStream) -> Iterator[None]:
         before = self.current_stream(stream.device)
         self._current.streams[stream.device] = stream
-        yield
-        self._current.streams[stream.device] = before
+        try:
+            yield
+        finally:
+            self._current.streams[stream.device] = before
 
     def record(self, stream: FakeStream) -> FakeEvent:
-        event = FakeEvent(stream)
-
-        def occur() -> None:
-            event.occurred = True
-
-        stream.queue.append(occur)
-        return event
+        return stream.record()
 
     def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
-        stream.queue.append(lambda: self.synchronize(event))
+        stream.wait_event(event)
 
-    def synchronize(self, event: FakeEvent) -> None:
-        event.stream.run_until(event)
+    def query(self, event: FakeEvent) -> bool:
+        return event.wait(0.0)
+
+    def synchronize(self, event: FakeEvent, timeout: float | None = None) -> bool:
+        self.blocked += 1
+        return event.wait(timeout)
 
     def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         self.recorded.append((tensor, stream.name))
 
     def finish(self, device: torch.device) -> None:
-        """Run all work of the current stream and what it waits for."""
-        self.synchronize(self.record(self.current_stream(device)))
+        """Wait until the current stream has run all that it has."""
+        assert self.record(self.current_stream(device)).wait(_PATIENCE), "a stream is held"
 
     def streams_of(self, tensor: torch.Tensor) -> set[str]:
         """The names of the streams to which the memory of ``tensor`` is tied."""

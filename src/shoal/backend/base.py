@@ -131,9 +131,13 @@ class DataChannel(abc.ABC):
         """
         return NoShortcut()
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised ``uint8`` memory that the channel can use without staging copies."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Uninitialised ``uint8`` memory on ``device`` that the channel can use without staging copies.
+
+        Args:
+            device: of one of the types in :attr:`devices`.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def failure(self) -> GroupError | None:
         """What broke the channel, or None.  Cheap; never blocks."""

@@ -299,7 +299,7 @@ class NativeChannel(DataChannel):
             return _CoreFuture(source)
         return _CoreFuture(source, finish=lambda: _received(core, operation.outputs))
 
-    def empty(self, nbytes: int) -> torch.Tensor:
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         with _limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):

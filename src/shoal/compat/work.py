@@ -64,11 +64,11 @@ class Work(WorkMethods, dist.Work):
 
     def block_current_stream(self) -> None:
         """The same as :meth:`wait`."""
-        self._future.wait()
+        self._future.wait(blocking=False)
 
     def result(self) -> Any:
         """Wait, and return the list of the tensors that were written."""
-        self._future.wait()
+        self._future.wait(blocking=False)
         return self._result
 
     def source_rank(self) -> int:
@@ -160,7 +160,7 @@ class KeyedFuture(torch.futures.Future[Any]):
 
     def wait(self) -> Any:
         try:
-            self._future.wait()
+            self._future.wait(blocking=False)
         finally:
             if self._future.done():
                 self._settle(self._future)

@@ -132,5 +132,5 @@ def finished(future: Future[Any], outputs: Sequence[torch.Tensor], async_op: boo
     """What a function returns: a work if it was called with ``async_op``, else None after waiting."""
     if async_op:
         return Work(future, outputs)
-    future.wait()
+    future.wait(blocking=False)
     return None

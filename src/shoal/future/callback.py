@@ -12,14 +12,25 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """A callback that a user registered: its function, its index, and the future of its result."""
+    """A callback that a user registered: its function, its index, and the future of its result.
 
-    __slots__ = ("_child", "_fn", "_index", "_turns")
+    Args:
+        high_priority: of the streams that it runs under; None: as the engine of the future chose.
+    """
 
-    def __init__(self, fn: Callable[[Future[Any]], Any], index: int, child: Future[Any] | None) -> None:
+    __slots__ = ("_child", "_fn", "_high_priority", "_index", "_turns")
+
+    def __init__(
+        self,
+        fn: Callable[[Future[Any]], Any],
+        index: int,
+        child: Future[Any] | None,
+        high_priority: bool | None,
+    ) -> None:
         self._fn = fn
         self._index = index
         self._child = child
+        self._high_priority = high_priority
         #: Ctrl-C may have it queued twice; only who takes this away runs it.
         self._turns = [1]
 
@@ -37,7 +48,7 @@ class Callback:
             else:
                 if self._child is not None:
                     self._child._device = device.successor()
-                with device.callback_streams(future._payload()):
+                with device.streams_behind(future._payload(), self._high_priority):
                     self._call(future)
         except BaseException as error:
             if self._child is None or self._child.done():

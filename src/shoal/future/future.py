@@ -27,7 +27,7 @@ from functools import partial
 from itertools import starmap
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents, events_behind
@@ -39,6 +39,9 @@ from .source import Source
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+#: Of the streams that a callback runs under.
+Priority = Literal["high", "low"]
 
 _logger = logging.getLogger("shoal")
 
@@ -120,13 +123,15 @@ class Future(Generic[T]):
         """Wait for completion and return the value, or raise what went wrong.
 
         Args:
-            timeout: seconds; ``None`` waits as long as the operation's own timeout lets it run.
+            timeout: seconds, for results on devices too; ``None`` waits as long as the operation's own
+                timeout lets it run.
             blocking: for results on devices: whether to block until they are computed, or to return
                 once they are enqueued, with the current streams of this thread waiting for them.
 
         Raises:
             WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
         """
+        begun = 0.0 if timeout is None else time.monotonic()
         if not self._done:
             source = self._source
             if timeout is None and source is not None and source.wait(WAIT_SLICE):
@@ -144,11 +149,15 @@ class Future(Generic[T]):
             origin = self._value
             del self
             try:
-                raise error.with_traceback(cast(TracebackType | None, origin))
+                raise error.with_traceback(_traceback(origin))
             finally:
                 del error
-        if self._device is not None:
-            self._device.wait(self._value, blocking)
+        device = self._device
+        if device is not None:
+            if blocking:
+                self._synchronize(device, begun, timeout)
+            else:
+                device.order(self._payload())
         return self._value
 
     #: The same as :meth:`wait`.
@@ -176,7 +185,7 @@ class Future(Generic[T]):
             origin = self._value
             del self  # see wait
             try:
-                raise error.with_traceback(cast(TracebackType | None, origin))
+                raise error.with_traceback(_traceback(origin))
             finally:
                 del error
         return self._value
@@ -212,14 +221,14 @@ class Future(Generic[T]):
             origin = self._value
             del self  # see wait
             try:
-                raise error.with_traceback(cast(TracebackType | None, origin))
+                raise error.with_traceback(_traceback(origin))
             finally:
                 del error
         return self.wait(blocking=False)
 
     # -- callbacks -----------------------------------------------------------------------------
 
-    def then(self, fn: Callable[[Future[T]], U]) -> Future[U]:
+    def then(self, fn: Callable[[Future[T]], U], *, priority: Priority | None = None) -> Future[U]:
         """A future of ``fn(self)``, which runs in a thread of its own once this future is complete.
 
         ``fn`` runs also if the operation failed (``value()`` then raises).  What it raises becomes
@@ -231,14 +240,19 @@ class Future(Generic[T]):
 
         Operations issued in callbacks are matched across ranks by their place in the callback, so
         every rank must register the same callbacks on a future in the same order.
+
+        Args:
+            priority: of those fresh streams, ``"high"`` or ``"low"``; None: as the engine chose.
         """
+        if priority not in (None, "high", "low"):
+            raise UsageError(f'then: priority must be "high", "low" or None, got {priority!r}')
         child: Future[U] = Future()
-        self._register(fn, child)
+        self._register(fn, child, priority)
         return child
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Run ``fn(self)`` like :meth:`then`, for its effect: an exception is logged, not kept."""
-        self._register(fn, None)
+        self._register(fn, None, None)
 
     # -- completing ----------------------------------------------------------------------------
 
@@ -262,6 +276,17 @@ class Future(Generic[T]):
         if not isinstance(error, BaseException):
             raise UsageError(f"set_exception takes an exception, got {type(error).__name__}: {error!r}")
         self._set(None, error, None)
+
+    def cancel(self) -> bool:
+        """Try to end the operation before its time.
+
+        Returns:
+            Whether it will end as cancelled: the future then fails, at once or soon, with what its engine
+            says of that.  False if the operation is complete or cannot be cancelled (no collective can: its
+            other members would wait for this one); it goes on as if nobody had asked.
+        """
+        ask = getattr(self._source, "cancel", None)
+        return ask is not None and not self.done() and bool(ask())
 
     def __repr__(self) -> str:
         state = "pending"
@@ -314,7 +339,8 @@ class Future(Generic[T]):
         try:
             claims.append(claim)
             if claims[0] is claim:
-                if self._finish is None and self._device is None and source.exception() is None:
+                plain = self._finish is None and self._device is None and not hasattr(source, "events")
+                if plain and source.exception() is None:
                     self._publish(self._value, None, None)
                 else:
                     self._conclude(source, claim)
@@ -324,27 +350,67 @@ class Future(Generic[T]):
 
     def _conclude(self, source: Source, claim: list[Any]) -> None:
         """Publish the outcome of ``source``.  ``claim`` is empty or, the second time, has the value."""
-        finish, keep = self._finish, self._keep
-        value: T | None = self._value
+        finish, value = self._finish, self._value
         events = None
         try:
             error = source.exception()
             if error is not None:
                 # Engines hand one object to many futures: what it met elsewhere does not belong here.
                 error.__traceback__ = None
-            else:
-                if finish is not None:
-                    if not claim:
-                        # One call of C, so that no Ctrl-C comes between the end of `finish` and its value.
-                        claim.extend(starmap(finish, _ONCE))
-                    value = claim[0]
-                if self._device is not None:
-                    events = events_behind(value, self._device, keep)
+            # One call of C each, so that no Ctrl-C comes between the end of `finish` and its value.
+            elif self._device is not None or hasattr(source, "events"):
+                if not claim:
+                    claim.extend(starmap(self._finish_on_devices, ((source,),)))
+                value, events = claim[0]
+            elif finish is not None:
+                if not claim:
+                    claim.extend(starmap(finish, _ONCE))
+                value = claim[0]
         except BaseException as raised:
             if _is_interrupt(raised):
                 raise
             error = without_frames(raised, 1)
         self._publish(value, error, events)
+
+    def _finish_on_devices(self, source: Source) -> tuple[T, DeviceEvents | None]:
+        """The value, with ``finish`` run under streams that wait for what it reads, and its own events."""
+        finish, keep = self._finish, self._keep
+        events, read = source.events() if hasattr(source, "events") else (self._device, keep)
+        if events is None:
+            return self._value if finish is None else finish(), None
+        events.complete(None, keep)
+        if finish is None:
+            value, own = self._value, DeviceEvents.merged([events])
+            own.complete(value, keep)
+        else:
+            with events.streams_behind(read):
+                value, own = finish(), events.successor()
+                own.complete(value, keep)
+        return value, own
+
+    def _synchronize(self, device: DeviceEvents, begun: float, timeout: float | None) -> None:
+        """Block until the work on devices is done, ``timeout`` seconds at most from ``begun`` on."""
+        left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
+        try:
+            in_time = device.synchronize(self._payload(), left)
+        except Exception as failure:
+            self._fail_late(failure.with_traceback(None))
+            del self  # see wait
+            raise
+        if not in_time:
+            raise WaitTimeout(
+                f"gave up waiting after {timeout} s for {self!r}, whose work on the device is not done; "
+                "it goes on, wait again for it"
+            )
+
+    def _fail_late(self, failure: Exception) -> None:
+        """What the device met is the outcome of the future from now on; the first failure stays."""
+        with pool.lock:
+            if self._error is None:
+                self._error = failure
+                self._device = None
+                if self.record is not None:
+                    self.record[-1] = in_words(failure)
 
     def _take_up(self, source: Source, claim: list[Any]) -> None:
         """Go on where Ctrl-C cut :meth:`_settle` off."""
@@ -458,13 +524,15 @@ class Future(Generic[T]):
             if self._subscribers is not None and subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)
 
-    def _register(self, fn: Callable[[Future[T]], Any], child: Future[Any] | None) -> None:
+    def _register(
+        self, fn: Callable[[Future[T]], Any], child: Future[Any] | None, priority: Priority | None
+    ) -> None:
         with pool.lock:
             index = self._callbacks
             self._callbacks += 1
         if child is not None and self.key is not None:
             child.key = derive_key(b"then", self.key, index)
-        callback = Callback(fn, index, child)
+        callback = Callback(fn, index, child, None if priority is None else priority == "high")
         self._subscribe(lambda future: pool.submit(partial(callback.run, future)))
 
     def _refuse_second_outcome(self) -> None:
@@ -479,6 +547,11 @@ class Future(Generic[T]):
         if isinstance(value, list) and value and isinstance(value[0], Future):
             return [future._value for future in value]
         return value
+
+
+def _traceback(value: object) -> TracebackType | None:
+    """Of a failed future's value: it lies there, unless the failure came from the device after completion."""
+    return value if isinstance(value, TracebackType) else None
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:

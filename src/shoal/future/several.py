@@ -16,11 +16,12 @@ from .scope import derive_key
 T = TypeVar("T")
 
 
-def wait_all(futures: Iterable[Future[T]], timeout: float | None = None) -> list[T]:
+def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, blocking: bool = True) -> list[T]:
     """Wait for all ``futures`` and return their values, in order.
 
     Args:
         timeout: seconds for all together; ``None`` for no limit.
+        blocking: for results on devices, as for :meth:`Future.wait`.
 
     Raises:
         BaseException: that of a future which failed, within a fraction of a second, without waiting
@@ -44,7 +45,11 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None) -> list
                     "their operations go on"
                 )
         future.value()
-    return [future.wait() for future in futures]
+    # All are complete: what is left is the work on devices.
+    return [
+        future.wait(None if deadline is None else max(0.0, deadline - time.monotonic()), blocking=blocking)
+        for future in futures
+    ]
 
 
 def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Future[T]:
@@ -145,6 +150,12 @@ class Completion:
 
     def exception(self) -> BaseException | None:
         return self._future.exception()
+
+    def events(self) -> tuple[DeviceEvents | None, object]:
+        return self._future._device, self._future._payload()
+
+    def cancel(self) -> bool:
+        return self._future.cancel()
 
     def notify(self, fn: Callable[[], None]) -> None:
         self._future._subscribe(lambda _: fn())

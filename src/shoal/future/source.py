@@ -7,7 +7,15 @@ from typing import Protocol
 
 
 class Source(Protocol):
-    """An operation of an engine, as a future sees it.  All methods may be called from any thread."""
+    """An operation of an engine, as a future sees it.  All methods may be called from any thread.
+
+    Two more methods may be there:
+
+    - ``cancel() -> bool``: end the operation before its time if that is possible; whether it will end so.
+      It completes then with an exception that says so.
+    - ``events() -> tuple[DeviceEvents | None, object]``, for a source that stands for another future: the
+      events behind which that one's value is usable, and the tensors in it.  Called after completion only.
+    """
 
     def wait(self, timeout: float | None) -> bool:
         """Block, without the GIL, until the operation is complete; False when time ran out (or earlier)."""

@@ -38,7 +38,7 @@ def _like(x: torch.Tensor, channel: DataChannel) -> torch.Tensor:
     if size >= _LARGE and x.is_cpu:
         # The channel need not copy from its own memory, nor the system clear it for each call.
         with contextlib.suppress(OutOfSharedMemory):
-            return channel.empty(size).view(x.dtype).view(x.shape)
+            return channel.empty(size, x.device).view(x.dtype).view(x.shape)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -173,7 +173,12 @@ class ProcessGroup(Objects, MonitoredBarrier):
     # -- memory --------------------------------------------------------------------------------
 
     @explained(called)
-    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(
+        self,
+        *shape: int | Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
         """An uninitialised tensor in memory that the backend uses without copies.
 
         With the native backend this is memory that the whole group on this host can see, in which an
@@ -182,6 +187,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         Args:
             shape: as for ``torch.empty``.
             dtype: one that can be sent.
+            device: one whose tensors the group takes; None: the CPU, if it is one of them.
 
         Raises:
             OutOfSharedMemory: there is no memory left; the group stays usable.
@@ -195,8 +201,9 @@ class ProcessGroup(Objects, MonitoredBarrier):
         lengths = torch.Size(dimensions)  # type: ignore[arg-type]
         if any(length < 0 for length in lengths):
             call.refuse(f"the shape {tuple(lengths)} has a negative dimension")
-        count = math.prod(lengths)
-        return self._channel.empty(count * dtype.itemsize).view(dtype).view(lengths)
+        place = self._scratch_device if device is None else torch.device(device)
+        call.device(place, "device is")
+        return self._channel.empty(math.prod(lengths) * dtype.itemsize, place).view(dtype).view(lengths)
 
     # -- several messages together -------------------------------------------------------------
 

@@ -53,10 +53,8 @@ class Call:
             )
         if x.dtype not in DTYPE_CODES:
             self.refuse(f"{what} has dtype {x.dtype}, which cannot be sent", UnsupportedOperation)
-        if not (x.is_cpu and "cpu" in self.devices) and x.device.type not in self.devices:
-            self.refuse(
-                f"{what} is on {x.device}, but the group takes tensors on {_listed(sorted(self.devices))}"
-            )
+        if not (x.is_cpu and "cpu" in self.devices):
+            self.device(x.device, f"{what} is on")
         if x.__class__ is not torch.Tensor:
             if not has_memory(x):
                 self.refuse(
@@ -70,6 +68,11 @@ class Call:
                 "or it stands for another tensor inside a transform such as vmap; pass a tensor with values",
                 UnsupportedOperation,
             )
+
+    def device(self, device: torch.device, what: str) -> None:
+        """``device`` is of a type that the group takes; ``what`` begins the sentence that says it is not."""
+        if device.type not in self.devices:
+            self.refuse(f"{what} {device}, but the group takes tensors on {_listed(sorted(self.devices))}")
 
     def output(self, x: torch.Tensor, what: str) -> None:
         """``x`` can be written to: a tensor whose elements do not share memory."""

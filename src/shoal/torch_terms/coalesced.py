@@ -12,6 +12,7 @@ from ..errors import UsageError, WaitTimeout
 from ..future import Future, Source, collect_all, derive_key
 from ..group import ProcessGroup
 from ..spec import ReduceOp
+from ..streams import DeviceEvents
 from .in_turn import in_turn
 
 
@@ -89,7 +90,8 @@ class _Together(Source):
         deadline = None if timeout is None else time.monotonic() + timeout
         for future in self._futures:
             try:
-                future.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                future.wait(left, blocking=False)
             except WaitTimeout:
                 if not future.done():
                     return False
@@ -104,6 +106,10 @@ class _Together(Source):
     def exception(self) -> BaseException | None:
         errors = (future.exception() for future in self._futures if future.done())
         return next((error for error in errors if error is not None), None)
+
+    def events(self) -> tuple[DeviceEvents | None, object]:
+        parts = [future._device for future in self._futures if future._device is not None]
+        return DeviceEvents.merged(parts) if parts else None, [f._payload() for f in self._futures]
 
     def notify(self, fn: Callable[[], None]) -> None:
         collect_all(self._futures)._subscribe(lambda _: fn())

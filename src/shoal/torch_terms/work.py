@@ -21,6 +21,8 @@ class WorkMethods:
     def wait(self, timeout: Duration | None = None) -> bool:
         """Block until the operation is complete.
 
+        For tensors on devices the current streams wait, and the host only if there is a ``timeout``.
+
         Args:
             timeout: None, or zero or less, as in torch: as long as the operation's own timeout lets it run.
 
@@ -31,12 +33,16 @@ class WorkMethods:
             WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
             GroupError: what went wrong with the operation.
         """
-        self._future.wait(limit(timeout))
+        seconds = limit(timeout)
+        if seconds is None:
+            self._future.wait(blocking=False)
+        else:
+            self._future.wait(seconds)
         return True
 
     def synchronize(self) -> None:
         """The same as :meth:`wait` without a timeout."""
-        self._future.wait()
+        self._future.wait(blocking=False)
 
     def is_completed(self) -> bool:
         """Whether the operation is complete, well or not.  Never blocks."""
