@@ -31,10 +31,7 @@ def _importers_of(module: str) -> set[str]:
 
 
 #: circles that are being taken apart: no new one may join them
-_KNOWN_CIRCLES = (
-    {"shoal.future.callback", "shoal.future.future"},
-    {"shoal.group.process_group", "shoal.group.dumps", "shoal.group.lists"},
-)
+_KNOWN_CIRCLES = ({"shoal.group.process_group", "shoal.group.dumps", "shoal.group.lists"},)
 
 
 def test_no_import_leads_in_a_circle() -> None:

@@ -18,13 +18,16 @@ from typing import Any, SupportsIndex
 import pytest
 
 from shoal.errors import InvalidFutureState, PeerLost
-from shoal.future import Future, future, pool
+from shoal.future import Future, future, outcome, pool
 from shoal.recorder import FlightRecorder
 from shoal.spec import OpKind
 
 from .sources import ManualSource
 
 pytestmark = pytest.mark.concurrency
+
+#: Where a future may be cut off.
+FILES = {future.__file__, outcome.__file__}
 
 
 class Record(list[Any]):
@@ -67,7 +70,7 @@ def hesitation() -> Iterator[None]:
     rng = random.Random(0)
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != future.__file__:
+        if frame.f_code.co_filename not in FILES:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and rng.random() < 0.2:
@@ -173,7 +176,7 @@ def _interrupted(act: Callable[[], object], steps: int) -> tuple[bool, bool]:
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != future.__file__:
+        if frame.f_code.co_filename not in FILES:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .outcome import Outcome, without_frames
 from .scope import CallbackScope, enter_scope, leave_scope
-
-if TYPE_CHECKING:
-    from .future import Future
 
 
 class Callback:
@@ -22,9 +20,9 @@ class Callback:
 
     def __init__(
         self,
-        fn: Callable[[Future[Any]], Any],
+        fn: Callable[[Any], Any],
         index: int,
-        child: Future[Any] | None,
+        child: Outcome[Any] | None,
         high_priority: bool | None,
     ) -> None:
         self._fn = fn
@@ -34,7 +32,7 @@ class Callback:
         #: Ctrl-C may have it queued twice; only who takes this away runs it.
         self._turns = [1]
 
-    def run(self, future: Future[Any]) -> None:
+    def run(self, future: Outcome[Any]) -> None:
         """Call the function in its scope and complete the child.  In a thread of the pool."""
         try:
             self._turns.pop()
@@ -59,21 +57,8 @@ class Callback:
         finally:
             leave_scope(token)
 
-    def _call(self, future: Future[Any]) -> None:
+    def _call(self, future: Outcome[Any]) -> None:
         value = self._fn(future)
         if self._child is not None:
             # Within the callback's streams: the events of the result are recorded on them.
             self._child.set_result(value)
-
-
-def without_frames(error: BaseException, count: int) -> BaseException:
-    """``error`` without the outermost ``count`` frames of its traceback.
-
-    Those are our own; they refer to the future in which the error will be stored, and would make a
-    cycle that lives until the garbage collector comes by.
-    """
-    traceback = error.__traceback__
-    for _ in range(count):
-        if traceback is not None:
-            traceback = traceback.tb_next
-    return error.with_traceback(traceback)

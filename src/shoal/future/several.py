@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents
-from .future import WAIT_SLICE, Future
+from .future import Future
+from .outcome import WAIT_SLICE
 from .scope import derive_key
 
 T = TypeVar("T")

@@ -1,0 +1,365 @@
+"""How a future gets its outcome, once, whoever meets the completion.
+
+Any number of threads may find a source complete at once.  One of them claims the outcome: each appends a
+list of its own to the future's claims, and the first in there is the owner.  Only the owner runs ``finish``
+and publishes.  Neither takes a lock, which would cost more than the rest: that an append is atomic and an
+attribute is read and written whole is all that is taken for granted.
+
+Subscribers are queued and called under one lock, which all futures and the callback pool share.  Who
+publishes writes the state and then reads the subscribers, who subscribes writes the subscribers and then
+reads the state, so one of the two sees the other.  The flight recorder's list is handed over the same way.
+Subscribers are internal and run on the completing thread, so they only wake or enqueue.  The callbacks
+that users register run in :mod:`shoal.future.pool`.
+
+Ctrl-C may strike the main thread between any two steps here.  A thread of the pool then takes up what was
+cut off, with the claim that the interrupted thread made, so each step can be repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from time import monotonic_ns
+from typing import Any, Generic, TypeVar, cast
+
+from ..errors import InvalidFutureState, UsageError
+from ..streams import DeviceEvents, events_behind
+from ..wording import in_words
+from .pool import pool
+from .source import Source
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("shoal")
+
+#: The argument lists of one call without arguments.
+_ONCE: tuple[tuple[()], ...] = ((),)
+
+#: Seconds that a source is asked to block for at a time, without the GIL: Ctrl-C is seen in between.
+WAIT_SLICE = 0.1
+
+
+class Outcome(Generic[T]):
+    """What a future is inside: its source, then its value or error, and those to be told.
+
+    Args: as for :class:`~shoal.Future`, whose only base this is.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_claims",
+        "_device",
+        "_done",
+        "_error",
+        "_finish",
+        "_keep",
+        "_source",
+        "_subscribers",
+        "_value",
+        "key",
+        "record",
+    )
+
+    _value: T
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        *,
+        finish: Callable[[], T] | None = None,
+        value: T | None = None,
+        key: int | None = None,
+        keep: object = None,
+        device: DeviceEvents | None = None,
+    ) -> None:
+        self._done = False
+        #: What the threads brought that met the completion; the first of them settles it.
+        self._claims: list[list[Any]] = []
+        self._source = source
+        self._finish = finish
+        self._value = cast(T, value)
+        self.key = key
+        self._keep = keep
+        self._device = device
+        self._error: BaseException | None = None
+        #: Called on completion, in order.  Once not None, the source was asked to notify.
+        self._subscribers: list[Callable[[Any], None]] | None = None
+        self.record: list[Any] | None = None
+        self._callbacks = 0
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def _complete(self, timeout: float | None) -> bool:
+        """Wait in the engine, in slices, so that signal handlers run; False when time ran out."""
+        source = self._source
+        if source is None:
+            return self._block(timeout)
+        if timeout is None:
+            while not source.wait(WAIT_SLICE):
+                pass
+        else:
+            deadline = time.monotonic() + timeout
+            while not source.wait(min(WAIT_SLICE, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return False
+        self._settle()
+        # Another thread may be in the middle of `finish`.
+        return self._done or self._block(None)
+
+    def _block(self, timeout: float | None) -> bool:
+        """Wait until some other thread has completed the future; False when time ran out."""
+        event = threading.Event()
+
+        def wake(_: Outcome[T]) -> None:
+            event.set()
+
+        self._subscribe(wake)
+        try:
+            return event.wait(None if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+        finally:
+            self._unsubscribe(wake)
+
+    def done(self) -> bool:
+        """Whether the operation is complete, well or not (for devices: enqueued).  Never blocks."""
+        if not self._done:
+            source = self._source
+            if source is not None and source.done():
+                self._settle()
+        return self._done
+
+    # -- completing ----------------------------------------------------------------------------
+
+    def set_result(self, value: T) -> None:
+        """Complete the future with ``value``.
+
+        For tensors on devices, the work enqueued on the current streams is what the value needs.
+
+        Raises:
+            InvalidFutureState: it is complete already, or an engine completes it.
+        """
+        self._refuse_second_outcome()
+        self._set(value, None, events_behind(value, self._device, self._keep))
+
+    def set_exception(self, error: BaseException) -> None:
+        """Complete the future with an exception: ``wait`` will raise this very object.
+
+        Raises:
+            InvalidFutureState: it is complete already, or an engine completes it.
+        """
+        if not isinstance(error, BaseException):
+            raise UsageError(f"set_exception takes an exception, got {type(error).__name__}: {error!r}")
+        self._set(None, error, None)
+
+    def _settle(self) -> None:
+        """Take over the outcome of the completed source, unless another thread does or did."""
+        source, claims = self._source, self._claims
+        if claims or source is None:
+            return
+        claim: list[Any] = []
+        try:
+            claims.append(claim)
+            if claims[0] is claim:
+                plain = self._finish is None and self._device is None and not hasattr(source, "events")
+                if plain and source.exception() is None:
+                    self._publish(self._value, None, None)
+                else:
+                    self._conclude(source, claim)
+        except KeyboardInterrupt:
+            pool.submit(partial(self._take_up, source, claim))
+            raise
+
+    def _conclude(self, source: Source, claim: list[Any]) -> None:
+        """Publish the outcome of ``source``.  ``claim`` is empty or, the second time, has the value."""
+        finish, value = self._finish, self._value
+        events = None
+        try:
+            error = source.exception()
+            if error is not None:
+                # Engines hand one object to many futures: what it met elsewhere does not belong here.
+                error.__traceback__ = None
+            # One call of C each, so that no Ctrl-C comes between the end of `finish` and its value.
+            elif self._device is not None or hasattr(source, "events"):
+                if not claim:
+                    claim.extend(starmap(self._finish_on_devices, ((source,),)))
+                value, events = claim[0]
+            elif finish is not None:
+                if not claim:
+                    claim.extend(starmap(finish, _ONCE))
+                value = claim[0]
+        except BaseException as raised:
+            if _is_interrupt(raised):
+                raise
+            error = without_frames(raised, 1)
+        self._publish(value, error, events)
+
+    def _finish_on_devices(self, source: Source) -> tuple[T, DeviceEvents | None]:
+        """The value, with ``finish`` run under streams that wait for what it reads, and its own events."""
+        finish, keep = self._finish, self._keep
+        events, read = source.events() if hasattr(source, "events") else (self._device, keep)
+        if events is None:
+            return self._value if finish is None else finish(), None
+        events.complete(None, keep)
+        if finish is None:
+            value, own = self._value, DeviceEvents.merged([events])
+            own.complete(value, keep)
+        else:
+            with events.streams_behind(read):
+                value, own = finish(), events.successor()
+                own.complete(value, keep)
+        return value, own
+
+    def _fail_late(self, failure: Exception) -> None:
+        """What the device met is the outcome of the future from now on; the first failure stays."""
+        with pool.lock:
+            if self._error is None:
+                self._error = failure
+                self._device = None
+                if self.record is not None:
+                    self.record[-1] = in_words(failure)
+
+    def _take_up(self, source: Source, claim: list[Any]) -> None:
+        """Go on where Ctrl-C cut :meth:`_settle` off."""
+        if self._done:
+            self._source = self._finish = self._keep = None
+            self._drain()
+        elif self._claims and self._claims[0] is claim:
+            self._conclude(source, claim)
+        else:
+            self._settle()
+
+    def _set(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
+        """Publish an outcome that does not come from a source."""
+        self._refuse_second_outcome()
+        claim: list[Any] = []
+        try:
+            self._claims.append(claim)
+            if self._claims[0] is claim:
+                self._publish(value, error, device)
+                return
+        except KeyboardInterrupt:
+            if self._done:
+                pool.submit(self._drain)
+            elif self._claims and self._claims[0] is claim:
+                pool.submit(partial(self._publish, value, error, device))
+            raise
+        self._refuse_second_outcome()
+
+    def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
+        """Make the outcome known.  Only the owner of the outcome comes here."""
+        if error is not None:
+            # A failed future keeps the traceback with which its error arrived: raising the same object
+            # again and again would otherwise make it longer every time.
+            value = cast(T, error.__traceback__)
+        self._value = cast(T, value)
+        self._error = error
+        self._device = device
+        record = self.record
+        if record is not None:
+            if error is not None:
+                record[-1] = in_words(error)
+            record[-2] = monotonic_ns()
+        self._done = True
+        self._source = self._finish = self._keep = None
+        if self.record is not record:  # it was handed over meanwhile
+            self._note_late()
+        if self._subscribers is not None:
+            self._drain()
+
+    # -- the flight recorder -------------------------------------------------------------------
+
+    def note_in(self, record: list[Any]) -> None:
+        """Have completion noted in ``record``, once; at once if the future is complete.
+
+        Its second and third say which operation it is: the kind, a member of an enumeration, and the number.
+        Its last two elements, 0 and None before, become the time of ``time.monotonic_ns`` and the failure in
+        words, or None.
+        """
+        # In words, because an exception would keep alive what its traceback refers to.
+        self.record = record
+        if self._done:
+            self._note_late()
+
+    def _note_late(self) -> None:
+        """Note a completion that met the handing over of the record."""
+        with pool.lock:
+            record = self.record
+            if record is not None and not record[-2]:
+                if self._error is not None:
+                    record[-1] = in_words(self._error)
+                record[-2] = monotonic_ns()
+
+    # -- subscribers ---------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Call the subscribers, in order; the one that Ctrl-C cuts off is called again."""
+        with pool.lock:
+            while self._subscribers:
+                subscriber = self._subscribers[0]
+                try:
+                    subscriber(self)
+                except Exception:
+                    _logger.exception("could not pass on the completion of %r", self)
+                if self._subscribers and self._subscribers[0] is subscriber:
+                    del self._subscribers[0]
+            self._subscribers = None
+
+    def _subscribe(self, subscriber: Callable[[Any], None]) -> None:
+        """Have ``subscriber(self)`` called on completion, by the completing thread; at once if done."""
+        source = None
+        try:
+            with pool.lock:
+                if self._subscribers is None:
+                    if not self._claims:
+                        source = self._source
+                    self._subscribers = []
+                self._subscribers.append(subscriber)
+                if self._done:
+                    self._drain()
+            if source is not None:
+                source.notify(self._settle)
+        except KeyboardInterrupt:
+            if self._done:
+                pool.submit(self._drain)
+            elif source is not None:
+                pool.submit(partial(source.notify, self._settle))
+            raise
+
+    def _unsubscribe(self, subscriber: Callable[[Any], None]) -> None:
+        with pool.lock:
+            if self._subscribers is not None and subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+    def _refuse_second_outcome(self) -> None:
+        if self._source is not None:
+            raise InvalidFutureState(f"{self!r} is completed by its engine; nobody else may set its outcome")
+        if self._claims:
+            raise InvalidFutureState(f"{self!r} has an outcome already; it can be set only once")
+
+    def _payload(self) -> object:
+        """The tensors that users of the value get at: those of a collection are its futures' values."""
+        value = self._value
+        if isinstance(value, list) and value and isinstance(value[0], Outcome):
+            return [future._value for future in value]
+        return value
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def without_frames(error: BaseException, count: int) -> BaseException:
+    """``error`` without the outermost ``count`` frames of its traceback.
+
+    Those are our own; they refer to the future in which the error will be stored, and would make a
+    cycle that lives until the garbage collector comes by.
+    """
+    traceback = error.__traceback__
+    for _ in range(count):
+        if traceback is not None:
+            traceback = traceback.tb_next
+    return error.with_traceback(traceback)
