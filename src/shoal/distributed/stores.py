@@ -6,7 +6,6 @@ not here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from .. import store as stores
@@ -22,16 +21,7 @@ _ARRIVED, _COMPLETE = "shoal/workers", "shoal/workers/complete"
 
 
 class _TorchNames(stores.Store):
-    """Torch's names, and its ``timedelta``, for what every store does."""
-
-    def get(self, key: str, timeout: Duration | None = None) -> bytes:
-        return super().get(key, seconds(timeout))  # type: ignore[safe-super]
-
-    def wait(self, keys: Sequence[str], timeout: Duration | None = None) -> None:
-        super().wait(keys, seconds(timeout))  # type: ignore[safe-super]
-
-    def multi_get(self, keys: Sequence[str], timeout: Duration | None = None) -> list[bytes]:
-        return super().multi_get(keys, seconds(timeout))  # type: ignore[safe-super]
+    """Torch's names for what every store does."""
 
     def set_timeout(self, timeout: Duration) -> None:
         """Set the default deadline of every call."""
@@ -61,6 +51,8 @@ class TCPStore(_TorchNames, stores.TCPStore):
     The job's secret is ``SHOAL_SECRET``; without one the store is on loopback only, for one user.
     """
 
+    _server: stores.TCPStoreServer | None = None  # a clone serves nobody
+
     def __init__(
         self,
         host_name: str,
@@ -78,7 +70,6 @@ class TCPStore(_TorchNames, stores.TCPStore):
                 f"TCPStore: master_listen_fd={master_listen_fd!r}: the store opens its own socket"
             )
         secret = default_secret(host_name)
-        self._server = None
         if is_master:
             address = resolve(host_name, port)[0]
             self._server = stores.TCPStoreServer(address, port, secret).start()

@@ -195,8 +195,7 @@ class Room:
 
     def clear(self) -> None:
         """Delete the room's keys."""
-        for key in self.store.list_keys():
-            self.store.delete(key)
+        self.store.delete_prefix("")
 
     def watch(self, timeout: float) -> None:
         """Wait until the room has ended, but no longer than ``timeout``."""

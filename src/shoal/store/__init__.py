@@ -7,14 +7,17 @@
 :class:`PrefixStore`   a view of another store in which every key has a prefix
 =====================  ==================================================================
 
-:func:`open_store` finds the right one for a URL; :func:`adopt` makes one of a ``torch.distributed.Store``.
+:func:`open_store` opens the one that a URL names, :func:`adopt` makes one of a ``torch.distributed.Store``.
+A further one is a :class:`Store` over a :class:`Backing` of one's own.
 """
 
-from .base import MAX_VALUE, Store
+from .backing import Backing
+from .base import Store
 from .file import FileStore
 from .foreign import adopt
 from .memory import MemoryStore
 from .opener import open_store, register_store
+from .operations import MAX_VALUE
 from .prefix import PrefixStore
 from .serve import parse_address, serve
 from .tcp import TCPStore
@@ -22,6 +25,7 @@ from .tcp_server import TCPStoreServer
 
 __all__ = [
     "MAX_VALUE",
+    "Backing",
     "FileStore",
     "MemoryStore",
     "PrefixStore",

@@ -1,8 +1,7 @@
 """The interface of a store: a small key-value server through which the processes of a job meet.
 
-Keys are any text, values bytes of up to 64 MB.  A blocking call has a deadline always: its own, or
-the store's.  ``tests/store/conformance.py`` is the same contract as tests; a store of one's own
-should pass it.
+Keys are any text, values bytes of up to 64 MB.  Every call has a deadline: its own, or the store's.
+``tests/store/conformance.py`` is the same contract as tests; a store of one's own should pass it.
 
 The set of operations is that of ``torch.distributed``'s stores, so that what is known about those
 holds here.
@@ -10,102 +9,161 @@ holds here.
 
 from __future__ import annotations
 
-import abc
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, final
 
 from .. import config
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
+from ..wire import Deadline
+from . import requests
+from .backing import Executor
+from .operations import MAX_VALUE, KeysMissing
+from .requests import Request
 
-#: longest value in bytes
-MAX_VALUE = 64 * 2**20
-
+#: a number of seconds, or a ``timedelta`` as torch's stores take it; None: the store's default
+Timeout = float | timedelta | None
 Value = bytes | bytearray | memoryview | str
+T = TypeVar("T")
 _Self = TypeVar("_Self", bound="Store")
 
 
-class Store(abc.ABC):
+class Store:
     """A key-value store.  All methods may be called from several threads at once.
 
+    What differs between stores is in their backing; this class checks arguments, waits, and raises.
     Every method raises ``StoreError`` when the store cannot be reached or was closed, and
     ``ForkedProcess`` in a child that inherited the store by ``fork``.
 
     Args:
+        backing: holds the data, see :class:`~shoal.store.Backing`.  The store closes it.
         timeout: default deadline of every call in seconds; ``SHOAL_TIMEOUT`` unless given.
     """
 
     #: default deadline of every call in seconds; may be assigned
     timeout: float
 
-    def __init__(self, timeout: float | None = None) -> None:
+    def __init__(self, backing: Executor, timeout: float | None = None) -> None:
         self.timeout = config.TIMEOUT.get() if timeout is None else timeout
+        self._backing = backing
         self._pid = os.getpid()
 
-    @abc.abstractmethod
+    @property
+    def host(self) -> str | None:
+        """Name or address of the host that holds the data, where that is known."""
+        return self._backing.host
+
+    @final
     def set(self, key: str, value: Value) -> None:
         """Store ``value`` under ``key``, in place of what was there; a ``str`` is encoded as UTF-8."""
+        self._now(requests.Set(self._key(key), self._value(value)))
 
-    @abc.abstractmethod
-    def get(self, key: str, timeout: float | None = None) -> bytes:
+    @final
+    def get(self, key: str, timeout: Timeout = None) -> bytes:
         """The value of ``key``, as soon as it has one.  ``StoreTimeout`` when it gets none in time."""
+        deadline = self._deadline(timeout)
+        return self._execute(requests.Get([self._key(key)], deadline.timeout), deadline)[0]
 
-    @abc.abstractmethod
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+    @final
+    def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
         """Block until all ``keys`` exist.  ``StoreTimeout`` names those that were missing."""
+        deadline = self._deadline(timeout)
+        self._execute(requests.Wait(self._keys(keys), deadline.timeout), deadline)
 
-    @abc.abstractmethod
+    @final
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the counter ``key``, which starts from 0, and return the sum.
 
         The counter is stored as decimal ASCII.  ``StoreError`` if ``key`` holds something else or
         the sum does not fit in 64 bits.
         """
+        if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
+            raise UsageError(f"cannot add {amount!r} to key {key!r}: expected a whole number of 64 bits")
+        return self._now(requests.Add(self._key(key), int(amount)))
 
-    @abc.abstractmethod
+    @final
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Store ``desired`` if the value equals ``expected``, or if there is none and ``expected`` is empty.
 
         Returns:
             the value that is stored now; ``expected`` when there is none.
         """
+        request = requests.CompareSet(self._key(key), self._value(expected), self._value(desired))
+        return self._now(request)
 
-    @abc.abstractmethod
+    @final
     def delete(self, key: str) -> bool:
         """Remove ``key``; whether it existed."""
+        return self._now(requests.Delete(self._key(key)))
 
-    @abc.abstractmethod
+    @final
+    def delete_prefix(self, prefix: str) -> int:
+        """Remove all keys that start with ``prefix``; how many there were.  ``""`` removes all keys."""
+        return self._now(requests.DeletePrefix(self._key(prefix)))
+
+    @final
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` exist now."""
+        return self._now(requests.Check(self._keys(keys)))
 
-    @abc.abstractmethod
+    @final
     def num_keys(self) -> int:
         """The number of keys."""
+        return self._now(requests.NumKeys(""))
 
-    @abc.abstractmethod
+    @final
     def list_keys(self, prefix: str = "") -> list[str]:
         """All keys that start with ``prefix``, sorted."""
+        return self._now(requests.ListKeys(self._key(prefix)))
 
-    @abc.abstractmethod
+    @final
     def append(self, key: str, value: Value) -> None:
         """Add ``value`` at the end of what ``key`` holds, or store it if there is nothing."""
+        self._now(requests.Append(self._key(key), self._value(value)))
 
-    @abc.abstractmethod
-    def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
+    @final
+    def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         """The values of ``keys``, in their order, as soon as all exist."""
+        deadline = self._deadline(timeout)
+        rest = self._keys(keys)
+        values: list[bytes] = []
+        while rest:
+            # A reply holds as many values as fit into a message.
+            part = self._execute(requests.Get(rest, deadline.remaining()), deadline)
+            values += part
+            rest = rest[len(part) :]
+        return values
 
-    @abc.abstractmethod
+    @final
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store one value under each key.  All at once as far as others can see, up to 64 MB in all."""
+        names = self._keys(keys)
+        if len(names) != len(values):
+            raise UsageError(f"{len(names)} keys and {len(values)} values: expected one value for each key")
+        items: list[tuple[str, bytes]] = []
+        total = 0
+        for key, value in zip(names, map(self._value, values), strict=True):
+            if total + len(value) > MAX_VALUE:
+                self._now(requests.MultiSet(items))
+                items, total = [], 0
+            items.append((key, value))
+            total += len(value)
+        self._now(requests.MultiSet(items))
 
-    @abc.abstractmethod
-    def clone(self) -> Store:
-        """An independent connection to the same data, with a default deadline of its own."""
+    def clone(self: _Self) -> _Self:
+        """An independent connection to the same data, with the default deadline that this one has now."""
+        self._refuse()
+        other = type(self).__new__(type(self))
+        Store.__init__(other, self._backing.clone(self.timeout), self.timeout)
+        return other
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Give up the connection; calls that are in progress in other threads raise ``StoreError``."""
+        if os.getpid() == self._pid:
+            self._backing.closed.set()
+            self._backing.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -118,15 +176,57 @@ class Store(abc.ABC):
     ) -> None:
         self.close()
 
-    def _forked(self) -> bool:
-        return os.getpid() != self._pid
+    def _now(self, request: Request[T]) -> T:
+        return self._execute(request, Deadline(self.timeout))
 
-    def _refuse_forked(self) -> None:
-        if self._forked():
+    def _execute(self, request: Request[T], deadline: Deadline) -> T:
+        """Execute a checked request, however long its keys are missing before the deadline."""
+        backing = self._backing
+        while True:
+            self._refuse()
+            try:
+                return backing.execute(request, deadline)
+            except KeysMissing as error:
+                missing = error.keys
+            except StoreError as error:
+                if backing.closed.is_set():
+                    raise self._closed_error() from error
+                raise
+            if deadline.expired:
+                raise timed_out(missing, deadline.timeout)
+            backing.watch(missing, deadline)
+
+    def _refuse(self) -> None:
+        if os.getpid() != self._pid:
             raise ForkedProcess(
                 f"this {type(self).__name__} was opened by process {self._pid}, and process {os.getpid()} "
                 "is a fork of it; open a store of its own in the child, or start workers with spawn"
             )
+        if self._backing.closed.is_set():
+            raise self._closed_error()
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"this {self._backing} has been closed")
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
+        return Deadline(self.timeout if timeout is None else timeout)
+
+    def _key(self, key: str) -> str:
+        checked_key(key)
+        longest = self._backing.longest_key
+        if longest is not None and len(key.encode()) > longest:
+            raise StoreError(f"a key of {len(key.encode())} bytes: this store takes at most {longest}")
+        return key
+
+    def _keys(self, keys: Sequence[str]) -> list[str]:
+        if isinstance(keys, str):
+            raise UsageError(f"expected a sequence of keys, got the single str {keys!r}")
+        return [self._key(key) for key in keys]
+
+    def _value(self, value: Value) -> bytes:
+        return checked_value(value, self._backing.longest_value)
 
 
 def checked_key(key: str) -> str:
@@ -141,14 +241,7 @@ def checked_key(key: str) -> str:
     return key
 
 
-def checked_keys(keys: Sequence[str]) -> list[str]:
-    """``keys`` as a list, if it is a sequence of text and not one string.  Raises UsageError."""
-    if isinstance(keys, str):
-        raise UsageError(f"expected a sequence of keys, got the single str {keys!r}")
-    return [checked_key(key) for key in keys]
-
-
-def checked_value(value: Value) -> bytes:
+def checked_value(value: Value, longest: int = MAX_VALUE) -> bytes:
     """``value`` as bytes.  Raises UsageError for another type, StoreError if it is too long."""
     if isinstance(value, str):
         value = value.encode()
@@ -156,8 +249,8 @@ def checked_value(value: Value) -> bytes:
         if not isinstance(value, (bytearray, memoryview)):
             raise UsageError(f"a value must be bytes or str, not {type(value).__name__}")
         value = bytes(value)
-    if len(value) > MAX_VALUE:
-        raise StoreError(f"a value of {len(value)} bytes: a store takes at most {MAX_VALUE}")
+    if len(value) > longest:
+        raise StoreError(f"a value of {len(value)} bytes: this store takes at most {longest}")
     return value
 
 

@@ -12,20 +12,17 @@ import msgspec
 
 from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline
-from .base import timed_out
-from .execute import RequestStore
+from .backing import Executor
+from .base import Store
 from .log import Log
-from .requests import Blocking, Request, Table, decode, encode
+from .operations import Table
+from .requests import Request, decode, encode
 from .trusted import open_trusted, reopen_trusted
 
 T = TypeVar("T")
 
-#: seconds between two looks at the file while waiting for a key
-_SHORTEST_PAUSE = 0.0005
-_LONGEST_PAUSE = 0.02
 
-
-class FileStore(RequestStore):
+class FileStore(Store):
     """Processes write what they do to one log file, and each replays it into its own memory.
 
     A request that changes something holds the file's lock while it reads what is new, applies
@@ -48,63 +45,61 @@ class FileStore(RequestStore):
         StoreError: the file cannot be opened.
     """
 
+    _backing: _File
+
     def __init__(
         self, path: str | Path, *, timeout: float | None = None, descriptor: int | None = None
     ) -> None:
-        super().__init__(timeout)
-        self.path = Path(path).absolute()
-        self._log = Log(
-            self.path,
-            open_trusted(self.path) if descriptor is None else reopen_trusted(descriptor, self.path),
-        )
+        super().__init__(_File(Path(path).absolute(), descriptor), timeout)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._backing.path
+
+
+class _File(Executor):
+    """The log, and a table that holds what was read of it so far."""
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        super().__init__()
+        self.path = path
+        opened = open_trusted(path) if descriptor is None else reopen_trusted(descriptor, path)
+        self._log = Log(path, opened)
         self._table = Table()
         self._mutex = threading.Lock()  # the file's lock does not hold among threads
-        self._closing = threading.Event()
 
-    def clone(self) -> FileStore:
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        with self._exclusive(deadline):
+            if request.writes:
+                with self._log.locked(deadline):
+                    return self._write(request)
+            self._replay(locked=False)
+            return request.apply(self._table)
+
+    def clone(self, timeout: float) -> _File:
         """The same file, opened once more, whatever its path leads to by now."""
-        self._refuse_forked()
-        with self._exclusive(Deadline(self.timeout)):
-            return FileStore(self.path, timeout=self.timeout, descriptor=self._log.fileno())
+        with self._exclusive(Deadline(timeout)):
+            return _File(self.path, self._log.fileno())
 
     def close(self) -> None:
-        """Close the file, once a request in progress is done with it; wakes threads that wait."""
-        if self._forked():
-            return
-        self._closing.set()
+        """Close the file, once a request in progress is done with it."""
         with self._mutex:
             self._log.close()
 
-    def _execute(self, request: Request[T], deadline: Deadline) -> T:
-        self._refuse_forked()
-        if request.writes:
-            return self._write(request, deadline)
-        pause = _SHORTEST_PAUSE
-        while True:
-            with self._exclusive(deadline):
-                self._replay(locked=False)
-                missing = self._table.missing(request.keys) if isinstance(request, Blocking) else []
-                if not missing:
-                    return request.apply(self._table)
-            if deadline.expired:
-                raise timed_out(missing, deadline.timeout)
-            self._closing.wait(min(pause, deadline.remaining()))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-    def _write(self, request: Request[T], deadline: Deadline) -> T:
-        with self._exclusive(deadline), self._log.locked(deadline):
-            self._replay(locked=True)
-            try:
-                result = request.apply(self._table)
-                if self._table.touched:
-                    self._log.append(encode(request))
-            except BaseException:
-                # Whatever went wrong, the log is what counts: begin from it anew.
-                self._table = Table()
-                self._log.rewind()
-                raise
-            self._table.touched.clear()
-            return result
+    def _write(self, request: Request[T]) -> T:
+        self._replay(locked=True)
+        try:
+            result = request.apply(self._table)
+            if self._table.touched:
+                self._log.append(encode(request))
+        except BaseException:
+            # Whatever went wrong, the log is what counts: begin from it anew.
+            self._table = Table()
+            self._log.rewind()
+            raise
+        self._table.touched.clear()
+        return result
 
     def _replay(self, *, locked: bool) -> None:
         try:
@@ -122,8 +117,11 @@ class FileStore(RequestStore):
                 f"file store {self.path} was busy in another thread for {deadline.timeout:g} s"
             )
         try:
-            if self._closing.is_set():
-                raise StoreError(f"this FileStore on {self.path} has been closed")
+            if self.closed.is_set():
+                raise StoreError("closed")  # the store says which
             yield
         finally:
             self._mutex.release()
+
+    def __str__(self) -> str:
+        return f"FileStore on {self.path}"

@@ -9,17 +9,15 @@ its timeout is not touched and it is never closed.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 from ..errors import ShoalError, StoreError, UsageError
-from ..wire import Deadline
-from .base import Store, Value, checked_key, checked_keys, checked_value, timed_out
-
-T = TypeVar("T")
+from .backing import Backing
+from .base import Store
+from .operations import check_length, counted
 
 #: longest value in bytes: a torch TCPStore's server drops the connection of who sends more
 MAX_FOREIGN_VALUE = 8 * 2**20
@@ -29,10 +27,8 @@ MAX_FOREIGN_KEY = 4096
 _AT_ONCE = 10_000
 #: up to so many values are read one by one, which never blocks
 _FEW = 16
-#: nobody's value; see ``ForeignStore._peek``
+#: nobody's value; see ``_Adapter.get_now``
 _ABSENT = b"\0shoal.store.foreign: there is no value\0"
-#: seconds between two looks of one who waits: an eighth of the time that it waited already, within
-_SHORTEST, _LONGEST = 0.0005, 0.05
 #: lines of JSON: the keys that were ever set, in stores that cannot list theirs
 _INDEX = "shoal.keys"
 
@@ -62,7 +58,7 @@ def adopt(store: object) -> Store:
     The adapter keeps the contract of :class:`Store`, with what torch's stores bring along:
 
     - values have at most 8 MB, keys 4 KB;
-    - a blocking call polls, at intervals that grow to 50 ms;
+    - a blocking call polls, at intervals that grow to 20 ms;
     - a call that another thread makes on the same torch ``TCPStore`` and that blocks there delays ours;
     - where the torch store has no extended API (``FileStore``, stores written in Python),
       :meth:`Store.multi_set` sets one key after the other, and of two equal values that are appended at the
@@ -84,178 +80,119 @@ def adopt(store: object) -> Store:
     if isinstance(store, type) or not all(callable(getattr(store, name, None)) for name in _METHODS):
         raise UsageError(f"expected a shoal.store.Store or a torch.distributed.Store, not {store!r}")
     foreign = cast(_TorchStore, store)
-    return ForeignStore(foreign, foreign.timeout.total_seconds())
+    return Store(_Adapter(foreign), foreign.timeout.total_seconds())
 
 
-class ForeignStore(Store):
-    """A torch store behind our interface; made by :func:`adopt`."""
+class _Adapter(Backing):
+    """A torch store behind a :class:`Store`."""
 
-    def __init__(self, foreign: _TorchStore, timeout: float) -> None:
-        super().__init__(timeout)
+    longest_key = MAX_FOREIGN_KEY
+    longest_value = MAX_FOREIGN_VALUE
+
+    def __init__(self, foreign: _TorchStore) -> None:
+        super().__init__()
         self._foreign: _TorchStore | None = foreign
         # One written in Python must be held by Python; the prefix stores above it do not.
         self._bottom: object = _bottom(foreign)
+        self.host = getattr(self._bottom, "host", None)
         self._extended = foreign.has_extended_api()
         self._index = None if _can_list(foreign) else _Index(self)
-        self._closed = threading.Event()
 
-    @property
-    def host(self) -> str | None:
-        """Where the torch store is served, if it is a ``TCPStore``."""
-        return getattr(self._bottom, "host", None)
+    def get_now(self, key: str) -> bytes | None:
+        """``get`` would wait for the key, for as long as the torch store's timeout says.
 
-    def set(self, key: str, value: Value) -> None:
-        key, data = self._key(key), self._value(value)
-        self._noted(key)
+        ``compare_set`` never waits, writes nothing unless it finds what it expects, and returns that
+        where there is no value.
+        """
+        value = self._compare_set(key, _ABSENT, _ABSENT)
+        return None if value == _ABSENT else value
+
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        """Used by :meth:`append` alone; torch does not tell an equal value that another client stored."""
+        assert value is not None
+        return self._compare_set(key, held or b"", value) == value
+
+    def list_keys(self, prefix: str) -> list[str]:
+        if self._index is not None:
+            found = self._index.keys()
+        else:
+            with self._calling() as foreign:
+                found = {*foreign.list_keys()}
+        names = [key for key in found if key.startswith(prefix)]
+        # A torch PrefixStore "a" also lists, cut short, the keys of its neighbour "ab", and a FileStore
+        # lists what it notes for itself.  Neither can be got.
+        absent = {*self.missing(names)}
+        return [key for key in names if key not in absent]
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        if len(keys) <= _FEW or not self._extended:
+            return super().get_many(keys)
         with self._calling() as foreign:
-            foreign.set(key, data)
+            return foreign.multi_get(list(keys[:_AT_ONCE]))
 
-    def get(self, key: str, timeout: float | None = None) -> bytes:
-        return self.multi_get([key], timeout)[0]
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        if self._exist(keys):
+            return []
+        return [key for key in keys if not self._exist([key])]
 
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        wanted = self._keys(keys)
-        self._poll(wanted, self._deadline(timeout), lambda: self._exist(wanted) or None)
+    def set(self, key: str, value: bytes) -> None:
+        self.set_many([(key, value)])
+
+    def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        self._noted(*(key for key, _ in items))
+        with self._calling() as foreign:
+            if self._extended and len(items) != 1:
+                foreign.multi_set([key for key, _ in items], [value for _, value in items])
+                return
+            for key, value in items:
+                foreign.set(key, value)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        self._noted(key)
+        return self._compare_set(key, expected, desired)
 
     def add(self, key: str, amount: int) -> int:
-        if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
-            raise UsageError(f"cannot add {amount!r} to key {key!r}: expected a whole number of 64 bits")
-        key = self._key(key)
         # Adding to something else ends a torch TCPStore's server, with the job.
-        self._check_counter(key, amount)
+        counted(key, self.get_now(key), amount)
         self._noted(key)
         with self._calling() as foreign:
             return foreign.add(key, amount)
 
-    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        key, old, new = self._key(key), self._value(expected), self._value(desired)
+    def append(self, key: str, value: bytes) -> None:
         self._noted(key)
+        if not self._extended:
+            super().append(key, value)
+            return
+        check_length(key, (self.get_now(key) or b"") + value, self.longest_value)
         with self._calling() as foreign:
-            return bytes(foreign.compare_set(key, old, new))
+            foreign.append(key, value)
 
     def delete(self, key: str) -> bool:
-        key = self._key(key)
         # A torch FileStore says of every key that it existed.
         if not self._exist([key]):
             return False
         with self._calling() as foreign:
             return foreign.delete_key(key)
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._exist(self._keys(keys))
-
-    def num_keys(self) -> int:
-        # torch's own num_keys counts what is outside of a PrefixStore, too.
-        return len(self.list_keys())
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        prefix = self._key(prefix)
-        if self._index is not None:
-            found = self._index.keys()
-        else:
-            with self._calling() as foreign:
-                found = {*foreign.list_keys()}
-        names = sorted(key for key in found if key.startswith(prefix))
-        # A torch PrefixStore "a" also lists, cut short, the keys of its neighbour "ab", and a FileStore
-        # lists what it notes for itself.  Neither can be got.
-        return names if self._exist(names) else [key for key in names if self._exist([key])]
-
-    def append(self, key: str, value: Value) -> None:
-        key, data = self._key(key), self._value(value)
-        self._noted(key)
-        swapped = False
-        while not swapped:
-            old = self._peek(key) or b""
-            new = self._value(old + data)
-            with self._calling() as foreign:
-                if self._extended:
-                    foreign.append(key, data)
-                    return
-                swapped = foreign.compare_set(key, old, new) == new
-
-    def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
-        wanted = self._keys(keys)
-        few = len(wanted) <= _FEW or not self._extended
-        return self._poll(
-            wanted, self._deadline(timeout), lambda: self._read(wanted) if few else self._read_many(wanted)
-        )
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        names = self._keys(keys)
-        if len(names) != len(values):
-            raise UsageError(f"{len(names)} keys and {len(values)} values: expected one value for each key")
-        data = [self._value(value) for value in values]
-        self._noted(*names)
+    def clone(self, timeout: float) -> _Adapter:
         with self._calling() as foreign:
-            if self._extended:
-                foreign.multi_set(names, data)
-            else:
-                for name, value in zip(names, data, strict=True):
-                    foreign.set(name, value)
-
-    def clone(self) -> ForeignStore:
-        """Another adapter on the same torch store; closing one leaves the other."""
-        with self._calling() as foreign:
-            return ForeignStore(foreign, self.timeout)
+            return _Adapter(foreign)
 
     def close(self) -> None:
-        """Close this adapter and wake the threads that wait in it; the torch store goes on."""
-        if not self._forked():
-            self._foreign = self._bottom = None
-            self._closed.set()
+        """Let go of the torch store, which goes on."""
+        self._foreign = self._bottom = None
 
-    def _poll(self, keys: Sequence[str], deadline: Deadline, look: Callable[[], T | None]) -> T:
-        """What ``look`` returns as soon as it is not None, which it is when all keys exist."""
-        while (found := look()) is None:
-            if deadline.expired:
-                missing = [key for key in keys if not self._exist([key])]
-                raise timed_out(missing or keys, deadline.timeout)
-            waited = deadline.timeout - deadline.remaining()
-            self._closed.wait(min(max(waited / 8, _SHORTEST), _LONGEST, deadline.remaining()))
-        return found
+    def __str__(self) -> str:
+        return "adapter of a torch store"
 
-    def _read(self, keys: Sequence[str]) -> list[bytes] | None:
-        values = []
-        for key in keys:
-            value = self._peek(key)
-            if value is None:
-                return None
-            values.append(value)
-        return values
-
-    def _read_many(self, keys: list[str]) -> list[bytes] | None:
-        if not self._exist(keys):
-            return None
-        values: list[bytes] = []
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         with self._calling() as foreign:
-            for start in range(0, len(keys), _AT_ONCE):
-                values += foreign.multi_get(keys[start : start + _AT_ONCE])
-        return values
-
-    def _peek(self, key: str) -> bytes | None:
-        """The value of ``key`` now, None if there is none.
-
-        ``get`` would wait for it, for as long as the torch store's timeout says.  ``compare_set`` never
-        waits, writes nothing unless it finds what it expects, and returns that where there is no value.
-        """
-        with self._calling() as foreign:
-            value = bytes(foreign.compare_set(key, _ABSENT, _ABSENT))
-        return None if value == _ABSENT else value
+            return bytes(foreign.compare_set(key, expected, desired))
 
     def _exist(self, keys: Sequence[str]) -> bool:
         with self._calling() as foreign:
             parts = (list(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE))
             return all(foreign.check(part) for part in parts)
-
-    def _check_counter(self, key: str, amount: int) -> None:
-        value = self._peek(key)
-        if value is None:
-            return
-        digits = value.removeprefix(b"-")
-        if not digits.isdigit() or not -(2**63) <= int(value) < 2**63:
-            raise StoreError(f"cannot add to key {key!r}: its value {value[:40]!r} is no counter")
-        if not -(2**63) <= int(value) + amount < 2**63:
-            raise StoreError(f"adding {amount} to key {key!r}, which is {int(value)}, exceeds 64 bits")
 
     def _noted(self, *keys: str) -> None:
         if self._index is not None:
@@ -264,10 +201,9 @@ class ForeignStore(Store):
     @contextmanager
     def _calling(self) -> Iterator[_TorchStore]:
         """Around calls of the torch store: what it raises becomes a StoreError."""
-        self._refuse_forked()
         foreign = self._foreign
         if foreign is None:
-            raise StoreError("this adapter of a torch store has been closed")
+            raise StoreError("closed")  # the store says which
         try:
             yield foreign
         except ShoalError:
@@ -276,33 +212,11 @@ class ForeignStore(Store):
             name = type(foreign).__name__
             raise StoreError(f"torch's {name}: {type(error).__name__}: {_first_line(error)}") from error
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self.timeout if timeout is None else timeout)
-
-    @staticmethod
-    def _key(key: str) -> str:
-        size = len(checked_key(key).encode())
-        if size > MAX_FOREIGN_KEY:
-            raise StoreError(f"a key of {size} bytes: through a torch store at most {MAX_FOREIGN_KEY}")
-        return key
-
-    def _keys(self, keys: Sequence[str]) -> list[str]:
-        return [self._key(key) for key in checked_keys(keys)]
-
-    @staticmethod
-    def _value(value: Value) -> bytes:
-        data = checked_value(value)
-        if len(data) > MAX_FOREIGN_VALUE:
-            raise StoreError(
-                f"a value of {len(data)} bytes: through a torch store at most {MAX_FOREIGN_VALUE}"
-            )
-        return data
-
 
 class _Index:
     """The keys that were ever set through adapters, noted in the store itself."""
 
-    def __init__(self, store: ForeignStore) -> None:
+    def __init__(self, store: _Adapter) -> None:
         self._store = store
         self._known = {_INDEX}
 
@@ -312,12 +226,13 @@ class _Index:
             return
         new = {*keys} - self.keys() - {_INDEX}
         if new:
-            self._store.append(_INDEX, "".join(json.dumps(key) + "\n" for key in sorted(new)))
+            lines = "".join(json.dumps(key) + "\n" for key in sorted(new))
+            self._store.append(_INDEX, lines.encode())
             self._known.update(new)
 
     def keys(self) -> set[str]:
         """All keys that were noted, those that were deleted since among them."""
-        lines = (self._store._peek(_INDEX) or b"").splitlines()
+        lines = (self._store.get_now(_INDEX) or b"").splitlines()
         found: set[str] = {json.loads(line) for line in lines}
         self._known |= found
         return found

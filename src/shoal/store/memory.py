@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TypeVar
 
-from ..errors import StoreError
 from ..wire import Deadline
-from .base import timed_out
-from .execute import RequestStore
-from .requests import Blocking, Request, Table
+from .backing import Executor
+from .base import Store
+from .operations import Table
+from .requests import Request
 
 T = TypeVar("T")
 
 
-class MemoryStore(RequestStore):
+class MemoryStore(Store):
     """Keys and values in this process's memory, for ranks that are threads.
 
     Threads may share one object, or each take a :meth:`clone`, which sees the same data.
@@ -24,42 +25,36 @@ class MemoryStore(RequestStore):
     """
 
     def __init__(self, timeout: float | None = None) -> None:
-        super().__init__(timeout)
-        self._table = Table()
-        self._changed = threading.Condition()
-        self._closed = False
+        super().__init__(_Memory(Table(), threading.Condition()), timeout)
 
-    def clone(self) -> MemoryStore:
-        """Another handle on the same data; closing one leaves the other."""
-        self._refuse_forked()
-        other = MemoryStore(self.timeout)
-        other._table = self._table
-        other._changed = self._changed
-        return other
 
-    def close(self) -> None:
-        """Close this handle and wake the threads that wait in it."""
-        if not self._forked():
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
+class _Memory(Executor):
+    """One handle on a table that ``changed`` guards and announces changes of."""
 
-    def _execute(self, request: Request[T], deadline: Deadline) -> T:
-        self._refuse_forked()
+    def __init__(self, table: Table, changed: threading.Condition) -> None:
+        super().__init__()
+        self._table = table
+        self._changed = changed
+
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
         with self._changed:
-            self._refuse_closed()
-            if isinstance(request, Blocking):
-                while missing := self._table.missing(request.keys):
-                    if deadline.expired:
-                        raise timed_out(missing, deadline.timeout)
-                    self._changed.wait(deadline.remaining())
-                    self._refuse_closed()
             result = request.apply(self._table)
             if self._table.touched:
                 self._table.touched.clear()
                 self._changed.notify_all()
             return result
 
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise StoreError("this MemoryStore has been closed")
+    def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
+        with self._changed:
+            if not self.closed.is_set() and len(self._table.missing(keys)) == len(keys):
+                self._changed.wait(deadline.remaining())
+
+    def clone(self, timeout: float) -> _Memory:
+        return _Memory(self._table, self._changed)
+
+    def close(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def __str__(self) -> str:
+        return "MemoryStore"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TypeVar, cast
 
-from .base import Store, Value, checked_key, checked_keys
+from ..wire import Deadline
+from .backing import Executor
+from .base import Store, checked_key
 from .foreign import adopt
+from .requests import ListKeys, Request
+
+T = TypeVar("T")
 
 
 class PrefixStore(Store):
@@ -20,73 +25,44 @@ class PrefixStore(Store):
         store: where the data is: a store, or one of ``torch.distributed`` (see :func:`adopt`).
     """
 
+    _backing: _View
+
     def __init__(self, prefix: str, store: object) -> None:
-        self._store = adopt(store)
-        super().__init__(self._store.timeout)
-        self._start = checked_key(prefix) + "/"
+        below = adopt(store)
+        super().__init__(_View(checked_key(prefix) + "/", below), below.timeout)
 
     @property
     def prefix(self) -> str:
         """What comes before every key, without the slash."""
-        return self._start[:-1]
+        return self._backing.start[:-1]
 
     @property
     def store(self) -> Store:
         """The store below."""
-        return self._store
+        return self._backing.below
 
-    def set(self, key: str, value: Value) -> None:
-        self._store.set(self._full(key), value)
 
-    def get(self, key: str, timeout: float | None = None) -> bytes:
-        return self._store.get(self._full(key), self._seconds(timeout))
+class _View(Executor):
+    def __init__(self, start: str, below: Store) -> None:
+        super().__init__()
+        self.start = start
+        self.below = below
+        self.host = below.host
+        self.longest_value = below._backing.longest_value
+        if below._backing.longest_key is not None:
+            self.longest_key = below._backing.longest_key - len(start.encode())
 
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        self._store.wait(self._all(keys), self._seconds(timeout))
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        result = self.below._execute(request.under(self.start), deadline)
+        if isinstance(request, ListKeys):
+            return cast(T, [key[len(self.start) :] for key in result])  # type: ignore[attr-defined]
+        return result
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._full(key), amount)
-
-    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        return self._store.compare_set(self._full(key), expected, desired)
-
-    def delete(self, key: str) -> bool:
-        return self._store.delete(self._full(key))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(self._all(keys))
-
-    def num_keys(self) -> int:
-        """The number of keys that have the prefix."""
-        return len(self._store.list_keys(self._start))
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return [key[len(self._start) :] for key in self._store.list_keys(self._full(prefix))]
-
-    def append(self, key: str, value: Value) -> None:
-        self._store.append(self._full(key), value)
-
-    def multi_get(self, keys: Sequence[str], timeout: float | None = None) -> list[bytes]:
-        return self._store.multi_get(self._all(keys), self._seconds(timeout))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        self._store.multi_set(self._all(keys), values)
-
-    def clone(self) -> PrefixStore:
-        """The same view of a clone of the store below."""
-        other = PrefixStore(self.prefix, self._store.clone())
-        other.timeout = self.timeout
-        return other
+    def clone(self, timeout: float) -> _View:
+        return _View(self.start, self.below.clone())
 
     def close(self) -> None:
-        """Close the store below."""
-        self._store.close()
+        self.below.close()
 
-    def _full(self, key: str) -> str:
-        return self._start + checked_key(key)
-
-    def _all(self, keys: Sequence[str]) -> list[str]:
-        return [self._start + key for key in checked_keys(keys)]
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else timeout
+    def __str__(self) -> str:
+        return f"PrefixStore {self.start[:-1]!r}"

@@ -12,7 +12,8 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ..errors import StoreError
-from .base import MAX_VALUE, timed_out
+from .base import timed_out
+from .operations import MAX_VALUE
 from .requests import RESULTS, Request, encode
 
 T = TypeVar("T")

@@ -1,192 +1,168 @@
-"""The operations of a store as records, each with what it does to a table of keys.
+"""The calls of a store as records, which a TCP store sends to its server and a file store writes to its log.
 
-They are what travels to a TCP store's server and what a file store writes to its log, and
-``apply`` is the one place that says what each of them means.  The number of a record (``tag``)
-stands in logs and on the wire: it is never given to another record.
+``apply`` executes a request on :class:`~shoal.store.operations.Operations`, which say what each operation
+means.  The number of a request (``tag``) stands in logs and on the wire: it is never given to another
+request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from ..errors import StoreError
-from .base import MAX_VALUE
+from .operations import KeysMissing, Operations
 
 T = TypeVar("T")
-
-_MOST = 2**63
-
-
-class Table:
-    """Keys and values.
-
-    Attributes:
-        values: the data.
-        touched: keys that were given a value or removed since the owner last emptied the list.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.touched: list[str] = []
-
-    def put(self, key: str, value: bytes) -> None:
-        """Give ``key`` a value.  StoreError if it is too long."""
-        check_length(key, value)
-        self.values[key] = value
-        self.touched.append(key)
-
-    def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those of ``keys`` that do not exist."""
-        return [key for key in keys if key not in self.values]
-
-
-def check_length(key: str, value: bytes) -> None:
-    """Raise StoreError if ``value`` is longer than a store takes."""
-    if len(value) > MAX_VALUE:
-        raise StoreError(f"key {key!r}: {len(value)} bytes, a store takes at most {MAX_VALUE} in a value")
+_Self = TypeVar("_Self", bound="Request[Any]")
 
 
 class Request(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     """One operation whose result is a ``T``."""
 
-    #: whether it can change the table
+    #: whether it can change something
     writes: ClassVar[bool] = True
 
-    def apply(self, table: Table) -> T:
-        """Do it.  Raises StoreError, and then the table is as before."""
+    def apply(self, operations: Operations) -> T:
+        """Execute it.  Raises StoreError or KeysMissing, and has then changed nothing."""
+        raise NotImplementedError
+
+    def under(self: _Self, start: str) -> _Self:
+        """The same request for keys that begin with ``start``."""
         raise NotImplementedError
 
 
-class Blocking(Request[T], Generic[T], frozen=True, array_like=True):
-    """An operation that is applied only once all its keys exist.
+class _OneKey(Request[T], Generic[T], frozen=True, array_like=True):
+    key: str
 
-    Attributes:
-        keys: what must exist.
-        timeout: seconds until it fails.
-    """
+    def under(self: _Self, start: str) -> _Self:
+        return replace(self, key=start + self.key)  # type: ignore[attr-defined]
 
+
+class _Keys(Request[T], Generic[T], frozen=True, array_like=True):
     keys: list[str]
-    timeout: float
     writes: ClassVar[bool] = False
 
+    def under(self: _Self, start: str) -> _Self:
+        return replace(self, keys=[start + key for key in self.keys])  # type: ignore[attr-defined]
 
-class Set(Request[None], frozen=True, array_like=True, tag=1):
-    key: str
+
+class _Prefix(Request[T], Generic[T], frozen=True, array_like=True):
+    prefix: str
+
+    def under(self: _Self, start: str) -> _Self:
+        return replace(self, prefix=start + self.prefix)  # type: ignore[attr-defined]
+
+
+class Blocking(_Keys[T], Generic[T], frozen=True, array_like=True):
+    """An operation that is applied only once all its keys exist; ``timeout``: seconds until it fails."""
+
+    timeout: float
+
+
+class Set(_OneKey[None], frozen=True, array_like=True, tag=1):
     value: bytes
 
-    def apply(self, table: Table) -> None:
-        table.put(self.key, self.value)
+    def apply(self, operations: Operations) -> None:
+        operations.set(self.key, self.value)
 
 
 class Get(Blocking[list[bytes]], frozen=True, array_like=True, tag=2):
     """The values of the first keys: as many as fit into one message, and at least one."""
 
-    def apply(self, table: Table) -> list[bytes]:
-        values: list[bytes] = []
-        total = 0
-        for key in self.keys:
-            total += len(table.values[key])
-            if values and total > MAX_VALUE:
-                break
-            values.append(table.values[key])
+    def apply(self, operations: Operations) -> list[bytes]:
+        if len(self.keys) == 1:
+            value = operations.get_now(self.keys[0])
+            if value is None:
+                raise KeysMissing(self.keys)
+            return [value]
+        if missing := operations.missing(self.keys):  # before values are read in vain
+            raise KeysMissing(missing)
+        values = []
+        for key, value in zip(self.keys, operations.get_many(self.keys)):  # noqa: B905
+            if value is None:
+                raise KeysMissing([key])
+            values.append(value)
         return values
 
 
 class Wait(Blocking[None], frozen=True, array_like=True, tag=3):
-    def apply(self, table: Table) -> None:
-        return None
+    def apply(self, operations: Operations) -> None:
+        if missing := operations.missing(self.keys):
+            raise KeysMissing(missing)
 
 
-class Add(Request[int], frozen=True, array_like=True, tag=4):
-    key: str
+class Add(_OneKey[int], frozen=True, array_like=True, tag=4):
     amount: int
 
-    def apply(self, table: Table) -> int:
-        held = table.values.get(self.key, b"0")
-        if not held.removeprefix(b"-").isdigit() or len(held) > 20:
-            raise StoreError(f"cannot add to key {self.key!r}: it holds {held[:40]!r}, which is no counter")
-        total = int(held) + self.amount
-        if not -_MOST <= total < _MOST:
-            raise StoreError(f"cannot add {self.amount} to key {self.key!r}: {total} does not fit in 64 bits")
-        table.put(self.key, b"%d" % total)
-        return total
+    def apply(self, operations: Operations) -> int:
+        return operations.add(self.key, self.amount)
 
 
-class CompareSet(Request[bytes], frozen=True, array_like=True, tag=5):
-    key: str
+class CompareSet(_OneKey[bytes], frozen=True, array_like=True, tag=5):
     expected: bytes
     desired: bytes
 
-    def apply(self, table: Table) -> bytes:
-        held = table.values.get(self.key)
-        if held == self.expected or (held is None and not self.expected):
-            table.put(self.key, self.desired)
-            return self.desired
-        return self.expected if held is None else held
+    def apply(self, operations: Operations) -> bytes:
+        return operations.compare_set(self.key, self.expected, self.desired)
 
 
-class Delete(Request[bool], frozen=True, array_like=True, tag=6):
-    key: str
-
-    def apply(self, table: Table) -> bool:
-        if table.values.pop(self.key, None) is None:
-            return False
-        table.touched.append(self.key)
-        return True
+class Delete(_OneKey[bool], frozen=True, array_like=True, tag=6):
+    def apply(self, operations: Operations) -> bool:
+        return operations.delete(self.key)
 
 
-class Check(Request[bool], frozen=True, array_like=True, tag=7):
-    keys: list[str]
+class Check(_Keys[bool], frozen=True, array_like=True, tag=7):
+    def apply(self, operations: Operations) -> bool:
+        return not operations.missing(self.keys)
+
+
+class NumKeys(_Prefix[int], frozen=True, array_like=True, tag=8):
     writes: ClassVar[bool] = False
 
-    def apply(self, table: Table) -> bool:
-        return not table.missing(self.keys)
+    def apply(self, operations: Operations) -> int:
+        return operations.count(self.prefix)
 
 
-class NumKeys(Request[int], frozen=True, array_like=True, tag=8):
+class ListKeys(_Prefix[list[str]], frozen=True, array_like=True, tag=9):
     writes: ClassVar[bool] = False
 
-    def apply(self, table: Table) -> int:
-        return len(table.values)
+    def apply(self, operations: Operations) -> list[str]:
+        return sorted(operations.list_keys(self.prefix))
 
 
-class ListKeys(Request[list[str]], frozen=True, array_like=True, tag=9):
-    prefix: str
-    writes: ClassVar[bool] = False
-
-    def apply(self, table: Table) -> list[str]:
-        return sorted(key for key in table.values if key.startswith(self.prefix))
-
-
-class Append(Request[None], frozen=True, array_like=True, tag=10):
-    key: str
+class Append(_OneKey[None], frozen=True, array_like=True, tag=10):
     value: bytes
 
-    def apply(self, table: Table) -> None:
-        table.put(self.key, table.values.get(self.key, b"") + self.value)
+    def apply(self, operations: Operations) -> None:
+        operations.append(self.key, self.value)
 
 
 class MultiSet(Request[None], frozen=True, array_like=True, tag=11):
     items: list[tuple[str, bytes]]
 
-    def apply(self, table: Table) -> None:
-        for key, value in self.items:
-            check_length(key, value)
-        for key, value in self.items:
-            table.put(key, value)
+    def apply(self, operations: Operations) -> None:
+        operations.set_many(self.items)
+
+    def under(self, start: str) -> MultiSet:
+        return MultiSet([(start + key, value) for key, value in self.items])
+
+
+class DeletePrefix(_Prefix[int], frozen=True, array_like=True, tag=12):
+    def apply(self, operations: Operations) -> int:
+        return operations.delete_prefix(self.prefix)
 
 
 _AnyRequest = (
     Set | Get | Wait | Add | CompareSet | Delete | Check | NumKeys | ListKeys | Append | MultiSet
+    | DeletePrefix
 )  # fmt: skip
 
-#: the type of each request's result, for those who decode it
+#: the type of each request's result, with which a reply is decoded
 RESULTS: dict[type[Request[Any]], Any] = {
     Set: None, Get: list[bytes], Wait: None, Add: int, CompareSet: bytes, Delete: bool, Check: bool,
-    NumKeys: int, ListKeys: list[str], Append: None, MultiSet: None,
+    NumKeys: int, ListKeys: list[str], Append: None, MultiSet: None, DeletePrefix: int,
 }  # fmt: skip
 
 #: turn a request into msgpack and back; ``msgspec.DecodeError`` for bytes that are none

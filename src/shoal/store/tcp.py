@@ -14,10 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
+from .. import config
 from ..errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
 from ..wire import Connection, Deadline, connect
-from .base import timed_out
-from .execute import RequestStore
+from .backing import Executor
+from .base import Store, timed_out
 from .protocol import MAX_MESSAGE, PURPOSE, decode_reply, encode_request
 from .requests import Blocking, Request
 
@@ -30,7 +31,7 @@ _GRACE = 2.0
 _KEPT = 4
 
 
-class TCPStore(RequestStore):
+class TCPStore(Store):
     """A connection to the store that a :class:`~shoal.store.TCPStoreServer` hosts.
 
     Args:
@@ -45,47 +46,69 @@ class TCPStore(RequestStore):
         WireError: what listens there is no store.
     """
 
+    _backing: _Client
+
     def __init__(self, host: str, port: int, secret: bytes = b"", *, timeout: float | None = None) -> None:
-        super().__init__(timeout)
-        self.host = host
-        self.port = port
-        self._secret = secret
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
-        self._closed = False
-        self._idle.append(self._first_connection(Deadline(self.timeout)))
+        timeout = config.TIMEOUT.get() if timeout is None else timeout
+        super().__init__(_Client(host, port, secret, timeout), timeout)
+
+    @property
+    def host(self) -> str:
+        """Where the server listens."""
+        return self._backing.host
+
+    @property
+    def port(self) -> int:
+        """Where the server listens."""
+        return self._backing.port
 
     @property
     def address(self) -> str:
         """``host:port`` of the server."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return self._backing.address
 
     @property
     def connections(self) -> int:
         """The number of connections that this store has open now."""
+        return self._backing.connections
+
+
+class _Client(Executor):
+    """Connections to one server, idle and busy ones."""
+
+    host: str
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout: float) -> None:
+        super().__init__()
+        self.host = host
+        self.port = port
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._idle.append(self._first_connection(Deadline(timeout)))
+
+    @property
+    def connections(self) -> int:
         with self._lock:
             return len(self._idle) + len(self._busy)
 
-    def clone(self) -> TCPStore:
-        """Another store with connections of its own to the same server."""
-        self._refuse_forked()
-        return TCPStore(self.host, self.port, self._secret, timeout=self.timeout)
+    def clone(self, timeout: float) -> _Client:
+        return _Client(self.host, self.port, self._secret, timeout)
 
     def close(self) -> None:
-        """Close the connections; requests in other threads raise ``StoreError``."""
-        if self._forked():
-            return
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
             for connection in self._busy:
                 connection.shutdown()  # closed by the thread that uses it
         for connection in idle:
             connection.close()
 
-    def _execute(self, request: Request[T], deadline: Deadline) -> T:
-        self._refuse_forked()
+    def __str__(self) -> str:
+        return f"connection to the store at {self.address}"
+
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
         message = encode_request(request)
         connection = self._take(deadline)
         try:
@@ -107,7 +130,6 @@ class TCPStore(RequestStore):
 
     def _take(self, deadline: Deadline) -> Connection:
         with self._lock:
-            self._refuse_closed()
             if self._idle:
                 connection = self._idle.pop()
                 self._busy.add(connection)
@@ -119,16 +141,16 @@ class TCPStore(RequestStore):
         except WireError as error:
             raise self._lost(error) from error
         with self._lock:
-            if not self._closed:
+            if not self.closed.is_set():
                 self._busy.add(connection)
                 return connection
         connection.close()
-        raise self._closed_error()
+        raise StoreError("closed")  # the store says which
 
     def _put_back(self, connection: Connection) -> None:
         with self._lock:
             self._busy.discard(connection)
-            if not self._closed and len(self._idle) < _KEPT:
+            if not self.closed.is_set() and len(self._idle) < _KEPT:
                 self._idle.append(connection)
                 return
         connection.close()
@@ -169,13 +191,4 @@ class TCPStore(RequestStore):
         return StoreTimeout(f"the store at {self.address} did not answer within {deadline.timeout:g} s")
 
     def _lost(self, error: Exception) -> StoreError:
-        if self._closed:
-            return self._closed_error()
         return StoreError(f"lost the store at {self.address}: {error}")
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise self._closed_error()
-
-    def _closed_error(self) -> StoreError:
-        return StoreError(f"this connection to the store at {self.address} has been closed")

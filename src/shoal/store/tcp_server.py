@@ -26,8 +26,9 @@ from ..errors import OutOfResources, StoreError, UsageError, WireError
 from ..wire import HANDSHAKE_TIMEOUT, Deadline, PendingHandshake, close_in_forked_child, listen
 from ..wire.sockets import prepare
 from .base import checked_key, checked_value
+from .operations import KeysMissing, Table
 from .protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply
-from .requests import Blocking, Request, Table, decode
+from .requests import Blocking, Request, decode
 from .session import Session
 from .waiting import Alarms, Waiting
 
@@ -71,7 +72,7 @@ class TCPStoreServer:
         self._handshake_timeout = handshake_timeout
         self._table = Table()
         for key, value in (records or {}).items():
-            self._table.put(checked_key(key), checked_value(value))
+            self._table.set(checked_key(key), checked_value(value))
         self._table.touched.clear()
         self._waiting: Waiting[Session] = Waiting()
         self._alarms: Alarms[Session] = Alarms()
@@ -246,17 +247,17 @@ class TCPStoreServer:
             self._handle(session, decode(message))
 
     def _handle(self, session: Session, request: Request[Any]) -> None:
-        if isinstance(request, Blocking) and (missing := self._table.missing(request.keys)):
-            deadline = Deadline(request.timeout)
-            if deadline.expired:
-                session.reply(encode_reply(Status.MISSING, missing))
-                return
-            session.parked = request
-            self._waiting.add(session, missing)
-            self._alarms.set(session, deadline.at)
-            return
         try:
             reply = encode_reply(Status.DONE, request.apply(self._table))
+        except KeysMissing as error:
+            assert isinstance(request, Blocking)
+            deadline = Deadline(request.timeout)
+            if not deadline.expired:
+                session.parked = request
+                self._waiting.add(session, error.keys)
+                self._alarms.set(session, deadline.at)
+                return
+            reply = encode_reply(Status.MISSING, error.keys)
         except StoreError as error:
             reply = encode_reply(Status.FAILED, str(error))
         touched, self._table.touched = self._table.touched, []
@@ -271,11 +272,13 @@ class TCPStoreServer:
         for session in self._waiting.appeared(key):
             request = session.parked
             assert request is not None
-            # A key that had appeared earlier may have been deleted since.
-            if missing := self._table.missing(request.keys):
-                self._waiting.add(session, missing)
+            try:
+                result = request.apply(self._table)
+            except KeysMissing as error:
+                # A key that had appeared earlier has been deleted since.
+                self._waiting.add(session, error.keys)
                 continue
-            self._unpark(session, Status.DONE, request.apply(self._table))
+            self._unpark(session, Status.DONE, result)
 
     def _overdue(self, session: Session) -> None:
         if session.parked is None:

@@ -1,0 +1,89 @@
+"""What stands behind a store: the part that differs between a dictionary, a file and a server.
+
+A :class:`~shoal.store.Store` checks arguments, turns each call into a request (``requests.py``) and
+lets an :class:`Executor` execute it.  There are two ways to write one:
+
+- A :class:`Backing` has three operations on single keys, and inherits the rest.  This is the way for
+  a further store: a dictionary, a database.
+- An :class:`Executor` takes whole requests.  This is the way for a store that carries requests
+  elsewhere, as the TCP store does, and can block there.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Sequence
+from typing import TypeVar
+
+from ..wire import Deadline
+from .operations import MAX_VALUE, Operations
+from .requests import Request
+
+T = TypeVar("T")
+
+#: seconds between two looks of a store that polls: an eighth of the time that it waited already, within these
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+
+
+class Executor(abc.ABC):
+    """Executes the requests of one :class:`~shoal.store.Store`, whose threads may do so at once.
+
+    Attributes:
+        closed: set when the store is closed, before :meth:`close` is called.
+        longest_key: longest key in bytes that may be asked for; None: of any length.
+        longest_value: longest value in bytes.
+        host: name or address of the host that holds the data; None: unknown, or this one.
+    """
+
+    longest_key: int | None = None
+    longest_value: int = MAX_VALUE
+    host: str | None = None
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    @abc.abstractmethod
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        """Execute one request.
+
+        Raises:
+            KeysMissing: the request waits for keys that do not exist.  The store calls :meth:`watch`,
+                and then this method again.  An executor that can block waits itself, and raises
+                StoreTimeout at the deadline.
+            StoreError: the data cannot be reached, or not be changed in this way.
+        """
+
+    def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
+        """Return when one of ``keys`` may exist, at the deadline, or when the store is closed.
+
+        This default returns after a pause that grows with the time since the call began: the store polls.
+        """
+        left = deadline.remaining()
+        self.closed.wait(min(max((deadline.timeout - left) / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE, left))
+
+    @abc.abstractmethod
+    def clone(self, timeout: float) -> Executor:
+        """Another executor of the same data, which is closed by itself; made within ``timeout`` seconds."""
+
+    def close(self) -> None:
+        """Give up what is held, and wake the threads in :meth:`execute` and :meth:`watch`.
+
+        It is called as often as the store is closed.
+        """
+
+    def __str__(self) -> str:
+        """The store's name in messages."""
+        return type(self).__name__
+
+
+class Backing(Operations, Executor):
+    """A store of three operations, :meth:`get_now`, :meth:`swap` and :meth:`list_keys`, and :meth:`clone`.
+
+    A subclass overrides whatever its store can do in fewer steps, and :meth:`watch` if the store
+    can notify.
+    """
+
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        """Apply the request to the three operations."""
+        return request.apply(self)

@@ -1,0 +1,185 @@
+"""What a store does to its keys: each operation in terms of three, and all of them on a dictionary."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from ..errors import StoreError
+
+#: longest value in bytes
+MAX_VALUE = 64 * 2**20
+
+#: a counter lies between -_MOST and _MOST - 1
+_MOST = 2**63
+
+
+class KeysMissing(Exception):
+    """A request cannot be executed before these keys exist."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        super().__init__(keys)
+        self.keys = keys
+
+
+class Operations(abc.ABC):
+    """All operations on keys, in terms of the three that are abstract.
+
+    An implementation overrides whatever it can do in fewer steps.
+    """
+
+    #: longest value in bytes
+    longest_value: int = MAX_VALUE
+
+    @abc.abstractmethod
+    def get_now(self, key: str) -> bytes | None:
+        """The value of ``key``; None if it does not exist."""
+
+    @abc.abstractmethod
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        """Store ``value`` if ``key`` holds ``held``, in one step that no other client can come between.
+
+        None stands for a key that does not exist: ``held=None`` creates the key, ``value=None`` removes it.
+
+        Returns:
+            whether ``value`` was stored; False means that the key holds something else.
+        """
+
+    @abc.abstractmethod
+    def list_keys(self, prefix: str) -> Sequence[str]:
+        """The keys that start with ``prefix``, in any order."""
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """The values of ``keys``; or of the first ones, at least one, if more than that would be too much."""
+        return [self.get_now(key) for key in keys]
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of ``keys`` that do not exist."""
+        return [key for key in keys if self.get_now(key) is None]
+
+    def count(self, prefix: str) -> int:
+        """The number of keys that start with ``prefix``."""
+        return len(self.list_keys(prefix))
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store ``value`` under ``key``, whatever it held."""
+        while not self.swap(key, self.get_now(key), value):
+            pass
+
+    def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """Store several values; in one step where the store can do that."""
+        for key, value in items:
+            self.set(key, value)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """See :meth:`shoal.store.Store.compare_set`."""
+        while True:
+            held = self.get_now(key)
+            if held is None and expected:
+                return expected
+            if held is not None and held != expected:
+                return held
+            if self.swap(key, held, desired):
+                return desired
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return the sum; StoreError if the key holds no counter."""
+        while True:
+            held = self.get_now(key)
+            total = counted(key, held, amount)
+            if self.swap(key, held, b"%d" % total):
+                return total
+
+    def append(self, key: str, value: bytes) -> None:
+        """Add ``value`` at the end of what ``key`` holds; StoreError if that gets too long."""
+        while True:
+            held = self.get_now(key)
+            joined = value if held is None else held + value
+            check_length(key, joined, self.longest_value)
+            if self.swap(key, held, joined):
+                return
+
+    def delete(self, key: str) -> bool:
+        """Remove ``key``; whether it existed."""
+        while (held := self.get_now(key)) is not None:
+            if self.swap(key, held, None):
+                return True
+        return False
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Remove the keys that start with ``prefix``; how many there were."""
+        return sum(self.delete(key) for key in self.list_keys(prefix))
+
+
+class Table(Operations):
+    """Keys and values in a dictionary, for one thread at a time.
+
+    Attributes:
+        values: the data.
+        touched: keys that were given a value or removed since the owner last emptied the list.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.touched: list[str] = []
+
+    def get_now(self, key: str) -> bytes | None:
+        return self.values.get(key)
+
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        if self.values.get(key) != held:
+            return False
+        if value is None:
+            self.values.pop(key, None)
+            self.touched.append(key)
+        else:
+            self.set(key, value)
+        return True
+
+    def list_keys(self, prefix: str) -> list[str]:
+        return [key for key in self.values if key.startswith(prefix)]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of the first keys: as many as fit into one message, and at least one."""
+        values: list[bytes | None] = []
+        total = 0
+        for key in keys:
+            value = self.values.get(key)
+            total += len(value or b"")
+            if values and total > MAX_VALUE:
+                break
+            values.append(value)
+        return values
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key not in self.values]
+
+    def count(self, prefix: str) -> int:
+        return len(self.list_keys(prefix)) if prefix else len(self.values)
+
+    def set(self, key: str, value: bytes) -> None:
+        check_length(key, value, self.longest_value)
+        self.values[key] = value
+        self.touched.append(key)
+
+    def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        for key, value in items:
+            check_length(key, value, self.longest_value)
+        super().set_many(items)
+
+
+def counted(key: str, held: bytes | None, amount: int) -> int:
+    """The counter ``held`` plus ``amount``.  StoreError if it is no counter, or the sum exceeds 64 bits."""
+    held = b"0" if held is None else held
+    if not held.removeprefix(b"-").isdigit() or len(held) > 20:
+        raise StoreError(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
+    total = int(held) + amount
+    if not -_MOST <= total < _MOST:
+        raise StoreError(f"cannot add {amount} to key {key!r}: {total} does not fit in 64 bits")
+    return total
+
+
+def check_length(key: str, value: bytes, longest: int) -> None:
+    """Raise StoreError if ``value`` is longer than a store takes."""
+    if len(value) > longest:
+        raise StoreError(f"key {key!r}: {len(value)} bytes, this store takes at most {longest} in a value")
