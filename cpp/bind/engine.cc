@@ -50,7 +50,7 @@ nb::object str(const std::string& bytes) {
 
 nb::object error_tuple(const Error& error) {
   if (error.code == ErrorCode::kNone) return nb::none();
-  return nb::make_tuple(static_cast<int>(error.code), str(error.text), error.ranks);
+  return nb::make_tuple(static_cast<int>(error.code), str(error.text), error.ranks, error.completed);
 }
 
 // An error as it is told to the user: with all that is known by then.
@@ -176,7 +176,7 @@ void bind_engine(nb::module_& m) {
           "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
       .def(
           "error", [](const Operation& op) { return told(op.group(), op.error()); },
-          "None, or (code, text, ranks).")
+          "None, or (code, text, ranks, number of the last operation completed or -1).")
       .def("announce", &Operation::announce, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
       .def("received", &received);
@@ -255,6 +255,8 @@ void bind_engine(nb::module_& m) {
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
+      .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
+           "All ranks that are lost by now.")
       .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
       .def("held", &Context::held,
            "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "

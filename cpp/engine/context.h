@@ -88,6 +88,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void submitted(bool large);
   // Takes note of peers that have died by now, before somebody is told who has.
   void look_for_deaths();
+  // All ranks that are lost by now, to this rank or to one that said so.
+  std::vector<int> all_lost();
+  void lost_to_others(int peer) { peers_[static_cast<std::size_t>(peer)].lost_to_others.store(true); }
   // Tells the user, in words, that this process did not run for a while just now: it was stopped, or starved.
   std::string absence() const;
 
@@ -108,6 +111,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     int socket = -1;  // local: its end means the peer's
     int pidfd = -1;
     std::atomic<int> state{kAlive};
+    std::atomic<bool> lost_to_others{false};
     std::vector<std::byte> text;  // payload of a control frame on its way in
   };
   Peer& new_peer(int rank);

@@ -31,7 +31,11 @@ Group::Group(std::shared_ptr<Context> context, Options options)
     hosts_[index].push_back(rank);
     if (rank == options_.rank) host_ = static_cast<int>(index);
   }
-  for (int i = 0; i < options_.lanes; ++i) lanes_.emplace_back().index = i;
+  for (int i = 0; i < options_.lanes; ++i) {
+    Lane& lane = lanes_.emplace_back();
+    lane.index = i;
+    lane.next = static_cast<std::uint64_t>(i);
+  }
   const auto& mine = hosts_[static_cast<std::size_t>(host_)];
   if (mine.size() > 1) {
     int self = static_cast<int>(std::find(mine.begin(), mine.end(), rank()) - mine.begin());
@@ -310,7 +314,15 @@ void Group::check(std::int64_t now, std::int64_t& next) {
 std::optional<Error> Group::failure() {
   if (!broken()) return std::nullopt;
   std::lock_guard lock(state_mutex_);
-  return error_;
+  Error error = error_;
+  error.completed = last_completed();
+  return error;
+}
+
+std::int64_t Group::last_completed() const {
+  std::uint64_t next = ~0ULL;
+  for (const Lane& lane : lanes_) next = std::min(next, lane.next.load(std::memory_order_relaxed));
+  return static_cast<std::int64_t>(next) - 1;
 }
 
 std::shared_ptr<Block> Group::allocate(std::size_t bytes) {

@@ -25,6 +25,7 @@ struct Lane {
   std::mutex mutex;
   std::deque<OperationPtr> queue;
   int index = 0;
+  std::atomic<std::uint64_t> next{0};  // the number of the first operation that has not completed
 };
 
 // A peer that died, or to which nothing leads any more.
@@ -71,6 +72,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void check(std::int64_t now, std::int64_t& next);
   bool pending();
 
+  // The last numbered operation that has completed here together with all before it; -1: none has.
+  std::int64_t last_completed() const;
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   std::optional<Error> failure();
   // The error with all members that are lost by now, if it is about such.
@@ -178,7 +181,6 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<Recent> recent_;
   std::uint64_t next_number_ = 0;
   std::uint64_t history_ = 0;
-  std::atomic<std::uint64_t> completed_{0};
   std::vector<std::weak_ptr<Block>> blocks_;
   friend class Operation;
 };

@@ -98,8 +98,10 @@ bool Operation::begin() {
 void Operation::complete() {
   if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
-  if (numbered() && error_.code == ErrorCode::kNone)
-    group_->completed_.store(request_.channel + 1, std::memory_order_relaxed);
+  if (numbered() && error_.code == ErrorCode::kNone) {
+    const std::size_t lanes = group_->lanes_.size();
+    group_->lanes_[request_.channel % lanes].next.store(request_.channel + lanes, std::memory_order_relaxed);
+  }
   if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
     group_->context().announce(ticket_);
   group_->context().bell().ring();
@@ -107,14 +109,15 @@ void Operation::complete() {
 
 void Operation::fail(Error error) {
   if (done()) return;
-  const std::uint64_t completed = group_->completed_.load(std::memory_order_relaxed);
+  error.completed = group_->last_completed();
   const std::string subject = describe(request_);
   // A cause that speaks of this very operation goes on where its subject stands already.
   const bool of_this = error.text.starts_with(subject + " ");
-  error.text = subject + " on rank " + std::to_string(group_->rank()) + " of group '" + group_->name() +
-               (completed > 0 ? "' (last operation completed here: " + std::to_string(completed - 1) + ")"
-                              : "' (no operation had completed here)") +
-               (of_this ? error.text.substr(subject.size()) : " failed: " + error.text);
+  error.text =
+      subject + " on rank " + std::to_string(group_->rank()) + " of group '" + group_->name() +
+      (error.completed >= 0 ? "' (last operation completed here: " + std::to_string(error.completed) + ")"
+                            : "' (no operation had completed here)") +
+      (of_this ? error.text.substr(subject.size()) : " failed: " + error.text);
   error_ = std::move(error);
   // A member that resumes late may still write its slice here, whichever group's memory it is.
   Arena& arena = *group_->context().arena();

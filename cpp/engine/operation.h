@@ -50,7 +50,8 @@ enum class ErrorCode : std::uint16_t {
 struct Error {
   ErrorCode code = ErrorCode::kNone;
   std::string text;
-  std::vector<int> ranks;  // in the group
+  std::vector<int> ranks;       // in the group
+  std::int64_t completed = -1;  // Group::last_completed() when the operation failed
 };
 
 // Says that a peer wrote into shared memory what cannot be; it ends the group of the operation that throws

@@ -218,6 +218,15 @@ void Context::look_for_deaths() {
   if (!losses.empty()) tell_groups(losses);
 }
 
+std::vector<int> Context::all_lost() {
+  look_for_deaths();
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank)
+    if (peers_[rank].state.load() == Peer::kLost || peers_[rank].lost_to_others.load())
+      ranks.push_back(static_cast<int>(rank));
+  return ranks;
+}
+
 void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
   if (end == LinkEnd::kGone) return lost(link.peer(), why);
   lost(link.peer(), std::string("it sent ") + why + "; the connection to it was cut", ErrorCode::kWire);

@@ -95,7 +95,14 @@ class GroupError(ShoalError):
     """Something ended the group.  Every pending and later operation on it raises.
 
     What an in-place operation leaves in its tensor after such an error is undefined.
+
+    Attributes:
+        last_completed: number of the last collective that had completed on this rank together with all
+            before it, where the engine tells it; None: none had, or it does not tell.  Collectives are
+            numbered from 0; those issued in callbacks have no number.
     """
+
+    last_completed: int | None = None
 
 
 class PeerLost(GroupError, ConnectionError):

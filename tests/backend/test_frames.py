@@ -188,7 +188,7 @@ def test_a_frame_that_cannot_be_ends_the_connection(rank: Rank, lie: str) -> Non
     rank.send(*LIES[lie])
     rank.heard()
     operation = rank.receive(rank.group, tag=2)
-    code, text, ranks = operation.error()
+    code, text, ranks, _ = operation.error()
     assert (code, ranks) == (8, [1])
     assert "rank 1 is lost: it sent " in text
     error = error_of(operation.error())
@@ -218,7 +218,7 @@ def test_a_group_ends_by_such_a_frame_of_a_peer_that_has_left_since(rank: Rank, 
     late = rank.make(LATE)
     barrier = late.collective(BARRIER, [], [], 0, 0, 0, -1, [], 0, 0, PATIENCE / 3)
     assert barrier.wait(PATIENCE)
-    code, text, ranks = barrier.error()
+    code, text, ranks, _ = barrier.error()
     assert (code, ranks) == (8, [1])
     assert "rank 1 is lost: it sent " in text
 
@@ -238,7 +238,7 @@ def test_the_frames_that_lies_are_made_of_are_legal(rank: Rank) -> None:
     assert second.wait(PATIENCE)
     assert torch.from_dlpack(second.received()[0]).tolist() == list(range(20))
     assert rank.receive(rank.group).received()[4] == [0]
-    code, message, ranks = rank.make(LATE).failure()
+    code, message, ranks, _ = rank.make(LATE).failure()
     assert (code, ranks) == (4, [1])
     assert message.startswith("because of \\xff\\xfe")
     assert not rank.group.broken()

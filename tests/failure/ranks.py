@@ -48,6 +48,8 @@ class Report:
     message: str
     state: str
     again: tuple[int, ...]
+    known: frozenset[int]
+    completed: int | None
     closed_within: float = 0.0
     left: list[str] = field(default_factory=list)
 
@@ -140,7 +142,9 @@ def seen(group: ProcessGroup, error: PeerLost) -> Report:
         group.barrier()
     except PeerLost as second:
         again = second.ranks
-    return Report(error.ranks, at, str(error), group.state, again)
+    return Report(
+        error.ranks, at, str(error), group.state, again, group._backend.lost(), error.last_completed
+    )
 
 
 def closed(group: ProcessGroup, report: Report | None) -> Report:

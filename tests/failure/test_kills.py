@@ -67,7 +67,11 @@ def check(ranks: Ranks, victim: int, killed_at: float, workers: bool = False) ->
         report = outcomes[rank].value
         assert isinstance(report, Report), outcomes[rank].describe()
         assert report.lost == report.again == (victim,), report
+        assert report.known == {victim}, report
         assert f"rank {victim} is lost" in report.message
+        assert report.completed is not None  # they met before
+        if "completed here" in report.message:
+            assert f"(last operation completed here: {report.completed})" in report.message
         assert report.state == "broken"
         assert report.at - killed_at < PROMISE, f"noticed after {report.at - killed_at:.3f} s: {report}"
         assert report.closed_within < PROMISE, report

@@ -185,6 +185,15 @@ class Backend(abc.ABC):
     def channel(self, group: GroupSpec) -> DataChannel:
         """The data channel of a new group.  Not collective: must not wait for the other members."""
 
+    def lost(self) -> frozenset[int]:
+        """The global ranks of all peers that are known to be dead or unreachable by now, for good.
+
+        Those that another rank has lost and said so count too.  It may ask the system who has died, and does
+        not wait.  Peers that left in good order do not count.  A
+        backend that cannot tell says that nobody is lost.
+        """
+        return frozenset()
+
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
         """End all connections.  All channels have been closed before."""

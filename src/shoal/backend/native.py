@@ -47,6 +47,18 @@ T = TypeVar("T")
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
 _OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
+#: by code, as in enum ErrorCode of cpp/engine/operation.h
+_ERRORS: dict[int, type[GroupError]] = {
+    1: PeerLost,
+    2: CollectiveMismatch,
+    3: OperationTimeout,
+    4: GroupAborted,
+    5: GroupClosed,
+    6: OutOfSharedMemory,
+    7: ForkedProcess,
+    8: ProtocolError,
+}
+_OF_RANKS = (PeerLost, OperationTimeout, ProtocolError)
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
 
 _core.learn_tensors(torch.Tensor)
@@ -104,6 +116,7 @@ class NativeBackend(Backend):
         self._lock = threading.RLock()
         self._dispatcher: threading.Thread | None = None
         self._stopped = False
+        self._lost: frozenset[int] = frozenset()
         self._context: Any = _CLOSED
         ranks = counted(membership.local_size, "rank")
         room = f"reserving {capacity >> 20} MiB of address space for each of {ranks}"
@@ -152,6 +165,11 @@ class NativeBackend(Backend):
                 group.concurrency,
             )
         return NativeChannel(self, core, group)
+
+    def lost(self) -> frozenset[int]:
+        if self._context is not _CLOSED:
+            self._lost = frozenset(self._context.lost())
+        return self._lost
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -315,7 +333,7 @@ class NativeChannel(DataChannel):
                 self._failure = latest
         return self._failure
 
-    def error(self, error: tuple[int, str, list[int]] | None) -> GroupError | None:
+    def error(self, error: tuple[int, str, list[int], int] | None) -> GroupError | None:
         """The exception for an error of the core, of which the launcher hears if another rank caused it."""
         if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
             failure_report.told([self._spec.ranks[rank] for rank in error[2]])
@@ -391,19 +409,16 @@ def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[i
     return partial(_core.kernels.reduce, reduction)
 
 
-def error_of(error: tuple[int, str, list[int]] | None) -> GroupError | None:
-    """The exception for an error of the core: (code, text, ranks); codes as in cpp/engine/operation.h."""
+def error_of(error: tuple[int, str, list[int], int] | None) -> GroupError | None:
+    """The exception for an error of the core: (code, text, ranks, last operation completed, or -1)."""
     if error is None:
         return None
-    code, text, ranks = error
-    if code == 1:
-        return PeerLost(text, ranks)
-    if code == 3:
-        return OperationTimeout(text, ranks)
-    if code == 8:
-        return ProtocolError(text, ranks)
-    kinds = {2: CollectiveMismatch, 4: GroupAborted, 5: GroupClosed, 6: OutOfSharedMemory, 7: ForkedProcess}
-    return kinds.get(code, GroupError)(text)
+    code, text, ranks, completed = error
+    kind = _ERRORS.get(code, GroupError)
+    raised = kind(text, ranks) if issubclass(kind, _OF_RANKS) else kind(text)
+    if completed >= 0:
+        raised.last_completed = completed
+    return raised
 
 
 @contextlib.contextmanager
