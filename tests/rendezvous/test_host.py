@@ -23,9 +23,11 @@ from shoal.rendezvous.host import (
     process_is_gone,
     resolve,
 )
-from shoal.rendezvous.meet import _interface
-from shoal.rendezvous.record import Descriptor
+from shoal.rendezvous.place import Place
 from shoal.rendezvous.venue import Venue
+from shoal.store import MemoryStore
+
+from .together import request
 
 
 def test_processes_of_one_machine_have_one_identity() -> None:
@@ -97,14 +99,9 @@ def test_addresses() -> None:
 
 
 def test_ranks_on_several_machines_listen_where_the_store_is_reached() -> None:
-    def member(machine: str) -> Descriptor:
-        return Descriptor("h", machine, "pid:[1]/1/1.0", True, "t")
-
-    venue = Venue(None, address="192.0.2.1")  # type: ignore[arg-type]
-    alone = [member("a"), member("a")]
-    spread = [member("a"), member("b")]
-    assert _interface(alone, venue, None) == "127.0.0.1"
-    assert _interface(spread, venue, None) == address_towards("192.0.2.1")
+    place = Place.at(Venue(MemoryStore(), job="job", epoch=0, address="192.0.2.1"), request())
+    assert place.interface({"a"}) == "127.0.0.1"
+    assert place.interface({"a", "b"}) == place.interface() == address_towards("192.0.2.1")
 
 
 def test_a_process_was_started_after_whatever_came_before_it() -> None:

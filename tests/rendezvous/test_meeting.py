@@ -14,8 +14,8 @@ import pytest
 from shoal import Membership, MemoryStore, RendezvousError, RendezvousTimeout, StoreError, VersionMismatch
 from shoal.rendezvous import job_record, meeting, note_exit, record
 from shoal.rendezvous.host import here, now
-from shoal.rendezvous.meeting import Meeting
 from shoal.rendezvous.neighbours import Neighbours
+from shoal.rendezvous.place import agree_on_secret
 
 from .together import all_well, meet_in, release_all, together
 
@@ -215,7 +215,7 @@ def test_the_keys_of_a_job_that_closed_are_gone(store: MemoryStore) -> None:
         members = _meet_all(store, 2)
         members[0].store.set("x", b"1")
         release_all(members)
-    assert store.list_keys() == ["job/0/ended/2", "job/0/generation"]
+    assert store.list_keys() == ["job/0/ended/2", "job/0/room"]
 
 
 def test_the_record_of_the_launcher_holds_for_the_jobs_to_come(store: MemoryStore) -> None:
@@ -259,7 +259,7 @@ def test_the_last_member_may_leave_at_any_moment_of_a_newcomers_way(
     for moment in range(30):
         with MemoryStore(20.0) as store, monkeypatch.context() as patch:
             _come_while_the_last_one_leaves(patch, store, moment, named, second_size)
-            assert store.list_keys() == ["job/0/ended/1", "job/0/generation"], moment
+            assert store.list_keys() == ["job/0/ended/1", "job/0/room"], moment
 
 
 def _come_while_the_last_one_leaves(
@@ -324,17 +324,17 @@ def test_a_job_of_processes_elsewhere_is_not_taken_for_dead(store: MemoryStore) 
 
 
 def _dead_member(
-    store: MemoryStore, rank: int, size: int, machine: str = "", generation: int = 0, at: float = 0.0
+    store: MemoryStore, rank: int, size: int, machine: str = "", room: int = 0, at: float = 0.0
 ) -> None:
     """What a process leaves in the store that claimed its rank and was killed."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     process = f"{here().process.split('/')[0]}/{ended.pid}/15"
     me = record.Descriptor("h", machine or here().machine, process, True, f"dead {rank}", at=at)
-    room = record.room_of(record.root_of(store, "job", 0), generation)
-    room.compare_set("record", b"", record.msgspec.json.encode(record.Record(size)))
-    Neighbours(room, me).append(rank)
-    room.set(record.rank_key(rank), record.msgspec.json.encode(me))
+    keys = record.room_of(record.root_of(store, "job", 0), room)
+    keys.compare_set("record", b"", record.msgspec.json.encode(record.Record(size)))
+    Neighbours(keys, me).append(rank)
+    keys.set(record.rank_key(rank), record.msgspec.json.encode(me))
 
 
 def test_the_death_of_a_member_is_told_to_those_that_wait(store: MemoryStore) -> None:
@@ -349,20 +349,20 @@ def test_the_death_of_a_member_is_told_to_those_that_wait(store: MemoryStore) ->
         assert "rank 3 (process " in str(error)
         assert "died while the ranks were meeting" in str(error)
     release_all(_meet_all(store, 4))
-    assert store.list_keys() == ["job/0/ended/1", "job/0/generation"]
+    assert store.list_keys() == ["job/0/ended/1", "job/0/room"]
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_member_that_died_before_all_had_come_is_in_nobodys_way(store: MemoryStore, named: bool) -> None:
     _write_record(store, 2)
-    for generation in range(3):
-        _dead_member(store, 0, 2, generation=generation)
+    for number in range(3):
+        _dead_member(store, 0, 2, room=number)
         calls = [lambda rank=rank: meet_in(store, rank if named else None) for rank in range(2)]
         members = all_well(together(*calls))
         assert members[0].store is not members[1].store
         release_all(members)
-        store.set("job/0/generation", str(generation + 1))
-        store.delete(f"job/0/ended/{generation + 1}")
+        store.set("job/0/room", str(number + 1))
+        store.delete(f"job/0/ended/{number + 1}")
 
 
 def test_a_late_comer_hears_once_of_the_death_of_a_rank_that_was_started_with_it(store: MemoryStore) -> None:
@@ -371,7 +371,7 @@ def test_a_late_comer_hears_once_of_the_death_of_a_rank_that_was_started_with_it
         with pytest.raises(RendezvousError, match=r"rank 0 \(process .* died while the ranks were meeting"):
             meet_in(store, 1, size)
         release_all(_meet_all(store, size))  # a second try waits for the others
-        _dead_member(store, 0, 2, at=now(), generation=int(store.get("job/0/generation")))
+        _dead_member(store, 0, 2, at=now(), room=int(store.get("job/0/room")))
 
 
 def test_a_member_that_died_on_another_machine_is_waited_for(store: MemoryStore) -> None:
@@ -403,22 +403,14 @@ def test_a_rank_that_cannot_connect_tells_the_others(store: MemoryStore) -> None
             member.look()
         member.abandon(RendezvousError("heard of it"))
     release_all(_meet_all(store, 3))
-    assert store.list_keys() == ["job/0/ended/1", "job/0/generation"]
+    assert store.list_keys() == ["job/0/ended/1", "job/0/room"]
 
 
 def test_a_secret_agreed_in_the_store_is_the_same_for_all(store: MemoryStore) -> None:
-    from shoal.wire import Deadline
-
-    def secret(rank: int) -> bytes:
-        meeting = Meeting(
-            store, rank=rank, size=2, job="j", epoch=0, host="h", here=here(), deadline=Deadline(10)
-        )
-        meeting.join()
-        return meeting.agree_on_secret()
-
-    first, second = together(lambda: secret(0), lambda: secret(1))
+    first, second = together(lambda: agree_on_secret(store.clone()), lambda: agree_on_secret(store.clone()))
     assert first == second
-    assert len(first) == 64  # type: ignore[arg-type]
+    assert isinstance(first, bytes)
+    assert len(first) == 64
 
 
 def test_ranks_that_wait_for_one_whose_process_ended_are_told_how_it_ended(store: MemoryStore) -> None:

@@ -61,7 +61,7 @@ def test_ranks_meet_agree_on_a_secret_and_leave_nothing_but_what_the_next_ones_n
         members[1].store.set("own", b"value")
         assert members[2].store.get("own") == b"value"
         release_all(members)
-        assert adopt(stores[0]).list_keys() == [f"torch/0/ended/{meeting - 1}", "torch/0/generation"]
+        assert adopt(stores[0]).list_keys() == [f"torch/0/ended/{meeting - 1}", "torch/0/room"]
 
 
 def test_a_rank_that_never_comes_is_named(stores: list[dist.Store]) -> None:

@@ -6,11 +6,8 @@ need no communication at all where the default group is ours: they use its conne
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +22,7 @@ from ..group.given import default_groups
 from ..initialize import check_options, lanes, world_group
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.given import store_address
-from ..store import PrefixStore, adopt
+from ..store import adopt
 from ..torch_terms import BACKEND
 from ..wire import Deadline
 from .devices import others
@@ -33,8 +30,6 @@ from .process_group import TorchProcessGroup
 
 #: seconds for a goodbye after the group could not be made
 _FAILED = 5.0
-#: seconds for leaving the meeting, which waits for nobody
-_LEAVING = 5.0
 
 
 def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | None) -> TorchProcessGroup:
@@ -89,6 +84,8 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
     check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
     store = adopt(options.store)
     # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
+    # The store may be gone before the group, with rank 0, which torch lets serve it; and torch's C++ prints a
+    # stack whenever a store is gone.
     venue = Venue(
         store,
         rank=options.group_rank,
@@ -96,25 +93,13 @@ def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
         job=f"{BACKEND}/{options.group_id}",
         epoch=0,
         private=True,
+        brief=True,
         address=store_address(store),
     )
     request = Request(
         urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
     )
-    membership = attend(venue, request)
-    try:
-        incarnation = membership.store.compare_set("incarnation", b"", secrets.token_hex(8).encode()).decode()
-    except BaseException as error:
-        membership.abandon(error)
-        raise
-    # The meeting ends when all are connected and not with the group: by then the store may be gone with rank
-    # 0, which torch lets serve it, and torch's C++ prints a stack whenever a store is gone.
-    own = PrefixStore(incarnation, adopt(options.store))
-    membership = replace(
-        membership,
-        store=own,
-        connected=partial(membership.release, _LEAVING),
-        release=lambda _: own.close(),
-    )
     name = options.group_id if options.global_ranks_in_group else "world"
-    return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)
+    return world_group(
+        attend(venue, request), factory, name=name, timeout=limit, concurrency=concurrency, options=extra
+    )

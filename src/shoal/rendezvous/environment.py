@@ -28,7 +28,7 @@ class Launch:
         launcher: who started the process, in words.
         rank, size: None where the store has to say.
         local_rank, local_size: None where they have to be found from the hosts of all ranks.
-        job, epoch: identity of this incarnation of the job.
+        job, epoch: the job, and the number of its incarnation.
         url: where to meet; None: the ranks are all on this host and meet in a private file.
         marker: a variable that every rank has in its environment and the launcher itself has not.
     """

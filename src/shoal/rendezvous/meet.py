@@ -1,37 +1,41 @@
-"""From a URL to a :class:`Membership`: open the place, meet the others, find out who is where."""
+"""From a place to a :class:`Membership`: meet the others there, find out who is where.
+
+Here a fixed number of ranks meets.  :mod:`shoal.rendezvous.place` opens the place.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
-from .. import config
 from ..errors import (
     AuthenticationError,
-    ConfigurationError,
     StoreError,
     StoreTimeout,
-    UsageError,
     VersionMismatch,
     WireError,
     WireTimeout,
 )
+from ..store import PrefixStore
 from ..wire import Deadline
-from .given import given
-from .host import LOOPBACK, address_towards, here, is_mine, resolve
 from .meeting import Meeting
 from .membership import Membership
+from .place import Place, agree_on_secret, checked_request, no_secret, opened
 from .private import user_secret
-from .record import Descriptor
-from .venue import Request, Venue, open_venue, parse_url
+from .venue import Request, Venue
 
 #: seconds for the change from one job's server to the next one's at the same address
 _SETTLING_TIME = 5.0
 _PAUSE = 0.02
 #: seconds for the others to hear why the meeting failed, before the store goes with this rank
 _LETTING_GO = 3.0
+#: seconds for leaving a meeting that waits for nobody
+_LEAVING = 5.0
 
 
 def rendezvous(
@@ -65,56 +69,39 @@ def rendezvous(
         RendezvousTimeout: names the ranks that did not come.
         AuthenticationError, VersionMismatch, StoreError: the store, or the others, are strangers.
     """
-    _check_numbers(rank, size)
-    if job is not None:
-        _check_job(job)
-    if url is not None and store is not None:
-        raise UsageError(f"url={url!r} and store=: expected one place to meet")
-    if isinstance(secret, str):
-        secret = secret.encode()
-    if secret is not None and not isinstance(secret, bytes):
-        raise UsageError(f"secret: expected str or bytes, not {type(secret).__name__}")
-    seconds = config.TIMEOUT.get() if timeout is None else timeout
-    request = Request(
-        parse_url("env://" if url is None else url),
-        rank,
-        size,
-        config.secret() if secret is None else secret,
-        Deadline(seconds),
-        host=host,
-        job=job,
+    request = checked_request(
+        url, store=store, rank=rank, size=size, timeout=timeout, secret=secret, host=host, job=job
     )
-    return meet(request) if store is None else _meet_in(given(store, request), request)
+    if store is None:
+        return meet(request)
+    place = opened(request, store)
+    try:
+        return meet_at(place)
+    except BaseException:
+        place.close()
+        raise
 
 
 def meet(request: Request) -> Membership:
-    """Serve a checked request.
+    """Open the place of a checked request and meet there.
 
     A store that goes away before all have met is looked for again: it belonged to a job that ended here
     just now, and rank 0 of ours will serve another.
     """
     settled: Deadline | None = None
     while True:
-        venue = None
+        place = None
         try:
-            venue = open_venue(request)
-            return attend(venue, request)
+            place = opened(request)
+            return meet_at(place)
         except BaseException as error:
-            if venue is not None:
-                _close(venue)
+            if place is not None:
+                place.close()
                 settled = None
             settled = settled or Deadline(_SETTLING_TIME)
             if not _store_went_away(error) or settled.expired or request.deadline.expired:
                 raise
         time.sleep(_PAUSE)
-
-
-def _meet_in(venue: Venue, request: Request) -> Membership:
-    try:
-        return attend(venue, request)
-    except BaseException:
-        _close(venue)
-        raise
 
 
 def _store_went_away(error: BaseException) -> bool:
@@ -125,22 +112,24 @@ def _store_went_away(error: BaseException) -> bool:
 
 def attend(venue: Venue, request: Request) -> Membership:
     """Meet the others at ``venue``."""
-    environ = request.environ
-    machine = here()
-    host = request.host or config.HOST_ID.get(environ) or machine.machine
-    named = venue.job if request.job is None else request.job
-    job = config.JOB.get(environ) if named is None else named
-    _check_job(job)
-    epoch = config.EPOCH.get(environ) if venue.epoch is None else venue.epoch
+    return meet_at(Place.at(venue, request))
+
+
+def meet_at(place: Place) -> Membership:
+    """Meet the others of the job, whose number is fixed, at an opened place.
+
+    The place is closed when the membership is released; it is the caller's if this raises.
+    """
+    venue = place.venue
     meeting = Meeting(
-        venue.store,
+        place.store,
         rank=venue.rank,
         size=venue.size,
-        job=job,
-        epoch=epoch,
-        host=host,
-        here=machine,
-        deadline=request.deadline,
+        job=place.job,
+        epoch=place.epoch,
+        host=place.host,
+        here=place.here,
+        deadline=place.request.deadline,
     )
     try:
         meeting.join()
@@ -151,15 +140,21 @@ def attend(venue: Venue, request: Request) -> Membership:
         raise
     try:
         venue.met()
-        secret = _secret(meeting, venue, request)
-        interface = _interface(meeting.members, venue, config.INTERFACE.get(environ))
+        secret = _secret(meeting, place)
+        interface = place.interface({member.machine for member in meeting.members})
+        membership = _membership(meeting, place, secret, interface)
+        return _lasting(membership, meeting, venue) if venue.brief else membership
     except BaseException as error:
         meeting.fail(error)
         if venue.alone is not None:
             _let_go(venue.alone)
         raise
-    together = [rank for rank, member in enumerate(meeting.members) if member.host == host]
-    release = _release(meeting, venue)
+
+
+def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -> Membership:
+    venue = place.venue
+    together = [rank for rank, member in enumerate(meeting.members) if member.host == place.host]
+    release = _release(meeting, place)
 
     def abandon(error: BaseException) -> None:
         meeting.fail(error)
@@ -171,14 +166,29 @@ def attend(venue: Venue, request: Request) -> Membership:
         local_rank=together.index(meeting.rank) if venue.local_rank is None else venue.local_rank,
         local_size=len(together) if venue.local_size is None else venue.local_size,
         store=meeting.store,
-        job=job,
-        epoch=epoch,
+        job=place.job,
+        epoch=place.epoch,
         secret=secret,
         interface=interface,
-        host=host,
+        host=place.host,
         release=release,
         abandon=abandon,
         look=meeting.look,
+    )
+
+
+def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membership:
+    """A membership that outlives its meeting: the ranks leave it as soon as they are connected.
+
+    Its keys lie beside the meeting's, under a name that no other meeting at this place has.
+    """
+    name = meeting.store.compare_set("lasting", b"", secrets.token_hex(8).encode()).decode()
+    store = PrefixStore(name, venue.store.clone())
+    return replace(
+        membership,
+        store=store,
+        connected=partial(membership.release, _LEAVING),
+        release=lambda _: store.close(),
     )
 
 
@@ -189,63 +199,20 @@ def _let_go(alone: Callable[[], bool]) -> None:
         time.sleep(_PAUSE)
 
 
-def _check_job(job: str) -> None:
-    try:
-        if isinstance(job, str):
-            config.job_name(job)
-            return
-    except ValueError:
-        pass
-    shown = repr(job)
-    raise UsageError(
-        f"job={shown if len(shown) <= 80 else shown[:80] + '...'}: expected {config.JOB_NAME} as a job's name"
-    )
-
-
-def _check_numbers(rank: int | None, size: int | None) -> None:
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise UsageError(f"size={size!r}: expected a whole number from 1")
-    if rank is not None and (
-        not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or (size is not None and rank >= size)
-    ):
-        raise UsageError(
-            f"rank={rank!r}: expected a whole number from 0" + ("" if size is None else f" to {size - 1}")
-        )
-
-
-def _secret(meeting: Meeting, venue: Venue, request: Request) -> bytes:
+def _secret(meeting: Meeting, place: Place) -> bytes:
     """The secret of the job: no two ranks talk without one."""
-    secret = request.secret or venue.secret
+    secret = place.request.secret or place.venue.secret
     if secret or meeting.size == 1:
         return secret
-    if venue.private:
-        return meeting.agree_on_secret()
+    if place.venue.private:
+        return agree_on_secret(meeting.room_store)
     machines = sorted({member.machine for member in meeting.members})
     if len(machines) == 1:
         return user_secret()
-    names = ", ".join(machine.split("/")[0] for machine in machines)
-    raise ConfigurationError(
-        f"the ranks of this job run on several hosts ({names}) and the job has no secret: set the same one "
-        "for all, SHOAL_SECRET=$(openssl rand -hex 16) (or SHOAL_SECRET_FILE, the path of a file)"
-    )
+    raise no_secret([machine.split("/")[0] for machine in machines])
 
 
-def _interface(members: Sequence[Descriptor], venue: Venue, configured: str | None) -> str:
-    """The address that this rank's listeners bind to."""
-    if configured is not None:
-        try:
-            address = resolve(configured, 0)[0]
-        except OSError as error:
-            raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is no address: {error}") from error
-        if not is_mine(address):
-            raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
-        return address
-    if len({member.machine for member in members}) == 1:
-        return LOOPBACK
-    return address_towards(venue.address or LOOPBACK)
-
-
-def _release(meeting: Meeting, venue: Venue) -> Callable[[float], None]:
+def _release(meeting: Meeting, place: Place) -> Callable[[float], None]:
     released = threading.Event()
 
     def release(timeout: float) -> None:
@@ -256,16 +223,9 @@ def _release(meeting: Meeting, venue: Venue) -> Callable[[float], None]:
             # The store may be gone with its host, and there is nobody left to tell.
             with contextlib.suppress(StoreError, WireError):
                 meeting.leave()
-                if venue.alone is not None:
-                    meeting.wait_until_all_left(timeout, venue.alone)
+                if place.venue.alone is not None:
+                    meeting.wait_until_all_left(timeout, place.venue.alone)
         finally:
-            _close(venue)
+            place.close()
 
     return release
-
-
-def _close(venue: Venue) -> None:
-    try:
-        venue.store.close()
-    finally:
-        venue.close()

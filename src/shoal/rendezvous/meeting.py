@@ -1,17 +1,17 @@
 """The protocol by which the ranks of a job meet in a store.
 
-Everything lives under the prefix ``job/epoch``.  Within it, each world group that is formed has a
-*generation*, a room of its own, so that a job may follow another one at the same place::
+Everything lives under the prefix ``job/epoch``; an epoch is one incarnation of a job.  Within it, each world
+that is formed has a numbered *room*, so that a job may follow another one at the same place::
 
-    generation            number of the current room
-    ended/<generation>    set when that room ended: 1, or why the meeting in it failed
-    exits                 ranks whose process has ended, if a launcher says so
-    <generation>/record   size and version: what all members must agree on
-    <generation>/arrivals counter: the rank of those that come without one
-    <generation>/machine/ the processes of each machine, so that each can see who of its own is dead
-    <generation>/rank/<r> descriptor of the member that is rank r, or why nobody will be it
-    <generation>/left     counter of members that closed their group
-    <generation>/store/   the group's own keys
+    room              number of the current room
+    ended/<room>      set when that room ended: 1, or why the meeting in it failed
+    exits             ranks whose process has ended, if a launcher says so
+    <room>/record     size and version: what all members must agree on
+    <room>/arrivals   counter: the rank of those that come without one
+    <room>/machine/   the processes of each machine, so that each can see who of its own is dead
+    <room>/rank/<r>   descriptor of the member that is rank r, or why nobody will be it
+    <room>/left       counter of members that left the world
+    <room>/store/     the group's own keys
 
 A rank looks up the room, compares the record, claims its rank with one ``compare_set``, and waits for
 all descriptors at once: the number of its store operations does not depend on the size of the job, but for
@@ -49,7 +49,7 @@ from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
 from ..wording import ranks_named
 from .host import Here, now
-from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, root_of
+from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, room_number
 from .room import Room, died, never_came
 
 #: seconds between two looks at members that are leaving
@@ -69,7 +69,7 @@ class Meeting:
     """One rank's part in the forming, and later the leaving, of a world group.
 
     Args:
-        store: shared by all ranks; not closed by the meeting.
+        store: the keys of this epoch of the job; not closed by the meeting.
         rank: None to be given one in order of arrival.
         size: None to take it from the record.
         host: identity of the host that is told to the others.
@@ -92,7 +92,7 @@ class Meeting:
         here: Here,
         deadline: Deadline,
     ) -> None:
-        self._root = root_of(store, job, epoch)
+        self._root = store
         self._where = f"job {job!r}, epoch {epoch}"
         self._prefix = f"rendezvous ({self._where}): "
         self._rank = rank
@@ -182,10 +182,10 @@ class Meeting:
         """The group's own keys."""
         return PrefixStore("store", self._room.store)
 
-    def agree_on_secret(self) -> bytes:
-        """A secret that all ranks share through the store.  Only for stores that nobody else can read."""
-        mine = secrets.token_hex(32).encode()
-        return self._room.store.compare_set("secret", b"", mine)
+    @property
+    def room_store(self) -> Store:
+        """The keys of the room, which are cleared when all have left it."""
+        return self._room.store
 
     def leave(self) -> None:
         """Say that this rank is done; the last one opens the next room and clears this one."""
@@ -244,7 +244,7 @@ class Meeting:
 
     def _enter(self) -> bool:
         """Claim a rank in the current room; False when the room is full or about to end."""
-        self._room = Room(self._root, self._me, self._root.add("generation", 0))
+        self._room = Room(self._root, self._me, room_number(self._root))
         if (why := self._room.why_failed_before()) is not None:
             raise self._failed(why)
         if self._room.fail_if_doomed():

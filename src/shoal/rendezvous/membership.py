@@ -20,7 +20,7 @@ class Membership:
         rank, size: in the job's world group.
         local_rank, local_size: among the ranks that run on this host.
         store: already prefixed by job id and epoch, shared by all ranks.
-        job, epoch: identify this incarnation of the job; traffic of another one is refused.
+        job, epoch: the job, and the number of its incarnation; traffic of another epoch is refused.
         secret: the job's secret; b"" at most for a group of one.
         interface: the address that listeners bind to (loopback unless ranks are elsewhere).
         host: identity of the host; ranks with equal values try shared memory first.

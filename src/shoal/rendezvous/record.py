@@ -12,7 +12,7 @@ from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
 
 #: counts up when the protocol of ``meeting`` changes
-PROTOCOL = 2
+PROTOCOL = 3
 
 T = TypeVar("T")
 
@@ -86,6 +86,9 @@ class Exit(msgspec.Struct, frozen=True):
 #: where a launcher says so, under the job's root
 EXITS = "exits"
 
+#: where the number of the current room stands, under the job's root
+ROOM = "room"
+
 
 def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, bytes]:
     """The keys that whoever starts a job's store sets in it, so that ranks need not know the size.
@@ -113,13 +116,18 @@ def note_exit(store: Store, rank: int, how: str, *, job: str, epoch: int = 0) ->
 
 
 def root_of(store: Store, job: str, epoch: int) -> Store:
-    """The keys of one incarnation of a job."""
+    """The keys of one epoch of a job."""
     return PrefixStore(f"{quote(job, safe='')}/{epoch}", store)
 
 
-def room_of(root: Store, generation: int) -> Store:
+def room_number(root: Store) -> int:
+    """The number of the current room."""
+    return root.add(ROOM, 0)
+
+
+def room_of(root: Store, number: int) -> Store:
     """The keys of one world group of it."""
-    return PrefixStore(str(generation), root)
+    return PrefixStore(str(number), root)
 
 
 def rank_key(rank: int) -> str:

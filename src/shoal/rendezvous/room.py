@@ -1,4 +1,4 @@
-"""One room of a meeting: the keys of one generation, who is in it, and how it ends.
+"""One room of a meeting: its keys, who is in it, and how it ends.
 
 A room ends in one of two ways.  When all members left it (or are all dead), its keys are cleared.  When a
 meeting in it can never succeed, because a member died or could not connect, it has *failed*: the reason is
@@ -18,7 +18,7 @@ from ..errors import StoreTimeout
 from ..store import Store
 from .host import process_is_gone, started
 from .neighbours import Neighbours
-from .record import EXITS, Descriptor, Exit, Failure, Record, decode, decode_member, rank_key, room_of
+from .record import EXITS, ROOM, Descriptor, Exit, Failure, Record, decode, decode_member, rank_key, room_of
 
 #: the reason of a room that all members left
 _DONE = b"1"
@@ -33,15 +33,15 @@ class Room:
     Args:
         root: the job's keys.
         me: the process.
-        generation: the room's number.
+        number: of the room.
     """
 
-    def __init__(self, root: Store, me: Descriptor, generation: int) -> None:
+    def __init__(self, root: Store, me: Descriptor, number: int) -> None:
         self._root = root
         self._me = me
-        self._generation = generation
-        self._ended_key = f"ended/{generation}"
-        self.store: Store = room_of(root, generation)
+        self._number = number
+        self._ended_key = f"ended/{number}"
+        self.store: Store = room_of(root, number)
         self.neighbours = Neighbours(self.store, me)
 
     # -- who is in it --------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Room:
     def has_ended(self) -> bool:
         """Whether the next room is open."""
         try:
-            return int(self._root.get("generation", 0.0)) != self._generation
+            return int(self._root.get(ROOM, 0.0)) != self._number
         except StoreTimeout:
             return False  # the store was cleared by others
 
@@ -112,9 +112,9 @@ class Room:
 
         It was if it ran already when the member came that made the meeting fail.  Else it is a new start.
         """
-        if self._generation == 0:
+        if self._number == 0:
             return None
-        failure = Room(self._root, self._me, self._generation - 1)._failure()
+        failure = Room(self._root, self._me, self._number - 1)._failure()
         if failure is None or failure.ident in _heard:
             return None
         if failure.machine != self._me.machine or failure.at < started():
@@ -175,22 +175,22 @@ class Room:
         """Open the next room and clear this one, which all members have left."""
         if self._open_next():
             self._forget_failure_before()
-            self._root.delete(f"ended/{self._generation - 1}")
+            self._root.delete(f"ended/{self._number - 1}")
             self._root.compare_set(self._ended_key, b"", _DONE)
         self.clear()
 
     def _forget_failure_before(self) -> None:
         """Clear what the room before left if it failed; its reason stays until this one is closed."""
-        Room(self._root, self._me, self._generation - 1).clear()
-        self._root.delete(f"ended/{self._generation - 2}")
+        Room(self._root, self._me, self._number - 1).clear()
+        self._root.delete(f"ended/{self._number - 2}")
 
     def _open_next(self) -> bool:
         """Whether the room after this one is the current one now."""
-        following = self._generation + 1
+        following = self._number + 1
         record = self.record()
         if record is not None and record.fixed and not self.has_ended():
             room_of(self._root, following).set("record", msgspec.json.encode(record))
-        now = self._root.compare_set("generation", str(self._generation).encode(), str(following).encode())
+        now = self._root.compare_set(ROOM, str(self._number).encode(), str(following).encode())
         return int(now) == following
 
     def clear(self) -> None:

@@ -51,10 +51,11 @@ class Venue:
         store: shared by all ranks of the job; closed with the group.
         rank, size: of this process; None where the store has to say.
         local_rank, local_size: None where they have to be found from the hosts of all ranks.
-        job, epoch: identity of this incarnation of the job; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.  The
+        job, epoch: whose place it is; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.  The
             request's job comes first.
         secret: of the place, for a job that was given none; b"" if the place has none.
         private: nobody but this job's user can read the store, so that a secret can be agreed in it.
+        brief: the store may be gone before the group, so the ranks leave the meeting when they are connected.
         address: numeric network address of the store, where it has one; ranks on other hosts listen on
             the interface that leads there.
         alone: None, but for a process that serves the store to the others and so must be the last to go:
@@ -72,6 +73,7 @@ class Venue:
     epoch: int | None = None
     secret: bytes = field(default=b"", repr=False)
     private: bool = False
+    brief: bool = False
     address: str | None = None
     alone: Callable[[], bool] | None = None
     met: Callable[[], None] = _nothing
