@@ -49,13 +49,20 @@ class Variable(Generic[T]):
         Raises:
             ConfigurationError: the text is not a legal value; the message names the variable.
         """
-        text = (os.environ if environ is None else environ).get(self.name, "").strip()
+        text = self._text(environ)
         if not text:
             return self.default
         try:
             return self.parse(text)
         except ValueError:
             raise ConfigurationError(f"{self.name}={text!r}: expected {self.kind}") from None
+
+    def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
+        """Whether ``environ`` (the process's environment unless given) has a value."""
+        return bool(self._text(environ))
+
+    def _text(self, environ: Mapping[str, str] | None) -> str:
+        return (os.environ if environ is None else environ).get(self.name, "").strip()
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

@@ -57,6 +57,28 @@ def test_groups_follow_each_other_over_one_store_and_leave_nothing_behind(bare, 
     bare.run(by_store, backend)
 
 
+def timeouts(context):
+    """The time that a broadcast has, for each way of saying it; the variable is set while groups are made."""
+    store = dist.PrefixStore(f"timeouts/{context.scratch.name}", context.store)
+    place = {"store": store, "rank": context.rank, "world_size": context.size}
+    found = []
+    os.environ["SHOAL_TIMEOUT"] = "77"
+    try:
+        for given in (None, datetime.timedelta(seconds=88)):
+            dist.init_process_group("shoal", timeout=given, **place)
+            for group in (dist.group.WORLD, dist.new_group(), dist.new_group(timeout=given)):
+                found.append((group._seconds, group.group._timeout))
+            dist.destroy_process_group()
+    finally:
+        del os.environ["SHOAL_TIMEOUT"]
+    return found
+
+
+def test_shoals_variable_is_the_timeout_where_the_program_gives_none(bare):
+    expected = [77.0] * 3 + [88.0, 77.0, 88.0]
+    assert bare.run(timeouts) == [[(seconds, seconds) for seconds in expected]] * 2
+
+
 def by_file(context):
     url = f"file://{context.scratch}/meeting"
     dist.init_process_group("shoal", init_method=url, rank=context.rank, world_size=context.size)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch.distributed.constants import default_pg_timeout
 
 from .. import config
 from ..backend.registry import NATIVE, backend_factory
@@ -52,19 +54,27 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
     # drops the backends of those when a maker returns a whole group.
     config_string = str(sys._getframe(2).f_locals.get("backend", BACKEND))
     default = _default_group()
+    timeout = _timeout(options.timeout)
     if options.global_ranks_in_group and default is not None and not backend_options:
         group = default.subgroup(
             list(options.global_ranks_in_group),
             name=options.group_id,
-            timeout=options.timeout.total_seconds(),
+            timeout=timeout.total_seconds(),
         )
     else:
-        group = _connect(options, dict(backend_options or {}))
+        group = _connect(options, timeout.total_seconds(), dict(backend_options or {}))
     try:
-        return TorchProcessGroup(group, options.store, options.timeout, others(config_string, options))
+        return TorchProcessGroup(group, options.store, timeout, others(config_string, options))
     except BaseException:
         group.close(_FAILED)
         raise
+
+
+def _timeout(given: timedelta) -> timedelta:
+    """What torch gives, or ``SHOAL_TIMEOUT`` if it is torch's default: torch does not tell who chose it."""
+    if given == default_pg_timeout and config.TIMEOUT.is_set():
+        return timedelta(seconds=config.TIMEOUT.get())
+    return given
 
 
 def _default_group() -> ProcessGroup | None:
@@ -76,9 +86,8 @@ def _default_group() -> ProcessGroup | None:
 default_groups.append(_default_group)
 
 
-def _connect(options: Any, extra: dict[str, Any]) -> ProcessGroup:
+def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
     config.check()
-    limit = options.timeout.total_seconds()
     concurrency = lanes(extra.pop("concurrency", None))
     factory = backend_factory(NATIVE)
     check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
