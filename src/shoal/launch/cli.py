@@ -17,6 +17,7 @@ COMMANDS = {
     "run": "shoal.launch.run:run",
     "store": "shoal.launch.store:store",
     "bench": "shoal.tools.bench.command:bench",
+    "dumps": "shoal.tools.dumps:dumps",
 }
 
 

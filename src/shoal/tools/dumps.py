@@ -1,0 +1,200 @@
+"""``shoal dumps``: what each rank did last, from the files that ``ProcessGroup.dump`` wrote.
+
+It imports no torch, so that it answers at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..wording import counted, ranks_named
+
+#: frames of Python's own library and of installed packages, which hide where the program stands
+_INSTALLED = re.compile(r"/lib/python3|/(shoal|torch)/")
+
+#: columns of a file or a pipe, where no line is folded
+_WIDE = 1000
+
+
+class _Entry(msgspec.Struct):
+    """What is shown of an operation: see :class:`shoal.recorder.Entry`, which needs torch."""
+
+    kind: str
+    number: int
+    key: int
+    dtype: str
+    count: int
+    state: str
+    submitted: int
+
+    def __str__(self) -> str:
+        name = f"{self.kind} #{self.number}" if self.number >= 0 else self.kind
+        name += f" key {self.key:#x}" if self.key else ""
+        return f"{name} of {self.count} {self.dtype}" if self.dtype else name
+
+
+class _Error(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _Stack(msgspec.Struct):
+    thread: str
+    frames: list[str]
+
+
+class Dump(msgspec.Struct):
+    """What is shown of a file."""
+
+    schema: str
+    job: str
+    group: str
+    rank: int
+    ranks: list[int]
+    state: str
+    time: float
+    now: int
+    error: _Error | None
+    entries: list[_Entry]
+    stacks: list[_Stack]
+
+    @property
+    def highest(self) -> int:
+        """The number of the latest operation that was called; -1 for none."""
+        return max((entry.number for entry in self.entries), default=-1)
+
+    @property
+    def completed(self) -> _Entry | None:
+        """The operation with the highest number that has completed."""
+        done = (entry for entry in self.entries if entry.state == "completed" and entry.number >= 0)
+        return max(done, key=lambda entry: entry.number, default=None)
+
+    @property
+    def unfinished(self) -> _Entry | None:
+        """The first operation that is pending or has failed."""
+        return next((entry for entry in self.entries if entry.state in ("submitted", "failed")), None)
+
+    @property
+    def place(self) -> str:
+        """The innermost frame of the program in the main thread; of a library if there is no other."""
+        frames = next((stack.frames for stack in self.stacks if stack.thread == "MainThread"), [])
+        own = [frame for frame in frames if not _INSTALLED.search(frame)]
+        return (own or frames or [""])[-1]
+
+
+@click.command(short_help="Show what each rank did last, from the files of SHOAL_DUMP_DIR.")
+@click.argument(
+    "paths", metavar="FILE_OR_DIRECTORY...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+def dumps(paths: tuple[Path, ...]) -> int:
+    """Show for each group what its ranks did last, and which of them are behind or wrote no file.
+
+    The files are those that every rank writes into SHOAL_DUMP_DIR when a group fails, and those of
+    `group.dump()`. Of several files of one rank the latest counts.
+    """
+    found: dict[tuple[str, str, tuple[int, ...]], dict[int, Dump]] = {}
+    for path in _files(paths):
+        dump = read(path)
+        members = found.setdefault((dump.job, dump.group, tuple(dump.ranks)), {})
+        if dump.rank not in members or members[dump.rank].time < dump.time:
+            members[dump.rank] = dump
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDE
+    for (job, group, ranks), members in found.items():
+        console.print(f"group {group!r} of {counted(len(ranks), 'rank')}, job {job!r}")
+        console.print(_table(members))
+        for line in findings(members, len(ranks)):
+            console.print(line)
+        console.print()
+    return 0
+
+
+def read(path: Path) -> Dump:
+    """A file.
+
+    Raises:
+        click.ClickException: it cannot be read, or is no dump.
+    """
+    try:
+        dump = msgspec.json.decode(path.read_bytes(), type=Dump)
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror or error}") from None
+    except msgspec.DecodeError as error:
+        raise click.ClickException(f"{path} is no dump of a group: {error}") from None
+    if dump.schema != "shoal.dump/1":
+        raise click.ClickException(f"{path}: this release of shoal cannot read {dump.schema!r}")
+    return dump
+
+
+def findings(members: dict[int, Dump], size: int) -> list[str]:
+    """What the dumps of a group of ``size`` ranks, by rank, say together: each a line."""
+    lines = []
+    failed = [dump for dump in members.values() if dump.error is not None]
+    if failed:
+        first = min(failed, key=lambda dump: dump.time)
+        assert first.error is not None
+        lines.append(f"rank {first.rank} wrote first: {first.error.type}: {first.error.message}")
+    if absent := [rank for rank in range(size) if rank not in members]:
+        lines.append(
+            f"no file of {ranks_named(absent)}: dead, stopped, or in a call that holds the interpreter lock"
+        )
+    if differing := _first_difference(members.values()):
+        lines.append(differing)
+    most = max(dump.highest for dump in members.values())
+    if behind := [rank for rank, dump in members.items() if dump.highest < most]:
+        lines.append(f"behind: {ranks_named(behind)}; operation {most} has been called elsewhere")
+    return lines
+
+
+def _first_difference(members: Iterable[Dump]) -> str:
+    """The first number under which ranks called different operations, in words; "" if there is none."""
+    called: dict[int, dict[str, list[int]]] = {}
+    for dump in members:
+        for entry in dump.entries:
+            if entry.number >= 0:
+                called.setdefault(entry.number, {}).setdefault(entry.kind, []).append(dump.rank)
+    for number, kinds in sorted(called.items()):
+        if len(kinds) > 1:
+            who = "; ".join(f"{kind} on {ranks_named(ranks)}" for kind, ranks in kinds.items())
+            return f"operation {number} is not the same everywhere: {who}"
+    return ""
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    """The files that are named, and the dumps in the directories that are named."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+        elif inside := sorted(path.glob("shoal-*.json")):
+            files += inside
+        else:
+            raise click.ClickException(f"{path}: there is no dump in this directory")
+    return files
+
+
+def _table(members: dict[int, Dump]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rank", justify="right")
+    for heading in ("group", "last completed", "not completed", "for s", "main thread"):
+        table.add_column(heading, justify="right" if heading == "for s" else "left", overflow="fold")
+    for rank, dump in sorted(members.items()):
+        entry = dump.unfinished
+        table.add_row(
+            str(rank),
+            dump.state,
+            str(dump.completed or ""),
+            str(entry or ""),
+            f"{(dump.now - entry.submitted) / 1e9:.1f}" if entry else "",
+            dump.place,
+        )
+    return table
