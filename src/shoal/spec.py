@@ -181,6 +181,14 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 }
 DTYPES_BY_CODE: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
+# -- which kinds, dtypes and reductions go together: the only place that says it -----------------
+#
+# The core has the same table for what comes from the wire (cpp/kernels/types.cc).  tests/test_legality.py
+# holds this one against the kernels and against groups.
+
+#: Kinds that reduce; all others copy, and take every dtype.
+REDUCING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER})
+
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTS = (
     torch.int8, torch.uint8, torch.int16, torch.uint16,
@@ -188,23 +196,41 @@ _INTS = (
 )  # fmt: skip
 _COMPLEX = (torch.complex64, torch.complex128)
 
+_RING = frozenset({_Kind.SUM, _Kind.PRODUCT})
+_MEAN = frozenset({_Kind.AVG})
+_SCALED = frozenset({_Kind.PREMUL_SUM})
+_ORDER = frozenset({_Kind.MIN, _Kind.MAX})
+_BITS = frozenset({_Kind.BAND, _Kind.BOR, _Kind.BXOR})
+
 #: dtype -> codes of the reductions that have a meaning for it.  Dtypes that are absent can only be copied.
 LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
-    **{
-        dtype: frozenset({_Kind.SUM, _Kind.AVG, _Kind.PRODUCT, _Kind.MIN, _Kind.MAX, _Kind.PREMUL_SUM})
-        for dtype in _FLOATS
-    },
-    **{
-        dtype: frozenset(
-            {_Kind.SUM, _Kind.AVG, _Kind.PRODUCT, _Kind.MIN, _Kind.MAX, _Kind.BAND, _Kind.BOR, _Kind.BXOR}
-        )
-        for dtype in _INTS
-    },
-    **{dtype: frozenset({_Kind.SUM, _Kind.AVG, _Kind.PRODUCT, _Kind.PREMUL_SUM}) for dtype in _COMPLEX},
-    torch.bool: frozenset(
-        {_Kind.SUM, _Kind.PRODUCT, _Kind.MIN, _Kind.MAX, _Kind.BAND, _Kind.BOR, _Kind.BXOR}
-    ),
+    **dict.fromkeys(_FLOATS, _RING | _MEAN | _SCALED | _ORDER),
+    **dict.fromkeys(_INTS, _RING | _MEAN | _ORDER | _BITS),
+    **dict.fromkeys(_COMPLEX, _RING | _MEAN | _SCALED),
+    torch.bool: _RING | _ORDER | _BITS,
 }
+
+
+def illegality(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | None:
+    """Why an operation cannot take tensors of ``dtype``, in words; None if it can.
+
+    Args:
+        op: looked at for the kinds that reduce.
+    """
+    if dtype not in DTYPE_CODES:
+        return f"tensors of {dtype} cannot be sent"
+    if kind not in REDUCING:
+        return None
+    legal = LEGAL_REDUCTIONS.get(dtype)
+    if legal is None:
+        return f"tensors of {dtype} can be copied but not reduced"
+    if op.code in legal:
+        return None
+    names = sorted(_Kind(code).name for code in legal)
+    return (
+        f"{op.name} has no meaning for {dtype}; it can be reduced with {', '.join(names[:-1])} or {names[-1]}"
+    )
+
 
 #: As the source of a receive: the message may come from any rank.
 ANY_SOURCE = -1

@@ -193,12 +193,6 @@ def test_codes_that_do_not_exist_are_answered_not_followed() -> None:
     assert (kernels.dtype_name(200), kernels.redop_name(200)) == ("dtype?", "op?")
 
 
-def test_illegal_combinations_are_refused_by_name() -> None:
-    for dtype, op in ILLEGAL:
-        with pytest.raises(ValueError, match=f"no reduction {op.name} of {str(dtype)[6:]}"):
-            kernels.reduce(reduction(dtype, op), [], [0], 0)
-
-
 def test_a_reduction_of_nothing_and_a_division_by_nobody_are_refused() -> None:
     x = torch.ones(4)
     with pytest.raises(ValueError, match="at least one source"):

@@ -19,16 +19,14 @@ import weakref
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from .. import config
 from ..errors import ConfigurationError
 from ..world import living
-
-if TYPE_CHECKING:
-    from .process_group import ProcessGroup
+from .watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ def directory() -> Path | None:
     return path
 
 
-def contents(group: ProcessGroup) -> dict[str, Any]:
+def contents(group: Watched) -> dict[str, Any]:
     """What this rank knows of ``group``: see ``docs/recorder.md``."""
     failure = group._channel.failure()
     recorder = group.recorder
@@ -86,7 +84,7 @@ def contents(group: ProcessGroup) -> dict[str, Any]:
     }
 
 
-def write(group: ProcessGroup, path: str | os.PathLike[str] | None) -> Path:
+def write(group: Watched, path: str | os.PathLike[str] | None) -> Path:
     """Write a dump; see ``ProcessGroup.dump``.  A file appears whole or not at all."""
     target = Path(path) if path is not None else directory() or Path()
     if target.is_dir():
@@ -104,7 +102,7 @@ def write(group: ProcessGroup, path: str | os.PathLike[str] | None) -> Path:
     return target
 
 
-def file_name(group: ProcessGroup) -> str:
+def file_name(group: Watched) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, of characters that every file system takes."""
     words = (group._world.membership.job, str(group.ranks[group.rank]), group.name, str(os.getpid()))
     return "-".join(["shoal", *(_word(word, group._spec.ident) for word in words if word)]) + ".json"
@@ -136,7 +134,7 @@ def _frames(frame: FrameType | None) -> list[str]:
 # -- on failure --------------------------------------------------------------------------------
 
 
-def on_failure(group: ProcessGroup) -> None:
+def on_failure(group: Watched) -> None:
     """Write a dump into ``SHOAL_DUMP_DIR`` if ``group`` has failed and there is none yet.  Never raises."""
     try:
         if config.DUMP_DIR.get() is None or group._channel.failure() is None:
@@ -153,7 +151,7 @@ def on_failure(group: ProcessGroup) -> None:
         logger.warning("rank %d of group %r cannot write a dump: %s", group.rank, group.name, error)
 
 
-def watch(group: ProcessGroup) -> None:
+def watch(group: Watched) -> None:
     """Look after ``group`` until it is closed, if ``SHOAL_DUMP_DIR`` is set."""
     global _watcher
     if config.DUMP_DIR.get() is None:
@@ -167,17 +165,17 @@ def watch(group: ProcessGroup) -> None:
                 _watcher = watcher
 
 
-def _watched() -> list[ProcessGroup]:
+def _watched() -> list[Watched]:
     return [group for group in living() if group._channel.on_failure is not None]
 
 
-def _heard(reference: weakref.ref[ProcessGroup]) -> None:
+def _heard(reference: weakref.ref[Watched]) -> None:
     group = reference()
     if group is not None:
         on_failure(group)
 
 
-def closing(group: ProcessGroup) -> None:
+def closing(group: Watched) -> None:
     """``group`` is about to be closed: have a last look at it."""
     if group._channel.on_failure is not None:
         on_failure(group)
@@ -216,6 +214,6 @@ def _after_fork_in_child() -> None:
 _lock = threading.RLock()
 _wake = threading.Event()
 _watcher: threading.Thread | None = None
-_written: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_written: weakref.WeakSet[Watched] = weakref.WeakSet()
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

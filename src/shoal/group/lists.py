@@ -19,14 +19,12 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from ..errors import ShoalError
 from ..future import Future
-
-if TYPE_CHECKING:
-    from .process_group import ProcessGroup
+from .watched import Watched
 
 #: Seconds that the first operation of a subgroup may take before anybody asks, and then between questions.
 PATIENCE = 0.5
@@ -46,8 +44,8 @@ class Given:
 class _Wait:
     """A subgroup whose first operation is pending."""
 
-    parent: ProcessGroup
-    group: ProcessGroup
+    parent: Watched
+    group: Watched
     given: Given
     future: ref[Future[Any]]
     due: float
@@ -66,9 +64,7 @@ class ListWatch:
         self._waits: list[_Wait] = []
         self._thread: threading.Thread | None = None
 
-    def first_operation(
-        self, parent: ProcessGroup, given: Given, group: ProcessGroup, future: Future[Any]
-    ) -> None:
+    def first_operation(self, parent: Watched, given: Given, group: Watched, future: Future[Any]) -> None:
         """``future`` is of the first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
         with self._condition:
             if self._thread is None:
@@ -81,7 +77,7 @@ class ListWatch:
             self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
             self._condition.notify()  # the thread may sleep for longer than this one has patience
 
-    def forget(self, group: ProcessGroup, timeout: float) -> None:
+    def forget(self, group: Watched, timeout: float) -> None:
         """``group`` is closed.  The thread ends with the last wait."""
         with self._condition:
             self._waits = [wait for wait in self._waits if wait.group is not group]

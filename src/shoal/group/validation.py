@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import UnsupportedOperation, UsageError
-from ..spec import DTYPE_CODES, LEGAL_REDUCTIONS, ReduceOp
+from ..spec import DTYPE_CODES, OpKind, ReduceOp, illegality
 from ..wording import counted
 from .overlap import TooHard, overlapping_pair, overlaps_itself
 
@@ -122,15 +122,9 @@ class Call:
     def reduction(self, op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
         """The reduction that ``op`` names, if it has a meaning for ``dtype``."""
         reduction = ReduceOp.of(op)
-        legal = LEGAL_REDUCTIONS.get(dtype)
-        if legal is None:
-            self.refuse(f"tensors of {dtype} can be copied but not reduced", UnsupportedOperation)
-        if reduction.code not in legal:
-            names = _listed(sorted(ReduceOp(code).name for code in legal))
-            self.refuse(
-                f"{reduction.name} has no meaning for {dtype}; it can be reduced with {names}",
-                UnsupportedOperation,
-            )
+        problem = illegality(OpKind.ALL_REDUCE, dtype, reduction)
+        if problem is not None:
+            self.refuse(problem, UnsupportedOperation)
         return reduction
 
     # -- numbers -------------------------------------------------------------------------------

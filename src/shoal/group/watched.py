@@ -1,0 +1,49 @@
+"""What those who look after a group see of it: dumps, and the search for differing lists of members.
+
+A :class:`~shoal.ProcessGroup` starts them, so they cannot import it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..backend.base import DataChannel, GroupSpec
+from ..recorder import FlightRecorder
+from ..store import Store
+from ..world import World
+
+
+class Watched(Protocol):
+    """A group that somebody looks after."""
+
+    _channel: DataChannel
+    _spec: GroupSpec
+    _world: World
+    #: how many subgroups were made of each name and list
+    _made: Counter[tuple[Any, ...]]
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def recorder(self) -> FlightRecorder | None: ...
+
+    def subgroup(self, ranks: Sequence[int], name: str | None = None) -> Watched: ...
+
+    def abort(self, reason: str = "") -> None: ...
+
+    def close(self, timeout: float | None = None) -> None: ...
