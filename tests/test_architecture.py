@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools import picture
 from tools.imports import circles, import_graph, imports, module_name
 
 import shoal
@@ -34,6 +35,17 @@ def test_no_import_leads_in_a_circle() -> None:
     """Imports inside functions and under TYPE_CHECKING count: files in a circle cannot be read one by one."""
     ways = circles(import_graph())
     assert not ways, "imports in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
+
+
+def test_the_picture_shows_the_imports_as_they_are() -> None:
+    assert picture.PICTURE.read_text() == picture.draw(), "draw it anew: python -m tools.picture"
+
+
+def test_a_picture_leaves_out_arrows_that_others_imply() -> None:
+    graph = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert picture.without_implied(graph) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    with pytest.raises(ValueError, match="c -> d -> c"):
+        picture.without_implied({**graph, "d": {"c"}})
 
 
 def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
