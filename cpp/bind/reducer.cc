@@ -1,5 +1,7 @@
 // The gradient reducer for Python: its decisions (lists of integers in and out), and the hook of a gradient.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,11 +14,12 @@
 #include "bind/bindings.h"
 #include "bind/tensors.h"
 #include "reducer/assignment.h"
-#include "reducer/readiness.h"
+#include "reducer/pass.h"
 
 namespace nb = nanobind;
+using shoal::reducer::Actions;
 using shoal::reducer::Mark;
-using shoal::reducer::Readiness;
+using shoal::reducer::Pass;
 
 namespace {
 
@@ -79,20 +82,33 @@ bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t ind
 
 // What autograd calls with a parameter whose gradient has arrived.  Python is asked only if the gradient is
 // not in its bucket, or if there is something to do.
-nb::object gradient_hook(nb::object readiness, std::uint32_t index, Places places, bool as_view,
-                         nb::callable attend) {
-  auto* marks = nb::cast<Readiness*>(readiness);
+nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, bool as_view,
+                         nb::callable arrived) {
+  auto* pass = nb::cast<Pass*>(owner);
   std::optional<shoal::PlainTensor> like;
   if (as_view) like = shoal::plain_tensor(places.view(index).ptr());
-  return nb::cpp_function([readiness, marks, index, places, like, attend](nb::handle parameter) {
-    const Mark mark = marks->mark(index);
+  return nb::cpp_function([owner, pass, index, places, like, arrived](nb::handle parameter) {
+    const Mark mark = pass->mark(index);
     if (mark == Mark::kIgnored) return;
     const nb::object gradient = parameter.attr(grad());
     const bool taken =
         places.hold(index, gradient) || (like && bring(places, *like, index, parameter, gradient));
-    if (!taken || mark != Mark::kArrived) attend(index, static_cast<int>(mark), taken);
+    if (!taken || mark != Mark::kArrived) arrived(index, static_cast<int>(mark), taken);
   });
 }
+
+// Actions whose four functions are methods of an object of Python.
+class Methods final : public Actions {
+ public:
+  explicit Methods(nb::handle object) : object_(object) {}
+  bool fill(std::size_t bucket) override { return nb::cast<bool>(object_.attr("fill")(bucket)); }
+  void send(std::size_t bucket) override { object_.attr("send")(bucket); }
+  void wait(std::size_t bucket) override { object_.attr("wait")(bucket); }
+  void deliver(const std::vector<bool>& used) override { object_.attr("deliver")(used); }
+
+ private:
+  nb::handle object_;
+};
 
 // Whether the values of all dictionaries, one after another, are these very objects.
 bool values_are(const nb::list& dictionaries, const nb::list& values) {
@@ -119,50 +135,93 @@ void bind_reducer(nb::module_& m) {
         "Buckets as (members, offsets in bytes, bytes), in the order in which they are expected to fill.");
   m.def(
       "gradient_hook",
-      [](nb::object readiness, std::uint32_t parameter, nb::list views, nb::list addresses, bool as_view,
-         nb::callable attend) {
-        return gradient_hook(std::move(readiness), parameter, {std::move(views), std::move(addresses)},
-                             as_view, std::move(attend));
+      [](nb::object pass_, std::uint32_t parameter, nb::list views, nb::list addresses, bool as_view,
+         nb::callable arrived) {
+        return gradient_hook(std::move(pass_), parameter, {std::move(views), std::move(addresses)}, as_view,
+                             std::move(arrived));
       },
-      nb::arg("readiness"), nb::arg("parameter"), nb::arg("views"), nb::arg("addresses"), nb::arg("as_view"),
-      nb::arg("attend"),
-      "A hook that marks a gradient.  It calls `attend(parameter, mark, taken)` unless there is nothing to "
+      nb::arg("pass_"), nb::arg("parameter"), nb::arg("views"), nb::arg("addresses"), nb::arg("as_view"),
+      nb::arg("arrived"),
+      "A hook that marks a gradient.  It calls `arrived(parameter, mark, taken)` unless there is nothing to "
       "do;\n"
       "`taken`: the gradient is the view of its place.");
   m.def("values_are", &values_are, nb::arg("dictionaries"), nb::arg("values"));
-  nb::class_<Readiness>(m, "Readiness", "Which gradients have arrived, and which buckets may be sent.")
+  m.attr("OUTCOME") = shoal::reducer::kOutcome;
+  nb::class_<Pass>(
+      m, "Pass",
+      "One backward pass after another: what is sent when, and whether it went well.\n"
+      "`actions` has the methods fill(bucket) -> bool, send(bucket), wait(bucket), deliver(used).")
       .def(
           "__init__",
-          [](Readiness* self, const std::vector<Members>& buckets, const Members& expected) {
-            new (self) Readiness(buckets, expected);
+          [](Pass* self, const std::vector<Members>& buckets, const Members& expected, bool find_unused,
+             bool learn, bool fill_all, std::uint32_t copies) {
+            new (self) Pass({find_unused, learn, fill_all, copies}, buckets, expected);
           },
-          nb::arg("buckets"), nb::arg("expected"))
+          nb::arg("buckets"), nb::arg("expected"), nb::kw_only(), nb::arg("find_unused") = false,
+          nb::arg("learn") = false, nb::arg("fill_all") = false, nb::arg("copies") = 1)
       .def(
           "rebuild",
-          [](Readiness& self, const std::vector<Members>& buckets, const Members& expected) {
-            self = Readiness(buckets, expected);
+          [](Pass& self, const std::vector<Members>& buckets, const Members& expected) {
+            self.rebuild(buckets, expected);
           },
-          nb::arg("buckets"), nb::arg("expected"), "Start afresh with other buckets.")
-      .def("arm", &Readiness::arm, "The next gradient opens a pass.")
-      .def("disarm", &Readiness::disarm)
-      .def("open", &Readiness::open, "Open a pass now.")
-      .def("close", &Readiness::close, "End the pass and forget what arrived in it.")
+          nb::arg("buckets"), nb::arg("expected"), "Go on with other buckets and expectations.")
+      .def_prop_rw("separate", &Pass::separate, &Pass::set_separate,
+                   "Whether the outcome takes a message of its own.")
+      .def("expect", &Pass::expect, nb::arg("counts"), nb::arg("copies"),
+           "A forward pass whose backward pass is to be reduced.")
+      .def("ignore", &Pass::ignore, "A forward pass whose backward pass stays local.")
+      .def("open", &Pass::open, "Open a pass before its first gradient.")
       .def(
-          "mark",
-          [](Readiness& self, std::uint32_t parameter) { return static_cast<int>(self.mark(parameter)); },
-          nb::arg("parameter"),
-          "Record a gradient: 0 ignored, 1 recorded, 2 look at `arrived` and `ready`, 3 unexpected.")
+          "mark", [](Pass& self, std::uint32_t parameter) { return static_cast<int>(self.mark(parameter)); },
+          nb::arg("parameter"), "Record a gradient: 0 ignored, 1 recorded, 2 begin or launch, 3 unexpected.")
       .def(
-          "skip",
-          [](Readiness& self, const Members& parameters) {
-            for (std::uint32_t parameter : parameters) self.skip(parameter);
+          "begin",
+          [](Pass& self, nb::handle actions, const Members& unreached) {
+            Methods methods(actions);
+            self.begin(methods, unreached);
           },
-          nb::arg("parameters"), "No gradients of these are expected in this pass.")
-      .def("learn", &Readiness::learn, "From now on nothing is ready; only count what arrives.")
-      .def_prop_ro("opened", &Readiness::opened)
-      .def_prop_ro("ready", &Readiness::ready, "Buckets with an index below this are complete.")
-      .def_prop_ro("arrived", &Readiness::arrived, "How many gradients have arrived.")
-      .def("counts", &Readiness::counts, "How often each gradient has arrived.")
-      .def("arrival", &Readiness::arrival, "Parameters in the order in which their gradients arrived.")
-      .def("missing", &Readiness::missing, "Parameters whose gradients have not arrived.");
+          nb::arg("actions"), nb::arg("unreached"), "The first gradient has come.")
+      .def(
+          "launch",
+          [](Pass& self, nb::handle actions) {
+            Methods methods(actions);
+            self.launch(methods);
+          },
+          nb::arg("actions"), "Send the buckets that are ready.")
+      .def(
+          "finish",
+          [](Pass& self, nb::handle actions, bool interrupted, bool shadow) {
+            Methods methods(actions);
+            return static_cast<int>(self.finish(methods, interrupted, shadow));
+          },
+          nb::arg("actions"), nb::arg("interrupted") = false, nb::arg("shadow") = false,
+          "Send the rest and wait for all: 0 there was no gradient, 1 all went well, 2 there was trouble.")
+      .def("tail", &Pass::tail, "What this rank says of the pass in the tail of a bucket.")
+      .def("flags", &Pass::flags, nb::arg("present"), "The same for a message of its own.")
+      .def(
+          "decode_tail",
+          [](Pass& self, const shoal::reducer::Tail& mean, double epsilon) { self.decode(mean, epsilon); },
+          nb::arg("mean"), nb::arg("epsilon"))
+      .def(
+          "decode_flags", [](Pass& self, const std::vector<std::uint8_t>& maximum) { self.decode(maximum); },
+          nb::arg("maximum"))
+      .def("close", &Pass::close, "Forget the pass and what was expected.")
+      .def("take_order", &Pass::take_order,
+           "Once, after the first pass that went well: the parameters as their gradients came.")
+      .def_prop_ro("opened", &Pass::opened)
+      .def_prop_ro("gaps", &Pass::gaps, "Whether some gradients may lack.")
+      .def_prop_ro("number", &Pass::number, "How many passes were reduced.")
+      .def_prop_ro(
+          "extra", [](const Pass& self) { return self.report().extra; }, "Forward passes beyond the first.")
+      .def_prop_ro("expected", &Pass::expected, "How often each gradient arrives in a pass.")
+      .def_prop_ro(
+          "ready", [](const Pass& self) { return self.readiness().ready(); },
+          "Buckets with an index below this are complete.")
+      .def_prop_ro(
+          "arrived", [](const Pass& self) { return self.readiness().arrived(); },
+          "How many gradients have arrived.")
+      .def(
+          "counts", [](const Pass& self) { return self.readiness().counts(); },
+          "How often each gradient has arrived.")
+      .def("missing", &Pass::missing, "Parameters whose gradients have not arrived.");
 }

@@ -54,7 +54,7 @@ Mark Readiness::mark(std::uint32_t parameter) {
   ++counts_[parameter];
   order_[parameter] = ++arrived_;
   const bool more = !learning_ && complete(parameter) && settle(parameter);
-  return more || arrived_ == 1 ? Mark::kAttend : Mark::kArrived;
+  return more || arrived_ == 1 ? Mark::kProceed : Mark::kArrived;
 }
 
 void Readiness::skip(std::uint32_t parameter) {

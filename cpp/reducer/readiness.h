@@ -18,7 +18,7 @@ namespace shoal::reducer {
 enum class Mark : int {
   kIgnored = 0,     // no pass is open: the gradient is not to be reduced
   kArrived = 1,     // recorded
-  kAttend = 2,      // it was the first one of the pass, or more buckets are ready: see arrived() and ready()
+  kProceed = 2,     // it was the first one of the pass, or more buckets are ready: see arrived() and ready()
   kUnexpected = 3,  // it had arrived as often as expected, and its bucket may have been sent
 };
 

@@ -26,4 +26,7 @@ void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 // how many frames were sent.
 std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Watchdog& watchdog, Tally& tally);
 
+// Backward passes of the gradient reducer, on ranks that run one after another.
+void passes(std::uint64_t seed);
+
 }  // namespace shoal::stress

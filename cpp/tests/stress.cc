@@ -2,12 +2,14 @@
 //
 //   stress [--operations N | --seconds S] [--seed K] [--patience S]
 //   stress --frames N [--seed K] [--patience S]
+//   stress --passes N [--seed K] [--patience S]
 //
 // Runs rounds with the seeds K, K+1, ... until so many collectives have ended well, or for so long.  Every
 // result is checked to the last bit.  A failure names the seed of its round, which alone plays it again
 // (`--seed K --operations 1`): what happens in a round follows from the seed, when it happens does not.
 //
-// With --frames, peers that do not keep the protocol send so many frames instead (hostile.cc).
+// With --frames, peers that do not keep the protocol send so many frames instead (hostile.cc); with --passes,
+// so many rounds of backward passes are held against a model of the gradient reducer (passes.cc).
 //
 // What a thread sanitizer cannot see: ranks reach one another's memory through mappings of their own, so the
 // same byte has a different address on each rank.  Races between the threads of a rank are found, races
@@ -42,6 +44,7 @@ struct Options {
   std::uint64_t operations = std::numeric_limits<std::uint64_t>::max();
   std::uint64_t seconds = 0;
   std::uint64_t frames = 0;
+  std::uint64_t passes = 0;
   std::uint64_t seed = 1;
   std::uint64_t patience = 60;
 };
@@ -52,6 +55,7 @@ bool parse(int count, char** arguments, Options& options) {
     std::uint64_t* to = name == "--operations" ? &options.operations
                         : name == "--seconds"  ? &options.seconds
                         : name == "--frames"   ? &options.frames
+                        : name == "--passes"   ? &options.passes
                         : name == "--seed"     ? &options.seed
                         : name == "--patience" ? &options.patience
                                                : nullptr;
@@ -72,8 +76,10 @@ unsigned long long printable(std::uint64_t number) { return number; }
 int main(int count, char** arguments) {
   Options options;
   if (!parse(count, arguments, options)) {
-    std::fprintf(stderr, "usage: %s [--operations N | --seconds S | --frames N] [--seed K] [--patience S]\n",
-                 arguments[0]);
+    std::fprintf(
+        stderr,
+        "usage: %s [--operations N | --seconds S | --frames N | --passes N] [--seed K] [--patience S]\n",
+        arguments[0]);
     return 2;
   }
   Tally tally;
@@ -91,6 +97,15 @@ int main(int count, char** arguments) {
         "%llu frames of hostile peers in %llu rounds and %.1f s: %llu connections refused, %llu groups\n",
         printable(sent), printable(seed - options.seed), elapsed(), printable(tally.failures),
         printable(tally.groups));
+    return 0;
+  }
+  if (options.passes > 0) {
+    for (; seed < options.seed + options.passes; ++seed) {
+      watchdog.begin_round(seed);
+      passes(seed);
+    }
+    std::printf("%llu rounds of backward passes, all right, in %.1f s\n", printable(options.passes),
+                elapsed());
     return 0;
   }
   do {

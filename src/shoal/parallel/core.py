@@ -10,13 +10,20 @@ ALIGNMENT: int = _core.BUCKET_ALIGNMENT
 #: Distributes gradients over buckets (``cpp/reducer/assignment.h``).
 assign_buckets = _core.assign_buckets
 
-#: Records which gradients of a pass have arrived, and which buckets may be sent.
-Readiness = _core.Readiness
+#: The state machine of a backward pass (``cpp/reducer/pass.h``).
+Pass = _core.Pass
+
+#: Stands for the outcome of a pass where ``Pass`` names a bucket.
+OUTCOME: int = _core.OUTCOME
+
+#: ``Pass.mark`` returns one of these.
+IGNORED, ARRIVED, PROCEED, UNEXPECTED = range(4)
+
+#: ``Pass.finish`` returns one of these.
+NOTHING, WELL, TROUBLE = range(3)
 
 #: Makes the hook of a gradient, which copies it into its bucket (``cpp/bind/reducer.cc``).
 gradient_hook = _core.gradient_hook
 
 #: Whether the values of all dictionaries, one after another, are these very objects.
 values_are = _core.values_are
-
-__all__ = ["ALIGNMENT", "Readiness", "assign_buckets", "gradient_hook", "values_are"]

@@ -13,7 +13,17 @@ from torch import nn
 import shoal
 from shoal.errors import GroupAborted, UnevenInputs, UnusedParameterError, UsageError
 from shoal.parallel.hooks import GradBucket
-from tests.parallel.models import SMALL_MB, assert_same_parameters, batches, loss_of, mlp, on_ranks, sgd
+from tests.parallel.models import (
+    SMALL_MB,
+    assert_same_parameters,
+    batches,
+    gradients,
+    loss_of,
+    mlp,
+    on_ranks,
+    sgd,
+    wrapped,
+)
 from tests.parallel.reducer.test_unused import Experts
 
 #: How many batches each of three ranks has.
@@ -74,6 +84,21 @@ def test_training_goes_on_with_the_ranks_that_have_batches(
     for other in others:
         for a, b in zip(first.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_rank_without_a_batch_learns_from_the_others_what_a_static_graph_uses() -> None:
+    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
+        model = wrapped(group, static_graph=True)
+        for counts in ([2, 0], [1, 2]):
+            with model.join():
+                for batch in batches(counts[group.rank]):
+                    model.zero_grad()
+                    loss_of(model, batch).backward()
+        return gradients(model)
+
+    first, second = on_ranks(2, rank)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_buffers_follow_the_ranks_that_have_batches() -> None:

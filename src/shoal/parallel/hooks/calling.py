@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
+from ...future import Future
 from ...wording import counted
 from .bucket import CommHook, GradBucket
 from .contract import name_of, unpacked
@@ -42,20 +43,24 @@ class HookedReduction:
     def __init__(self, hook: CommHook, state: Any, bucket: GradBucket) -> None:
         self._name = name_of(hook)
         self._bucket = bucket
-        self._future = hook(state, bucket)
+        self._future: Any = hook(state, bucket)
         if not callable(getattr(self._future, "wait", None)):
             raise UsageError(
                 f"{self._where()} returned {_kind(self._future)}, but must return a shoal.Future of the "
                 "averaged gradients: return what group.all_reduce(...) or its then(...) returned"
             )
 
-    def wait(self) -> None:
+    def wait(self, *, blocking: bool = True) -> None:
         """Wait for the hook's result; it is in the bucket then.
+
+        Args:
+            blocking: as for ``Future.wait``; futures of torch have no such argument.
 
         Raises:
             UsageError: the result is no tensor like the bucket.
         """
-        value = unpacked(self._future.wait())
+        future = self._future
+        value = unpacked(future.wait(blocking=blocking) if isinstance(future, Future) else future.wait())
         buffer = self._bucket.buffer()
         if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
             raise UsageError(

@@ -13,13 +13,11 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..core import Readiness, gradient_hook
+from ..core import ARRIVED, IGNORED, Pass, gradient_hook
 from .gradients import Gradients
 from .usage import Graph
 
 OutputHook = Callable[[torch.Tensor], None]
-
-IGNORED, ARRIVED, ATTEND, UNEXPECTED = range(4)  # what Readiness.mark returns
 
 
 class Listener(Protocol):
@@ -81,7 +79,7 @@ class Hooks:
 
 def watch_gradients(
     reducer: Listener,
-    readiness: Readiness,
+    passes: Pass,
     gradients: Gradients,
     copies: Sequence[Sequence[torch.Tensor]],
 ) -> Hooks:
@@ -91,9 +89,9 @@ def watch_gradients(
 
     def hook(index: int, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         if gradients.several:
-            return _copy_hook(reducer, readiness, index, lock, gradients.is_further(index, parameter))
+            return _copy_hook(reducer, passes, index, lock, gradients.is_further(index, parameter))
         return gradient_hook(
-            readiness, index, gradients.views, gradients.addresses, gradients.as_views, put_in_place
+            passes, index, gradients.views, gradients.addresses, gradients.as_views, put_in_place
         )
 
     handles = [
@@ -120,10 +118,10 @@ def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int,
 
 
 def _copy_hook(
-    reducer: Listener, readiness: Readiness, index: int, lock: threading.Lock, further: bool
+    reducer: Listener, passes: Pass, index: int, lock: threading.Lock, further: bool
 ) -> Callable[[torch.Tensor], None]:
     """For one of several copies, whose backward may run in different threads; ``further``: not the first."""
-    mark = readiness.mark
+    mark = passes.mark
     owner = weakref.ref(reducer)
 
     def gradient_is_ready(_: torch.Tensor) -> None:

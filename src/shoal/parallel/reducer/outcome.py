@@ -1,72 +1,69 @@
-"""What the ranks tell one another about a pass, besides the gradients.
+"""Exchanging the outcome of a pass: whether it went well on all ranks.
 
-Each rank says whether its pass went well, and how many forward passes it ran since the last reduction beyond
-the first.  All must have run equally many: a rank that left out a backward pass would otherwise average the
-gradients of one step with those of the others' next one, without any error.
-
-There are two carriers.  Where every parameter is used, three elements at the end of the last bucket are
-averaged with it (``Tail``): no message is needed.  Else, or where a communication hook decides what becomes
-of a bucket, it is one small all-reduce (``Flags``), which also says which parameters were used anywhere.
+``cpp/reducer/outcome.h`` describes the two encodings.  The tail of the last bucket costs no message, but the
+host has to read it at the end of the pass; where the buckets are on a device that has streams, the host would
+wait for the device there.  So the outcome then takes a message of its own, from the memory of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import MAX
+from ...streams import device_tensors
+from ..core import Pass
 
-#: More are not told apart.
-MOST_EXTRA = 15
 
+class OutcomeExchange:
+    """Carries what ``passes`` says of this rank's pass to the other ranks, and their answers back.
 
-class Tail:
-    """Elements of the last bucket: trouble, the extra forward passes, and their square.
-
-    The numbers of all ranks are equal exactly if the mean of the squares is the square of the mean, up to
-    rounding.  All ranks see the same bits and so decide alike; in a half-precision bucket rounding may hide a
-    small difference between large numbers.
+    Args:
+        parameters: how many the model has.
     """
 
-    def __init__(self, elements: torch.Tensor) -> None:
-        self._elements = elements
-
-    def say(self, trouble: bool, extra: int) -> None:
-        """To be called before the bucket is sent; unless it is, the rank says that all is well."""
-        extra = min(extra, MOST_EXTRA)
-        self._elements.copy_(torch.tensor([float(trouble), extra, extra * extra]))
-
-    def well(self) -> bool:
-        """Whether the pass went well everywhere.  To be called once, after the bucket was averaged."""
-        trouble, extra, square = self._elements.tolist()
-        if trouble == extra == square == 0:
-            return True
-        self._elements.zero_()
-        rounding = 4 * torch.finfo(self._elements.dtype).eps * abs(square)
-        return bool(trouble == 0 and abs(extra * extra - square) <= rounding)
-
-
-class Flags:
-    """One all-reduce: trouble, the extra forward passes counted from both ends, and what was used."""
-
-    def __init__(self, group: ProcessGroup, parameters: int) -> None:
+    def __init__(self, group: ProcessGroup, passes: Pass, parameters: int) -> None:
         self._group = group
+        self._pass = passes
         self._flags = group.empty(3 + parameters, dtype=torch.uint8)
         self._future: Future[torch.Tensor] | None = None
+        self._tail = torch.empty(0)
 
-    def say(self, trouble: bool, extra: int, used: Iterable[bool]) -> None:
-        """Send.  Collective."""
-        extra = min(extra, MOST_EXTRA)
-        own = [trouble, extra, MOST_EXTRA - extra, *used]
-        self._flags.copy_(torch.tensor(own, dtype=torch.uint8))
+    def use_tail(self, tail: torch.Tensor, *, allowed: bool) -> None:
+        """Take ``tail`` where the outcome may travel with the last bucket.
+
+        Args:
+            tail: elements of a bucket, all zeros; empty if no bucket has any.
+            allowed: averages of the bucket are plain means of all its elements.
+        """
+        self._tail = tail.real  # a view, also of complex numbers
+        on_device = next(device_tensors(tail), None) is not None
+        self._pass.separate = not allowed or on_device or not tail.numel()
+
+    def write_tail(self) -> None:
+        """Write this rank's report into the tail.  A rank whose tail holds zeros says that all is well."""
+        self._tail.copy_(torch.tensor(self._pass.tail()))
+
+    def send_flags(self, present: Sequence[bool]) -> None:
+        """Start the exchange of flags.  Collective.
+
+        Args:
+            present: the parameters that have a gradient from earlier passes.
+        """
+        self._flags.copy_(torch.tensor(self._pass.flags(present), dtype=torch.uint8))
         self._future = self._group.all_reduce(self._flags, op=MAX)
 
-    def hear(self) -> tuple[bool, list[bool]]:
-        """Whether the pass went well everywhere, and for each parameter whether any rank used it."""
-        assert self._future is not None
-        trouble, most, least, *used = self._future.wait().tolist()
-        self._future = None
-        return not trouble and most + least == MOST_EXTRA, [bool(flag) for flag in used]
+    def wait(self) -> None:
+        """Give the answers of all ranks to the pass; the buckets have been waited for."""
+        if self._pass.separate:
+            assert self._future is not None
+            self._pass.decode_flags(self._future.wait().tolist())
+            self._future = None
+            return
+        mean = self._tail.tolist()
+        self._pass.decode_tail(mean, torch.finfo(self._tail.dtype).eps)
+        if any(mean):
+            self._tail.zero_()

@@ -1,19 +1,19 @@
 """The gradient reducer: averages the gradients of one model over a group while backward still runs.
 
-A hook on every parameter tells when its gradient is there; when the last one of a bucket has come, the
-bucket's all-reduce starts, and the engine moves bytes while autograd goes on.  A callback at the end of
-the backward pass waits for all of them.  Buckets are always sent in the order of their index, so that
-all ranks issue the same operations whatever order their gradients arrive in.
+A hook on every parameter tells when its gradient is there.  When the last gradient of a bucket has come, the
+all-reduce of the bucket starts, and the engine moves bytes while autograd goes on.  A callback at the end of
+the backward pass waits for all buckets.  Buckets are always sent in the order of their index, so that all
+ranks issue the same operations whatever order their gradients arrive in.
+
+``cpp/reducer/pass.h`` decides what is sent when, and whether a pass went well.  The reducer does what it asks
+for: it moves gradients, sends buckets, and waits for them.
 
 A backward pass is reduced when it comes through the output of a forward pass that asked for it
-(:meth:`Reducer.expect`): hooks on the output open the pass.  Outputs that hold tensors where we do not
-find them (objects of unknown classes) open it with the first gradient that arrives.
+(:meth:`Reducer.expect`): hooks on the output open the pass.  Where an output holds tensors inside objects of
+unknown classes, its pass is opened by the first gradient that arrives.
 
-Ranks may disagree about which parameters the loss used.  A rank that misses some at the end of its pass
-sends the incomplete buckets nevertheless; ``outcome.py`` says how the ranks learn of it.
-
-The order in which gradients arrived in the first pass replaces the reverse order of registration, once:
-one rank's order, on all ranks.  (Dynamic discovery of the order is from NVIDIA's Apex; see also
+The order in which gradients arrived in the first pass replaces the reverse order of registration, once: the
+order of one rank, on all ranks.  (Dynamic discovery of the order is from NVIDIA's Apex; see also
 pytorch#17757.)
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,40 +29,17 @@ from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import AVG, MAX
-from ..core import Readiness
+from ..core import NOTHING, OUTCOME, UNEXPECTED, WELL, Pass
 from ..hooks.bucket import CommHook, GradBucket
 from ..hooks.calling import HookedReduction
-from .arrivals import UNEXPECTED, OutputHook, output_hook, quiet_hook, watch_gradients
+from .arrivals import OutputHook, output_hook, quiet_hook, watch_gradients
 from .buckets import Bucket
 from .gradients import Gradients, ReducerOptions
-from .outcome import Flags, Tail
+from .outcome import OutcomeExchange
 from .participants import Participants
 from .report import explain
 from .sparse_gradients import SparseReduction
 from .usage import Graph, outputs_with_graph, reachable
-
-
-@dataclass(slots=True)
-class _Pass:
-    """What is known of the pass that comes or runs.
-
-    Attributes:
-        forwards: forward passes since the last reduction.
-        entered: the graphs that backward went into.
-        copies: how many copies of the model took part in them.
-        reaches: what was reachable on any rank, one for each forward pass.
-        participants: the ranks that give gradients; asked for when everything is sent.
-        gaps: some gradients may not come, so buckets are looked through before they are sent.
-        sent: one for each bucket whose reduction was started; None for one that nobody needs.
-    """
-
-    forwards: int = 0
-    entered: list[Graph] = field(default_factory=list)
-    copies: int = 0
-    reaches: list[Future[torch.Tensor]] = field(default_factory=list)
-    participants: Participants = field(default_factory=Participants)
-    gaps: bool = False
-    sent: list[Future[Any] | HookedReduction | SparseReduction | None] = field(default_factory=list)
 
 
 class Reducer:
@@ -77,7 +53,6 @@ class Reducer:
         options: equal on all ranks.
 
     Attributes:
-        passes: how many were reduced; equal on all ranks.
         after_pass: called after every pass that went well.
     """
 
@@ -94,9 +69,9 @@ class Reducer:
         self._parameters = self._copies[0]
         self._options = options
         self._tolerant = options.find_unused and not options.static_graph
-        self._learning = options.static_graph
         self._hook: tuple[CommHook, Any] | None = None
-        self._given: dict[tuple[int, ...], GradBucket] = {}
+        #: The buckets as hooks see them, by their members: the same objects until buckets are made anew.
+        self._hook_buckets: dict[tuple[int, ...], GradBucket] = {}
         count = len(self._parameters)
         self._index_of = {
             id(parameter): index for copy in self._copies for index, parameter in enumerate(copy)
@@ -104,33 +79,52 @@ class Reducer:
         trained = self._copies[1:] if options.masters else self._copies
         #: How many copies have gradients if all take part.
         self._width = len(trained)
-        #: How often each gradient arrives in a pass.
-        self._expected = [self._width] * count
         #: The backward pass without reduction, by autograd's number, after which copies are to be added up.
         self._local_pass: int | None = None
-        #: Which parameters have a gradient on any rank, where passes do not differ in that.
-        self._used = [True] * count
-        self._flags = Flags(group, count)
         self._gradients = Gradients(group, self._names, self._copies, options)
         self._gradients.arrange(range(count - 1, -1, -1))
-        self._readiness = Readiness(self._gradients.set.members(), self._expected)
-        if self._learning:
-            self._readiness.learn()
-        self._order_is_known = False
+        self._pass = Pass(
+            self._gradients.set.members(),
+            [self._width] * count,
+            find_unused=self._tolerant,
+            learn=options.static_graph,
+            fill_all=self._gradients.several or options.skip_unused,
+            copies=self._width,
+        )
+        self._outcome = OutcomeExchange(group, self._pass, count)
+        self._use_tail()
         self._finish_is_queued = False
-        self._pass = _Pass()
-        #: What leads to every parameter, or is not known.
+        #: The graph of an output from which every parameter may be reached.
         self._whole = Graph(range(count))
         #: Of forward passes whose outputs live and did not go backward yet.
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self.passes = 0
+        self._forget_pass()
         self.after_pass: list[Callable[[], None]] = []
-        self._hooks = watch_gradients(self, self._readiness, self._gradients, trained)
+        self._hooks = watch_gradients(self, self._pass, self._gradients, trained)
+
+    def _forget_pass(self) -> None:
+        """What is known here of the pass that comes or runs."""
+        #: The graphs that backward went into.
+        self._entered: list[Graph] = []
+        #: What was reachable on any rank, one for each forward pass.
+        self._reaches: list[Future[torch.Tensor]] = []
+        self._participants = Participants()
+        #: The reductions that were started, by bucket.
+        self._sent: dict[int, Future[Any] | HookedReduction | SparseReduction] = {}
+
+    def _use_tail(self) -> None:
+        plain = self._hook is None and not self._options.sparse
+        self._outcome.use_tail(self._gradients.set.tail, allowed=plain)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order in which they are reduced."""
         return self._gradients.set.buckets
+
+    @property
+    def passes(self) -> int:
+        """How many passes were reduced; equal on all ranks."""
+        return self._pass.number
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
         """Let ``hook(state, bucket)`` average the buckets from now on.
@@ -143,15 +137,16 @@ class Reducer:
                 f"a communication hook is registered already on rank {self._group.rank}: {self._hook[0]!r}; "
                 "write one that does both, or wrap the module again"
             )
-        if self._readiness.opened:
+        if self._pass.opened:
             raise UsageError("a communication hook cannot be registered while backward runs")
         self._hook = (hook, state)
+        self._use_tail()
 
     # -- called around a forward pass ------------------------------------------------------------
 
     def in_backward(self) -> bool:
         """Whether a backward pass is running that is being reduced (checkpointing runs forward inside)."""
-        return self._readiness.opened and torch._C._current_graph_task_id() != -1
+        return self._pass.opened and torch._C._current_graph_task_id() != -1
 
     def settle(self) -> None:
         """Bring a pass to its end that an exception interrupted on this rank, together with the other ranks.
@@ -162,7 +157,7 @@ class Reducer:
         if self._local_pass is not None:
             self._local_pass = None
             self._gradients.drop_copies()
-        if self._readiness.opened:
+        if self._pass.opened:
             self._finish(interrupted=True)
             self._gradients.drop()
 
@@ -181,18 +176,15 @@ class Reducer:
             participants: a rank that runs it, and what to multiply averages with; only within a Join.
             copies: how many copies of the model took part, if not all.
         """
-        now = self._pass
-        now.forwards += counts
-        now.copies = max(now.copies, copies or self._width)
-        now.participants = participants or Participants()
-        self._readiness.arm()
+        self._pass.expect(counts, copies or self._width)
+        self._participants = participants or Participants()
         graph = self._follow(output, output_hook)
         if self._options.skip_unused:
             self._tell_reach(graph.reached)
 
     def ignore(self, output: Any) -> None:
         """Do not reduce the backward pass that comes through ``output`` alone."""
-        self._readiness.disarm()
+        self._pass.ignore()
         if self._tolerant:
             self._follow(output, quiet_hook)  # it may come together with one that is reduced
 
@@ -217,43 +209,38 @@ class Reducer:
         Args:
             participants: as for :meth:`expect`.
         """
-        self._pass.participants = participants
+        self._participants = participants
         if self._options.skip_unused:
             self._tell_reach(())
         self._gradients.drop_copies()
         for parameter in self._parameters:
             parameter.grad = None
-        self._readiness.open()
-        self._begin()
+        self._pass.open()
+        self._pass.begin(self, ())
         self._finish(shadow=True)
 
     def _tell_reach(self, reached: Collection[int]) -> None:
         reach = [
             index in reached or bool(self._gradients.present(index)) for index in range(len(self._parameters))
         ]
-        self._pass.reaches.append(self._group.all_reduce(torch.tensor(reach, dtype=torch.uint8), op=MAX))
+        self._reaches.append(self._group.all_reduce(torch.tensor(reach, dtype=torch.uint8), op=MAX))
 
     # -- called by autograd ----------------------------------------------------------------------
 
     def enter(self, graph: Graph) -> None:
-        """A pass begins, before the first gradient, or goes on to another graph."""
-        self._pass.entered.append(graph)
-        if not self._readiness.opened:
+        """A pass opens before its first gradient, or goes on to another graph."""
+        self._entered.append(graph)
+        if not self._pass.opened:
             self._hooks.come_last()
-            self._readiness.open()
+            self._pass.open()
             self._queue_finish()
 
-    def _begin(self) -> None:
-        """A pass has its first gradient: it is none that asks for the gradients of inputs only."""
-        now = self._pass
-        now.gaps = 0 in self._expected
-        if now.forwards > 1 and not self._separate():
-            Tail(self._gradients.set.tail).say(False, now.forwards - 1)
-        if self._tolerant and now.entered:
-            reached = set().union(*(graph.reached for graph in (*self._graphs, *now.entered)))
-            if len(reached) < len(self._parameters):
-                now.gaps = True
-                self._readiness.skip([i for i in range(len(self._parameters)) if i not in reached])
+    def _unreached(self) -> list[int]:
+        """The parameters that no graph leads to of those that backward entered, or may still enter."""
+        if not (self._tolerant and self._entered):
+            return []
+        reached = set().union(*(graph.reached for graph in (*self._graphs, *self._entered)))
+        return [index for index in range(len(self._parameters)) if index not in reached]
 
     def _queue_finish(self) -> None:
         # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
@@ -263,13 +250,13 @@ class Reducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def on_gradient(self, index: int, mark: int) -> None:
-        """Something is to do after the gradient of parameter ``index`` arrived."""
+        """The gradient of parameter ``index`` has arrived, and there is something to do."""
         if mark == UNEXPECTED:
             raise UsageError(self._unexpected(index))
         self._queue_finish()  # if the pass came through no output that we know
-        if self._readiness.arrived == 1:
-            self._begin()
-        self._launch(self._readiness.ready)
+        if self._pass.arrived == 1:
+            self._pass.begin(self, self._unreached())
+        self._pass.launch(self)
 
     def fold_later(self) -> None:
         """A pass that is not reduced must leave its gradients where the optimiser looks for them."""
@@ -300,40 +287,77 @@ class Reducer:
             f"checkpoints; {advice}"
         )
 
-    # -- sending ---------------------------------------------------------------------------------
+    # -- asked for by the pass ---------------------------------------------------------------------
 
-    def _launch(self, end: int) -> None:
-        """Start the reduction of all buckets with an index below ``end`` that were not started yet."""
-        sent = self._pass.sent
-        while len(sent) < end:
-            sent.append(self._send(self._gradients.set.buckets[len(sent)]))
+    def fill(self, number: int) -> bool:
+        """Complete the gradients in a bucket before it is sent; False if no rank has any of them."""
+        if number == OUTCOME:
+            self._outcome.write_tail()
+            return True
+        bucket = self.buckets[number]
+        if self._reaches and not self._is_needed(bucket):
+            return False
+        if not bucket.sparse:
+            if self._gradients.several:
+                self._gradients.add_up(bucket)
+            elif self._pass.gaps:
+                self._gradients.fill_gaps(bucket, self._pass.counts())
+        return True
 
-    def _send(self, bucket: Bucket) -> Future[Any] | HookedReduction | SparseReduction | None:
-        if self._pass.reaches and not self._is_needed(bucket):
-            return None
+    def send(self, number: int) -> None:
+        """Start the reduction of a bucket, or the exchange of the outcome."""
+        if number == OUTCOME:
+            count = len(self._parameters)
+            self._outcome.send_flags([bool(self._gradients.present(index)) for index in range(count)])
+            for sent in self._sent.values():
+                if isinstance(sent, SparseReduction):
+                    sent.start()
+            return
+        bucket = self.buckets[number]
         if bucket.sparse:
             (index,) = bucket.members
             own = self._gradients.sparse(index)
             like = self._parameters[index]
-            return SparseReduction(self._group, own, like, self._options.sparse[index], bucket.flat.dtype)
-        if self._gradients.several:
-            self._gradients.add_up(bucket)
-        elif self._pass.gaps:
-            self._gradients.fill_gaps(bucket, self._readiness.counts())
-        if self._hook is None:
-            return self._group.all_reduce(bucket.flat, op=AVG)
-        return HookedReduction(*self._hook, self._given_to_hooks()[bucket.members])
+            dimensions = self._options.sparse[index]
+            self._sent[number] = SparseReduction(self._group, own, like, dimensions, bucket.flat.dtype)
+        elif self._hook is None:
+            self._sent[number] = self._group.all_reduce(bucket.flat, op=AVG)
+        else:
+            self._sent[number] = HookedReduction(*self._hook, self._seen_by_hooks()[bucket.members])
+
+    def wait(self, number: int) -> None:
+        """Wait for the reduction of a bucket, or for the outcome.
+
+        A device is not waited for: what runs on the current streams from now on runs after the reduction.
+        """
+        if number == OUTCOME:
+            self._outcome.wait()
+            return
+        sent = self._sent[number]
+        if isinstance(sent, SparseReduction):
+            return  # until it is known that all went well
+        sent.wait(blocking=False)
+        scale = self._participants.scale
+        if scale != 1.0:
+            self.buckets[number].body.mul_(scale)
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Put the averages where the optimiser looks for them."""
+        for number, sent in self._sent.items():
+            (index, *_) = self.buckets[number].members
+            if isinstance(sent, SparseReduction) and used[index]:
+                self._gradients.deliver_sparse(index, sent.wait().mul_(self._participants.scale))
+        self._gradients.deliver(used, gaps=self._pass.gaps)
 
     def _is_needed(self, bucket: Bucket) -> bool:
         """Whether any rank may have a gradient in it."""
         members = list(bucket.members)
-        return any(bool(reach.wait()[members].any()) for reach in self._pass.reaches)
+        return any(bool(reach.wait()[members].any()) for reach in self._reaches)
 
-    def _given_to_hooks(self) -> dict[tuple[int, ...], GradBucket]:
-        """The buckets as hooks see them, by their members; the same objects until buckets are made anew."""
-        if not self._given:
-            dense = [bucket for bucket in self._gradients.set.buckets if not bucket.sparse]
-            self._given = {
+    def _seen_by_hooks(self) -> dict[tuple[int, ...], GradBucket]:
+        if not self._hook_buckets:
+            dense = [bucket for bucket in self.buckets if not bucket.sparse]
+            self._hook_buckets = {
                 bucket.members: GradBucket(
                     self._group,
                     number,
@@ -345,114 +369,54 @@ class Reducer:
                 )
                 for number, bucket in enumerate(dense)
             }
-        return self._given
+        return self._hook_buckets
 
     # -- the end of a pass -----------------------------------------------------------------------
 
     def _finish(self, *, interrupted: bool = False, shadow: bool = False) -> None:
         """Wait for all buckets; unless the pass went well on every rank, raise."""
         self._finish_is_queued = False
-        if self._readiness.arrived == 0 and not (interrupted or shadow):
-            # Only the gradients of inputs were asked for; the pass that was expected may come yet.
-            self._pass.entered = []
-            self._readiness.close()
-            return
+        end = None
         try:
-            well, used = self._complete(interrupted, shadow)
-            self.passes += 1
-            if not well:
+            end = self._pass.finish(self, interrupted, shadow)
+            if end == NOTHING:  # only the gradients of inputs were asked for; the expected pass may yet come
+                self._entered = []
+                return
+            if end != WELL:
                 self._explain(interrupted)
                 return
-            self._deliver(used)
-            self._learn(used)
+            self._adopt_order()
             for fn in self.after_pass:
                 fn()
         finally:
-            self._graphs.difference_update(self._pass.entered)
-            self._gradients.drop_copies()
-            self._pass = _Pass()
-            self._readiness.close()
-
-    def _separate(self) -> bool:
-        """Whether the outcome takes a message of its own."""
-        return bool(
-            self._tolerant
-            or self._learning
-            or self._hook is not None
-            or self._options.sparse
-            or not self._gradients.set.tail.numel()
-        )
-
-    def _complete(self, interrupted: bool, shadow: bool) -> tuple[bool, list[bool]]:
-        """Send what was not sent and wait for all; whether all went well, and what was used anywhere."""
-        now = self._pass
-        separate = self._separate()
-        extra = max(now.forwards - 1, 0)
-        trouble = interrupted
-        if self._learning or self._readiness.ready < len(self._gradients.set.buckets):
-            now.gaps = True
-            lacking = not (shadow or self._learning or self._tolerant) and bool(self._missing())
-            trouble = interrupted or lacking
-            if trouble and not separate:
-                Tail(self._gradients.set.tail).say(True, extra)
-        self._launch(len(self._gradients.set.buckets))
-        if separate:
-            counts = self._readiness.counts()
-            used = [counts[i] > 0 or bool(self._gradients.present(i)) for i in range(len(counts))]
-            self._flags.say(trouble, extra, used)
-        for sent in now.sent:
-            if isinstance(sent, SparseReduction):
-                sent.start()
-        scale = now.participants.scale
-        for bucket, sent in zip(self._gradients.set.buckets, now.sent, strict=True):
-            if sent is not None and not bucket.sparse:
-                sent.wait()
-                if scale != 1.0:
-                    bucket.body.mul_(scale)
-        if separate:
-            return self._flags.hear()
-        return Tail(self._gradients.set.tail).well(), self._used
-
-    def _missing(self) -> list[int]:
-        """Parameters whose gradients did not come."""
-        missing = self._readiness.missing()
-        if self._width > 1:  # a small batch occupies some of the copies, the others have nothing to add
-            counts = self._readiness.counts()
-            missing = [index for index in missing if counts[index] == 0]
-        return missing
+            if end != NOTHING:
+                self._graphs.difference_update(self._entered)
+                self._gradients.drop_copies()
+                self._forget_pass()
+                self._pass.close()
 
     def _explain(self, interrupted: bool) -> None:
-        extra = max(self._pass.forwards - 1, 0)
         named = [
             repr(name) + ("" if parameter.requires_grad else " (frozen after wrapping)")
             for name, parameter in zip(self._names, self._parameters, strict=True)
         ]
-        explain(self._group, named, self._missing(), interrupted, extra)
+        explain(self._group, named, self._pass.missing(), interrupted, self._pass.extra)
 
-    def _deliver(self, used: Sequence[bool]) -> None:
-        now = self._pass
-        for bucket, sent in zip(self._gradients.set.buckets, now.sent, strict=True):
-            if isinstance(sent, SparseReduction) and used[bucket.members[0]]:
-                self._gradients.deliver_sparse(bucket.members[0], sent.wait().mul_(now.participants.scale))
-        self._gradients.deliver(used, gaps=now.gaps)
+    def _adopt_order(self) -> None:
+        """After the first pass that went well: lay out the buckets as gradients came on one rank.
 
-    # -- what the first pass shows ---------------------------------------------------------------
-
-    def _learn(self, used: list[bool]) -> None:
-        if self._order_is_known:
+        A rank that had no batch in this pass also learns there how often each gradient arrives.
+        """
+        order = self._pass.take_order()
+        if order is None:
             return
-        self._order_is_known = True
-        if self._learning:
-            self._learning = False
-            part = self._pass.copies or self._width
-            self._expected = [-(-count * self._width // part) for count in self._readiness.counts()]
-            self._used = used
-        count = len(self._parameters)
-        order = self._readiness.arrival()
-        arrived = set(order)
-        order += [index for index in range(count - 1, -1, -1) if index not in arrived]
-        chosen = torch.tensor(order, dtype=torch.int64)
-        self._group.broadcast(chosen, root=self._pass.participants.first).wait()
-        self._gradients.arrange(chosen.tolist())
-        self._given = {}
-        self._readiness.rebuild(self._gradients.set.members(), self._expected)
+        count = len(order)
+        shown = torch.tensor([*order, *self._pass.expected, self._width], dtype=torch.int64)
+        own = self._pass.arrived > 0
+        self._group.broadcast(shown, root=self._participants.first).wait()
+        *numbers, width = shown.tolist()
+        expected = self._pass.expected if own else [-(-n * self._width // width) for n in numbers[count:]]
+        self._gradients.arrange(numbers[:count])
+        self._hook_buckets = {}
+        self._pass.rebuild(self._gradients.set.members(), expected)
+        self._use_tail()
