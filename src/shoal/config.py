@@ -30,10 +30,10 @@ class Variable(Generic[T]):
     """One environment variable.
 
     Attributes:
-        name: what it is called in the environment.
-        kind: what its value must be, in words; part of every error about it.
+        name: of the environment variable.
+        kind: the legal values, in words; part of every error about the variable.
         parse: turns the text into the value; raises ``ValueError`` for text that makes no sense.
-        default: what :meth:`get` returns when the variable is not set.
+        default: the value while the variable is not set.
         meaning: one sentence for the documentation.
     """
 
@@ -121,7 +121,7 @@ def job_name(text: str) -> str:
 
 
 _LONGEST_JOB = 256
-#: what :func:`job_name` takes, in words
+#: The names that :func:`job_name` takes, in words.
 JOB_NAME = f"1 to {_LONGEST_JOB} bytes of printable text"
 
 _RANK = "a whole number from 0"

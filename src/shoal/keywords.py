@@ -64,8 +64,8 @@ def misspelt(where: str, unknown: Iterable[str], known: Sequence[str]) -> UsageE
 
     Args:
         where: begins the message: the function as its callers know it, and the rank where there is one.
-        unknown: what was given; the first is told of.
-        known: what the function takes.
+        unknown: the keywords that were given; the error names the first.
+        known: the keywords that the function takes.
     """
     name = next(iter(unknown))
     text = f"{where} takes no argument {name!r}"
@@ -99,7 +99,7 @@ def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
 def explained(where: Callable[..., str]) -> Callable[[F], F]:
     """Decorates a function, so that a keyword which it does not take is told of in our words.
 
-    A call gets some 100 ns longer: not for what is called for every small message.
+    It makes a call some 100 ns longer, too much for operations that small messages are made of.
 
     Args:
         where: gives the beginning of the message; called with the function's name and what it got by

@@ -104,7 +104,7 @@ class ReduceOp:
 
 
 def _meant(op: object) -> str:
-    """The name of the reduction that something else stands for: ``"SUM"``, torch's ``ReduceOp.SUM``."""
+    """The name of the reduction that a caller probably meant by ``"SUM"`` or torch's ``ReduceOp.SUM``."""
     # Torch's reductions show themselves as <RedOpType.SUM: 0>.
     word = op if isinstance(op, str) else getattr(op, "name", None) or str(op)
     word = str(word).rpartition(".")[2].partition(":")[0].lower()
@@ -145,7 +145,7 @@ AVG = ReduceOp(_Kind.AVG)
 PRODUCT = ReduceOp(_Kind.PRODUCT)
 MIN = ReduceOp(_Kind.MIN)
 MAX = ReduceOp(_Kind.MAX)
-PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # of what was multiplied already
+PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # the inputs are multiplied already
 BAND = ReduceOp(_Kind.BAND)
 BOR = ReduceOp(_Kind.BOR)
 BXOR = ReduceOp(_Kind.BXOR)
@@ -268,7 +268,7 @@ class Operation:
     rank *i* expects).
 
     Attributes:
-        kind: what to do.
+        kind: of the operation.
         number: sequence number in the group, equal on all ranks; -1 for SEND and RECV and for
             operations matched by ``key``.
         key: 0, or a 64-bit key that replaces the number for operations issued in a callback.

@@ -4,7 +4,7 @@
 
     dist.init_process_group("shoal")            # or "cpu:shoal", "cpu:shoal,cuda:nccl"
 
-Who imports whom: ``registration`` (imported with shoal, and so cheap) -> ``connect`` (from torch's store
+The imports lead from ``registration`` (imported with shoal, and so cheap) -> ``connect`` (from torch's store
 to a group) -> ``process_group`` -> ``collectives`` -> ``work``.  ``docs/compatibility.md`` tells it to
 users.
 """
@@ -17,10 +17,10 @@ from .registration import register
 
 if TYPE_CHECKING:
     from .process_group import TorchProcessGroup as TorchProcessGroup
-    from .stores import TorchStore as TorchStore
+    from .torch_store import TorchStore as TorchStore
     from .work import Work as Work
 
-_MODULES = {"TorchProcessGroup": "process_group", "TorchStore": "stores", "Work": "work"}
+_MODULES = {"TorchProcessGroup": "process_group", "TorchStore": "torch_store", "Work": "work"}
 
 __all__ = ["TorchProcessGroup", "TorchStore", "Work"]
 

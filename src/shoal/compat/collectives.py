@@ -35,7 +35,7 @@ _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 
 @uncompiled
 class TorchCollectives(dist.ProcessGroup):
-    """The operations; :class:`~shoal.compat.TorchProcessGroup` adds who takes part, and the end."""
+    """The operations; :class:`~shoal.compat.TorchProcessGroup` adds identity and lifecycle."""
 
     #: the group below
     group: ProcessGroup
@@ -43,7 +43,7 @@ class TorchCollectives(dist.ProcessGroup):
     _seconds: float
     #: groups of other backends, by the type of the devices whose tensors they take
     _others: dict[str, dist.ProcessGroup]
-    #: what was begun since the last _start_coalescing; None outside such a block
+    #: The futures of operations begun since the last _start_coalescing; None outside such a block.
     _coalesced: list[Future[Any]] | None = None
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class TorchCollectives(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Cut ``input`` along its first dimension, send each rank its part, join what comes in ``output``.
+        """Cut ``input`` along its first dimension and send each rank its part; ``output`` gets what arrives.
 
         No, or empty, split sizes mean equal parts.
         """
@@ -341,7 +341,7 @@ class TorchCollectives(dist.ProcessGroup):
     def _options(
         self, opts: Any, timeout: timedelta | None = None, op: Any = None, root: int | None = None
     ) -> tuple[ReduceOp, int, float]:
-        """Reduction, root and timeout, from an options object or from what was passed in its place."""
+        """Reduction, root and timeout, from an options object or from the arguments in its place."""
         if opts is not None:
             if isinstance(opts, timedelta):
                 timeout = opts

@@ -23,7 +23,7 @@ from ..group import ProcessGroup
 from ..group.given import default_groups
 from ..initialize import check_options, lanes, world_group
 from ..rendezvous import Request, Venue, attend
-from ..rendezvous.given import store_address
+from ..rendezvous.caller_store import store_address
 from ..store import adopt
 from ..torch_terms import BACKEND
 from ..wire import Deadline

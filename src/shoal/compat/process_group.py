@@ -21,7 +21,7 @@ from .uncompiled import uncompiled
 
 @uncompiled
 class TorchProcessGroup(TorchCollectives):
-    """What ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
+    """The group that ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
 
     Use it through torch.distributed.  What goes beyond that API is in :attr:`group`.
 
@@ -117,7 +117,7 @@ class TorchProcessGroup(TorchCollectives):
             )
         return self
 
-    #: what torch asks a backend before it uses more than the collectives
+    #: Torch asks for these before it uses more of a backend than the collectives.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -190,7 +190,7 @@ class TorchProcessGroup(TorchCollectives):
             self.group.close(CLOSING)
 
     def abort(self) -> None:
-        """End the group at once on all ranks: what is pending fails with GroupAborted."""
+        """End the group at once on all ranks: pending operations fail with GroupAborted."""
         self.group.abort("the torch.distributed group was aborted")
         with contextlib.suppress(Exception):
             self.group.close(CLOSING)

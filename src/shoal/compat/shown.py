@@ -1,7 +1,7 @@
 """Lets the dispatch modes of torch see operations.
 
 The group object of a backend in C++ goes through torch's dispatcher (``torch.ops.c10d.allreduce_``, ...),
-where modes see what is communicated: ``CommDebugMode`` counts it.  The methods of a group in Python are
+where modes see each operation: ``CommDebugMode`` counts them.  The methods of a group in Python are
 called directly.  So while a mode is active, each operation is shown to it: the operator is called on a
 group that does nothing, and with empty tensors in place of the others.
 """

@@ -1,6 +1,6 @@
 """All-reduce of sparse tensors: every rank gets all ranks' entries and adds them up.
 
-The entries differ from rank to rank, so there is nothing to reduce in place; what is sent is proportional
+The entries differ from rank to rank, so there is nothing to reduce in place; the traffic is proportional
 to the number of entries and not to the shape.
 """
 
@@ -55,6 +55,6 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
 
 
 def _described(row: list[int]) -> str:
-    """What a rank said of its tensor, in words."""
+    """The description that a rank sent of its tensor, in words."""
     _, average, sparse, *shape = row
     return f"{'AVG' if average else 'SUM'} of {shape}, {sparse} of its dimensions sparse"

@@ -32,7 +32,7 @@ class Work(WorkMethods, dist.Work):
 
     Args:
         future: of the operation.
-        result: what ``result()`` and the torch future give: the list of the tensors that were written.
+        result: the value of ``result()`` and of the torch future: the list of the tensors that were written.
     """
 
     def __init__(self, future: Future[Any], result: Any) -> None:
@@ -89,7 +89,7 @@ class Work(WorkMethods, dist.Work):
         # it and whatever called C++, so the calling frame tells the two apart.
         if self._handed_out is None:
             self._handed_out = KeyedFuture(self._future, _giving(self._result))
-        # The future of what was waited for has its value at once: C++ does not wait for it again.
+        # After a wait the torch future must have its value at once: C++ does not wait for it again.
         self._handed_out.done()
         if "get_future" in sys._getframe(1).f_code.co_names:
             return self._handed_out
@@ -111,7 +111,7 @@ def _giving(result: Any) -> Callable[[Future[Any]], Any]:
 
 
 def _bytes(result: Any) -> int:
-    """What keeping a result keeps in memory."""
+    """The bytes that stay in memory as long as a result is kept."""
     if isinstance(result, torch.Tensor):
         return sys.maxsize if result.layout != torch.strided else result.untyped_storage().nbytes()
     return sum(map(_bytes, result)) if isinstance(result, list) else 0
@@ -130,16 +130,16 @@ class KeyedFuture(torch.futures.Future[Any]):
         self._future = future
         self._value = value
         self._claim = threading.Lock()
-        future.add_done_callback(self._settle)
+        future.add_done_callback(self._complete)
 
-    def _settle(self, future: Future[Any]) -> None:
+    def _complete(self, future: Future[Any]) -> None:
         """Complete the torch future, once; returns when it is complete."""
         if not self._claim.acquire(blocking=False):
-            # C++ marks it complete before it calls what was registered there.
+            # C++ marks it complete before it calls the callbacks that were registered there.
             with contextlib.suppress(Exception):
                 torch._C.Future.wait(self)
             return
-        # What waits for this future in C++ may issue operations, but has no place of its own in the order
+        # C++ code that waits for this future may issue operations, but has no place of its own in the order
         # of callbacks that is the same on every rank.
         token = enter_scope(None)
         try:
@@ -155,7 +155,7 @@ class KeyedFuture(torch.futures.Future[Any]):
     def done(self) -> bool:
         if not self._future.done():
             return False
-        self._settle(self._future)
+        self._complete(self._future)
         return True
 
     def wait(self) -> Any:
@@ -163,7 +163,7 @@ class KeyedFuture(torch.futures.Future[Any]):
             self._future.wait(blocking=False)
         finally:
             if self._future.done():
-                self._settle(self._future)
+                self._complete(self._future)
         return self._value(self._future)
 
     def value(self) -> Any:
@@ -171,14 +171,14 @@ class KeyedFuture(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[[Any], Any]) -> KeyedFuture:
         def run(future: Future[Any]) -> Any:
-            self._settle(future)
+            self._complete(future)
             return callback(self)
 
         return KeyedFuture(self._future.then(run), lambda future: future.value())
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         def run(future: Future[Any]) -> None:
-            self._settle(future)
+            self._complete(future)
             callback(self)
 
         self._future.add_done_callback(run)

@@ -6,18 +6,18 @@
     dist.all_reduce(tensor)
     dist.destroy_process_group()
 
-Names, arguments and their order are torch's; ``docs/distributed.md`` has a table of what is here, what
-differs, and what is not here and why.  A group is a :class:`shoal.ProcessGroup`, so everything of the object
-API works on ``dist.group.WORLD`` and on what ``dist.new_group`` returns.
+Names, arguments and their order are torch's; ``docs/distributed.md`` has a table of all names: those
+that are here, those that differ, and why others are missing.  A group is a :class:`shoal.ProcessGroup`, so
+the whole object API works on ``dist.group.WORLD`` and on what ``dist.new_group`` returns.
 
 =====================  ==================================================================
 ``state``              the default group, the only one of its kind in shoal
-``lifecycle``          its beginning and end; ``place`` reads where to meet
-``groups``             who is in which group, and new groups
+``lifecycle``          its beginning and end; ``init_method`` reads where to meet
+``groups``             ranks and sizes of groups, and new groups
 ``collectives``        operations on tensors; ``deprecated`` holds torch's old names
 ``point_to_point``     messages, alone and in batches
 ``objects``            operations on Python objects
-``work``               what an operation returns with ``async_op=True``
+``work``               the handle that an operation returns with ``async_op=True``
 ``ranks``              global ranks, and ranks of a group
 ``backend``, ``stores``  torch's names for what shoal has
 =====================  ==================================================================

@@ -13,7 +13,7 @@ from ..errors import UnsupportedOperation, UsageError
 from ..torch_terms import BACKEND
 from .state import GroupLike, default_group, is_absent, state
 
-#: torch's engines that shoal has nothing for, and what they are about
+#: Torch's backends that shoal has no engine for, and the hardware or library of each.
 _ABSENT = {
     "nccl": "NVIDIA's GPUs",
     "mpi": "an MPI library",
@@ -42,12 +42,12 @@ class Backend(str):
         return super().__new__(cls, name.lower())
 
 
-#: what scripts call the native engine
+#: The names by which scripts ask for the native engine.
 _NATIVE_NAMES = (Backend.SHOAL, Backend.GLOO, Backend.TCP)
 
 
 def parse_backend(backend: str | None) -> tuple[str, str]:
-    """What ``init_process_group`` was given as backend.
+    """The engine that the argument ``backend`` of ``init_process_group`` asks for.
 
     Args:
         backend: a name, or ``"cpu:name"``; None means ``"shoal"``.

@@ -1,4 +1,4 @@
-"""Who is in which group, and groups made from the default group."""
+"""Ranks and sizes of groups, and groups made from the default group."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..group import ProcessGroup
 from ..initialize import init
 from ..torch_terms.durations import CLOSING, Duration, seconds
 from .backend import parse_backend, refuse_device
-from .place import meeting_place
+from .init_method import meeting_place
 from .state import GroupLike, is_absent, member_group, state
 
 
@@ -42,9 +42,9 @@ def init_process_group(
         timeout: until all must have come, and the default of operations: a timedelta, or seconds; None:
             ``SHOAL_TIMEOUT`` (300 s).
         world_size, rank: -1: as the launcher says, else in order of arrival.
-        store: where to meet, instead of ``init_method``, with rank and size: a store of ours or of
-            ``torch.distributed``, the same one for all.  It stays the caller's, and must serve until the
-            default group is destroyed.
+        store: a store to meet in, instead of ``init_method``; rank and size must be given too.  It is one of
+            ours or of ``torch.distributed``, the same one for all.  It stays the caller's, and must serve
+            until the default group is destroyed.
         group_name: not used, as in torch.
         pg_options: further arguments of :func:`shoal.init`, such as ``{"concurrency": 2}``.
         device_id: None, or the CPU.
@@ -111,7 +111,7 @@ def _check_store_alone(init_method: str | None, rank: int, world_size: int) -> N
 
 
 def is_available() -> bool:
-    """True: whoever can import this can use it."""
+    """True: a program that can import this module can use it."""
     return True
 
 

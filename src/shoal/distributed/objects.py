@@ -114,7 +114,7 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive what :func:`send_object_list` sent, from whoever sends if no source is given.
+    """Receive what :func:`send_object_list` sent, from any rank if no source is given.
 
     Returns:
         The global rank of the sender; -1, with a warning, in a rank that is not in the group.

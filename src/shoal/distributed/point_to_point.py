@@ -47,10 +47,10 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Receive into ``tensor`` from ``src``, or from whoever sends if no source is given.
+    """Receive into ``tensor`` from ``src``, or from any rank if no source is given.
 
     Returns:
-        A work, whose ``source_rank`` tells who sent; None, with a warning, in a rank that is not in the
+        A work, whose ``source_rank`` is the sender; None, with a warning, in a rank that is not in the
         group.
     """
     pg = member_group(group, "irecv")

@@ -16,12 +16,12 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import NON_GROUP_MEMBER, adopted, default_groups, not_ours
 
-#: What the functions take for ``group=``: None means the default group.
+#: The type of the argument ``group``: None means the default group.
 GroupLike: TypeAlias = ProcessGroup | int | None
 
 
 class _State:
-    """The default group and what was said when it was made."""
+    """The default group, and the arguments that it was made with."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -56,7 +56,7 @@ class Work(WorkMethods):
             return self._listed
 
     def source_rank(self) -> int:
-        """Who sent what a receive got, as a rank of the group.
+        """The sender of the message that a receive took, as a rank of the group.
 
         Raises:
             UsageError: the operation is no receive.
@@ -71,7 +71,7 @@ class Work(WorkMethods):
 
 
 class Result(torch.Tensor):
-    """What :func:`all_reduce` returns once it is done: the tensor that was reduced, as a :class:`Work` too.
+    """The result of a finished :func:`all_reduce`: the reduced tensor, which is a :class:`Work` too.
 
     ``result = all_reduce(x)`` was to give a tensor when torch.distributed was drafted; torch's gives None,
     which programs tell from a work: ``if handle is not None: handle.wait()``.  So this is ``x`` under another
@@ -92,7 +92,7 @@ class Result(torch.Tensor):
         return True
 
     def is_success(self) -> bool:
-        """True: what goes wrong is raised by the call."""
+        """True: the call raised if anything went wrong."""
         return True
 
     def exception(self) -> BaseException | None:
@@ -129,7 +129,7 @@ class Result(torch.Tensor):
 
 
 def finished(future: Future[Any], outputs: Sequence[torch.Tensor], async_op: bool) -> Work | None:
-    """What a function returns: a work if it was called with ``async_op``, else None after waiting."""
+    """The result of a function: a work if it was called with ``async_op``, else None after waiting."""
     if async_op:
         return Work(future, outputs)
     future.wait(blocking=False)

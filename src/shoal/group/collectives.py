@@ -1,6 +1,6 @@
 """The collective operations: every rank of the group calls the same ones in the same order.
 
-Each validates its arguments, replaces what is not contiguous, and submits.  ``op=`` takes a
+Each validates its arguments, replaces tensors that are not contiguous, and submits.  ``op=`` takes a
 :class:`~shoal.ReduceOp` or its lower-case name; ``timeout=`` is in seconds from the call and defaults
 to the group's; when it runs out the group is broken.  All of them return a
 :class:`~shoal.Future` at once; bad arguments raise at once, before anything is sent.
@@ -249,7 +249,7 @@ class Collectives(Submitter):
         Args:
             x: this rank's part.
             out: on ``root`` one tensor per rank, or None to have them made; None elsewhere.
-            root: where the parts go.
+            root: the rank that gets all parts.
             sizes: the element count of every rank's part, given on all ranks alike; needed only when
                 they differ.
 
@@ -289,7 +289,7 @@ class Collectives(Submitter):
         Args:
             out: receives this rank's part.
             inputs: on ``root`` one tensor per rank; None elsewhere.
-            root: where the parts come from.
+            root: the rank that hands out the parts.
             sizes: the element count of every rank's part, given on all ranks alike; needed only when
                 they differ.
 

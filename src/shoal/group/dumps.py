@@ -1,4 +1,4 @@
-"""Dumps: what a rank knew of a group at one moment, in a file, for whoever looks for the cause afterwards.
+"""Dumps: files of what one rank knew of a group at one moment, for finding the cause of a failure.
 
 ``ProcessGroup.dump`` writes one.  With ``SHOAL_DUMP_DIR`` every rank writes one when a group fails: in the
 call that hears of it, or within 50 ms in a thread that looks after the groups.  So a rank that is stuck
@@ -30,7 +30,7 @@ from .watched import Watched
 
 logger = logging.getLogger(__name__)
 
-#: what the contents mean; it changes with them
+#: The version of the contents; it changes with their meaning.
 SCHEMA = "shoal.dump/1"
 #: seconds between two looks at whether a group has failed
 _LOOK = 0.05
@@ -58,7 +58,7 @@ def directory() -> Path | None:
 
 
 def contents(group: Watched) -> dict[str, Any]:
-    """What this rank knows of ``group``: see ``docs/recorder.md``."""
+    """The contents of a dump: see ``docs/recorder.md``."""
     failure = group._channel.failure()
     recorder = group.recorder
     return {
@@ -114,7 +114,7 @@ def _word(text: str, ident: int) -> str:
 
 
 def _stacks() -> list[dict[str, Any]]:
-    """Where each thread of Python stands, the innermost call last.  No source is read: that takes long."""
+    """The stack of each Python thread, the innermost call last, without source lines: reading takes long."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         {"thread": names.get(ident, f"thread {ident}"), "frames": _frames(frame)}

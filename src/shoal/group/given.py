@@ -12,9 +12,9 @@ from collections.abc import Callable
 from ..errors import UsageError
 from .process_group import ProcessGroup
 
-#: an object that stands on one of our groups gives it under this name.
+#: The attribute under which an object that stands on one of our groups gives it.
 STANDS_ON = "__shoal_group__"
-#: what torch hands to a rank that is not in the group it asked for.
+#: The value that torch gives instead of a group to a rank that is not in it.
 NON_GROUP_MEMBER = -100
 
 #: Each gives the default group of one API, or None while there is none; they add themselves when imported.
@@ -27,7 +27,7 @@ def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
     Args:
         group: a :class:`~shoal.ProcessGroup`, a group of torch.distributed over the backend "shoal", or
             None for the default group of ``torch.distributed`` or ``shoal.distributed``.
-        taker: what takes it, for errors.
+        taker: the function or class that takes it, for errors.
         what: the name of the argument.
 
     Raises:
@@ -50,7 +50,7 @@ def adopted(group: object) -> ProcessGroup | None:
 
 
 def not_ours(group: object, taker: str, what: str = "group") -> UsageError:
-    """The error for what is no group, or none of ours."""
+    """The error for an argument that is no group, or none of ours."""
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return UsageError(
             f"{taker}: this rank is not a member of the {what} that was given (GroupMember.NON_GROUP_MEMBER, "
@@ -85,7 +85,7 @@ def _default(taker: str, what: str) -> ProcessGroup:
 
 
 def backend_of(group: object) -> str | None:
-    """The backend of a group of torch.distributed; None for what is none."""
+    """The backend of a group of torch.distributed; None if ``group`` is no such group."""
     # Known by its name: only shoal.compat imports torch.distributed.
     kinds = type(group).__mro__
     if not any(kind.__name__ == "ProcessGroup" and "distributed" in kind.__module__ for kind in kinds):

@@ -1,14 +1,14 @@
-"""Finds out that the members of a subgroup gave different lists of ranks.
+"""Detects that the members of a subgroup gave different lists of ranks.
 
 ``subgroup`` does not communicate, so ranks that give different lists make different groups, and each waits
 for members that never come to its own.  While the first numbered operation of a subgroup is pending, its
 rank therefore tells in the parent's store which subgroups it made, and looks at what the other members made.
-A program that is well pays for a thread that sleeps: the store is not used before an operation has waited
+A correct program pays only for a thread that sleeps: the store is not used before an operation has waited
 for :data:`PATIENCE` seconds.
 
 Another rank gave another list if it waits in a subgroup that this rank is said to be in and has not made,
 and has not made the one that this rank waits in.  Members make their common subgroups in the same order, so
-neither of the two could go on.  Whoever finds out first aborts both subgroups with the reason.
+neither of the two could go on.  The rank that finds out first aborts both subgroups with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import ShoalError
 from ..future import Future
 from .watched import Watched
 
-#: Seconds that the first operation of a subgroup may take before anybody asks, and then between questions.
+#: Seconds that the first operation of a subgroup may take before its rank looks, and until it looks again.
 PATIENCE = 0.5
 _LONGEST_INTERVAL = 8.0
 
@@ -104,7 +104,7 @@ class ListWatch:
             del due, finished  # they must not keep groups alive until the next one is due
 
     def _look(self, wait: _Wait) -> bool:
-        """Ask what the other members made; whether that settled it."""
+        """Compare with the subgroups of the other members; True if nothing is left to look for."""
         try:
             others = self._exchange(wait)
         except Exception:
@@ -116,8 +116,8 @@ class ListWatch:
             return False
         reason, theirs = difference
         # This rank may leave as soon as its own group is aborted, so the one that it never wanted is made
-        # before.  It is aborted last: who hears of that may leave, and the members of this rank's group must
-        # have heard the reason by then.
+        # before.  It is aborted last: a rank that hears of that may leave, and the members of this rank's
+        # group must have heard the reason by then.
         foreign = None
         with contextlib.suppress(ShoalError):
             foreign = wait.parent.subgroup(theirs.members, theirs.name)
@@ -129,7 +129,7 @@ class ListWatch:
         return True
 
     def _exchange(self, wait: _Wait) -> dict[int, Any]:
-        """Tell the other members of the subgroup what this rank made; what they told."""
+        """Publish the subgroups that this rank made; returns those that the other members have published."""
         self._tell(wait)
         store, me = wait.parent.store, wait.parent.rank
         members = [rank for rank in wait.given.members if rank != me and store.check([_key(rank)])]

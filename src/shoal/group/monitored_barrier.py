@@ -1,8 +1,8 @@
-"""The barrier that names who is missing.
+"""The barrier that names the missing ranks.
 
-Every rank reports to rank 0, which answers when all have come.  When some have not in time, the answer
-holds their ranks; those that hear it confirm it, and only then rank 0 aborts the group, so that the list
-reaches everybody who can still listen.  The idea is that of ``torch.distributed.monitored_barrier``.
+Every rank reports to rank 0, which answers when all have come.  If some have not come in time, the
+answer holds their ranks; the others confirm it, and only then rank 0 aborts the group, so that the list
+reaches every rank that can still listen.  The idea is that of ``torch.distributed.monitored_barrier``.
 
 The messages are submitted in the caller's thread, so that barriers issued one after another match in that
 order; only the waiting happens elsewhere.
@@ -29,7 +29,7 @@ _ARRIVED = MAX_TAG + 1
 _ANSWER = MAX_TAG + 2
 _CONFIRMED = MAX_TAG + 3
 _Received: TypeAlias = Future[tuple[torch.Tensor, int, int]]
-#: Seconds that rank 0 gives those who came to hear who did not.
+#: Seconds that rank 0 gives the ranks that came to hear which did not.
 _LAST_WORDS = 2.0
 
 
@@ -57,7 +57,7 @@ class MonitoredBarrier(Submitter):
         return _in_background(lambda: self._report(sent, answer, seconds, patience))
 
     def _collect(self, arrivals: list[_Received], seconds: float, patience: float) -> None:
-        """The part of rank 0: find out who is missing, and tell the others."""
+        """The part of rank 0: find the missing ranks, and tell the others."""
         deadline = time.monotonic() + seconds
         came: list[int] = []
         missing: list[int] = []
@@ -71,7 +71,7 @@ class MonitoredBarrier(Submitter):
             raise error
 
     def _report(self, sent: Future[None], answered: _Received, seconds: float, patience: float) -> None:
-        """The part of every other rank: say that it came, and hear who did not."""
+        """The part of every other rank: say that it came, and hear which ranks did not."""
         sent.wait()
         try:
             answer, _, _ = answered.wait()
@@ -80,7 +80,7 @@ class MonitoredBarrier(Submitter):
         missing = answer.tolist()
         if missing:
             self._send([], [0], _CONFIRMED, patience)[0].wait()
-            # Nothing more comes from rank 0 but the abort: who sees the error finds the group ended.
+            # Rank 0 sends nothing more but the abort, so the group has ended when this error is seen.
             with contextlib.suppress(GroupError):
                 _give_time(self._receive([0], _CONFIRMED, patience), _LAST_WORDS)
             raise self._timed_out(missing, seconds)

@@ -19,7 +19,7 @@ from .validation import Call
 
 
 class Message(NamedTuple):
-    """What :meth:`PointToPoint.recv_message` received: the tensor, who sent it, and with which tag."""
+    """The result of :meth:`PointToPoint.recv_message`: a tensor, the rank that sent it, and its tag."""
 
     tensor: torch.Tensor
     source: int
@@ -55,13 +55,13 @@ class PointToPoint(Submitter):
         """Receive a tensor from rank ``src``.
 
         Args:
-            x: where to put it; dtype and element count must be those of the message.  None makes a tensor
+            x: the tensor to fill; dtype and element count must be those of the message.  None makes a tensor
                 of the dtype and shape that arrive.
             src: a rank of the group, other than this one, or ANY_SOURCE (-1).
             tag: as the sender gave it.
 
         Returns:
-            A future of the tensor.  :meth:`recv_message` also tells who sent it.
+            A future of the tensor.  :meth:`recv_message` also tells which rank sent it.
         """
         return self._recv("recv", x, src, tag, timeout, lambda message: message.tensor)
 

@@ -1,8 +1,7 @@
 """Checks of the arguments of one call.
 
-Pure functions of their arguments: nothing here sends, allocates or changes anything, so a call that
-is refused leaves its group usable.  Every message names the rank and the operation, says what was
-expected and what was given.
+The checks are pure functions: none sends, allocates or changes anything, so a call that is refused leaves
+its group usable.  Every message names the rank, the operation, the expected argument and the given one.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from .overlap import TooHard, overlapping_pair, overlaps_itself
 #: Tags of users; larger ones are for the group's own messages.
 MAX_TAG = 2**30 - 1
 
-#: Elements of a tensor: what a message can say of its length in bytes, whatever the dtype.
+#: The most elements of a tensor: a message can state the length in bytes of so many of any dtype.
 MAX_COUNT = 2**63 // 16 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Who calls what: the beginning of every message, and the group that the arguments must fit."""
+    """One call of an operation: it begins every message, and knows the group that the arguments must fit."""
 
     name: str
     rank: int

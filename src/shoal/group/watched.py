@@ -1,6 +1,6 @@
-"""What those who look after a group see of it: dumps, and the search for differing lists of members.
+"""The interface of a group for the code that watches groups: dumps, and the search for differing lists.
 
-A :class:`~shoal.ProcessGroup` starts them, so they cannot import it.
+A :class:`~shoal.ProcessGroup` starts that code, so it cannot import the class itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..world import World
 
 
 class Watched(Protocol):
-    """A group that somebody looks after."""
+    """A group that is watched."""
 
     _channel: DataChannel
     _spec: GroupSpec

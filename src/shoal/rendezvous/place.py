@@ -18,7 +18,7 @@ from .. import config
 from ..errors import ConfigurationError, UsageError
 from ..store import Store
 from ..wire import Deadline
-from .given import given
+from .caller_store import given
 from .host import LOOPBACK, Here, address_towards, here, is_loopback, is_mine, resolve
 from .private import user_secret
 from .record import room_number, root_of

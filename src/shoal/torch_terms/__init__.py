@@ -1,4 +1,4 @@
-"""What torch.distributed's words mean in shoal, for both ``shoal.distributed`` and ``shoal.compat``.
+"""The meaning of torch.distributed's words in shoal, for both ``shoal.distributed`` and ``shoal.compat``.
 
 =====================  ======================================================================
 ``durations``          timedeltas and torch's ways to say "no timeout"

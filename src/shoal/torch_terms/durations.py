@@ -14,7 +14,7 @@ Duration: TypeAlias = timedelta | float
 #: How long operations may take unless something else is said: shoal's default, not torch's 30 minutes.
 default_pg_timeout = timedelta(seconds=config.TIMEOUT.default)
 
-#: Seconds that closing a group may take, for torch's callers, who cannot say it.
+#: Seconds that closing a group may take where torch's function has no argument for it.
 CLOSING = 10.0
 
 

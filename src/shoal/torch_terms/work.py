@@ -11,7 +11,7 @@ from .durations import Duration, limit
 
 
 class WorkMethods:
-    """Waiting for an operation, and what is known of it; the base of both classes named ``Work``."""
+    """The methods that wait for an operation or tell its state; the base of both classes ``Work``."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ class WorkMethods:
 
         Raises:
             WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
-            GroupError: what went wrong with the operation.
+            GroupError: the operation failed.
         """
         seconds = limit(timeout)
         if seconds is None:
@@ -53,7 +53,7 @@ class WorkMethods:
         return self._future.done() and self._future.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong; None if nothing did, and while the operation is running."""
+        """The error of the operation; None if there is none, and while it is running."""
         return self._future.exception() if self._future.done() else None
 
 

@@ -1,4 +1,4 @@
-"""Where ``init_process_group`` meets the others: torch's ways of saying it, as a URL of ``shoal.init``."""
+"""Torch's ``init_method`` and environment variables, as the URL, rank and size for ``shoal.init``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from ..errors import UsageError
 from ..rendezvous.environment import read, tcp_url
 
-#: what torch's URLs say after the question mark
+#: The parameters that torch's URLs have after the question mark.
 _RANK, _SIZE, _LIBUV = "rank", "world_size", "use_libuv"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shoal
-from shoal.distributed.place import meeting_place
+from shoal.distributed.init_method import meeting_place
 
 MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 

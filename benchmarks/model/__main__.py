@@ -1,8 +1,8 @@
 """Prints the model's tables, draws its picture, and checks it against measured points.
 
-python -m tools.model                                   # tables, and out/model.png
-python -m tools.model --write                           # the tables into docs/algorithms.md
-python -m tools.model --measured out/tcp/scaling.json   # fit up to 8 ranks, predict the others
+python -m benchmarks.model                                   # tables, and out/model.png
+python -m benchmarks.model --write                           # the tables into docs/algorithms.md
+python -m benchmarks.model --measured out/tcp/scaling.json   # fit up to 8 ranks, predict the others
 """
 
 from __future__ import annotations

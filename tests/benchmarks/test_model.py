@@ -8,11 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rich.console import Console
-from tools.model import calibrate, report
-from tools.model.algorithms import (
+from benchmarks.model import calibrate, report
+from benchmarks.model.algorithms import (
     ALGORITHMS,
     SMALL,
     Algorithm,
@@ -24,8 +21,11 @@ from tools.model.algorithms import (
     log2,
     shoal,
 )
-from tools.model.parameters import EXAMPLES, Parameters
-from tools.model.simulate import simulate
+from benchmarks.model.parameters import EXAMPLES, Parameters
+from benchmarks.model.simulate import simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -131,7 +131,7 @@ def test_many_hosts_want_few_messages() -> None:
 
 def test_the_page_shows_what_the_tool_writes() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text()
-    assert report.rewritten(page) == page, "run python -m tools.model --write"
+    assert report.rewritten(page) == page, "run python -m benchmarks.model --write"
     assert report.markdown() in page
 
 

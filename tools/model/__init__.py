@@ -1,1 +1,0 @@
-"""What all-reduce costs on paper, for more hosts than anybody here has: ``python -m tools.model``."""
