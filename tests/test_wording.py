@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.wording import counted, in_words, ranks_named
+from shoal.wording import counted, in_seconds, in_words, ranks_named
 
 
 def test_one_is_singular_and_all_else_plural() -> None:
     assert [counted(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+def test_a_time_has_three_digits_that_matter_and_whole_seconds_from_a_hundred_on() -> None:
+    times = (0.25, 4.950223, 5.0, 99.97, 299.99, 1800.0)
+    assert [in_seconds(time) for time in times] == ["0.25 s", "4.95 s", "5 s", "100 s", "300 s", "1800 s"]
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,10 @@ void add_loss(Error& error, int rank, const std::string& why) {
 }  // namespace
 
 std::string seconds(std::int64_t nanoseconds) {
+  // Three digits matter, but no time is shown as 1.8e+03 s.
+  const double time = static_cast<double>(nanoseconds) / 1e9;
   char text[32];
-  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(nanoseconds) / 1e9);
+  std::snprintf(text, sizeof text, time < 100 ? "%.3g s" : "%.0f s", time);
   return text;
 }
 

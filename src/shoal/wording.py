@@ -10,6 +10,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def in_seconds(time: float) -> str:
+    """``300 s``, ``4.95 s``: a time in seconds, of which three digits matter."""
+    return f"{time:.3g} s" if time < 100 else f"{time:.0f} s"
+
+
 def ranks_named(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 1``, or ``ranks 0, 2-5`` for 0, 2, 3, 4 and 5."""
     return named("rank", ranks)

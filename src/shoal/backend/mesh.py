@@ -34,7 +34,7 @@ from ..errors import (
     WireTimeout,
 )
 from ..wire import Connection, Deadline
-from ..wording import ranks_named
+from ..wording import in_seconds, ranks_named
 from .base import Membership
 
 _PURPOSE = "mesh"
@@ -220,7 +220,7 @@ class _Builder:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise RendezvousTimeout(
                         f"rank {self._me.rank}: {ranks_named(missing)} did not connect within "
-                        f"{self._deadline.timeout:g} s; they are late or hang"
+                        f"{in_seconds(self._deadline.timeout)}; they are late or hang"
                     )
         except StoreError:
             # It may have gone with a rank that died, whose sockets end a moment before it does.
@@ -266,7 +266,7 @@ class _Builder:
             if rank_of and self._deadline.expired:
                 raise RendezvousTimeout(
                     f"rank {self._me.rank}: {ranks_named([*rank_of.values()])} were not connected to all "
-                    f"others within {self._deadline.timeout:g} s"
+                    f"others within {in_seconds(self._deadline.timeout)}"
                 )
         return said
 
@@ -441,7 +441,7 @@ class _Builder:
         missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
         return RendezvousTimeout(
             f"rank {self._me.rank}: {ranks_named(missing)} were not connected within "
-            f"{self._deadline.timeout:g} s"
+            f"{in_seconds(self._deadline.timeout)}"
             + (f"; the last that tried was refused: {refused}" if refused else "")
         )
 

@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from ..errors import ShoalError, UsageError
 from ..store import Store
 from ..wire import Deadline
+from ..wording import in_seconds
 
 #: torch holds only the C++ half of a store, which is of no use without this one
 _kept: set[TorchStore] = set()
@@ -161,7 +162,9 @@ class TorchStore(c10d.Store):
                 elif not block:
                     raise dist.QueueEmptyError(f"queue {key!r} is empty")
                 elif deadline.expired:
-                    raise dist.DistStoreError(f"queue {key!r} had no value within {deadline.timeout:g} s")
+                    raise dist.DistStoreError(
+                        f"queue {key!r} had no value within {in_seconds(deadline.timeout)}"
+                    )
                 else:
                     time.sleep(min(_PAUSE, deadline.remaining()))
 

@@ -21,7 +21,7 @@ from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
 from ..keywords import explained
 from ..spec import OpKind
-from ..wording import ranks_named
+from ..wording import in_seconds, ranks_named
 from .submission import Submitter, called
 from .validation import MAX_TAG
 
@@ -88,7 +88,7 @@ class MonitoredBarrier(Submitter):
     def _timed_out(self, missing: list[int], seconds: float) -> OperationTimeout:
         return OperationTimeout(
             f"monitored_barrier of group {self._spec.name!r}: {ranks_named(missing)} did not come "
-            f"within {seconds:g} s",
+            f"within {in_seconds(seconds)}",
             missing,
         )
 

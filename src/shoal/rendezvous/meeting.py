@@ -47,7 +47,7 @@ from ..errors import (
 )
 from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
-from ..wording import ranks_named
+from ..wording import in_seconds, ranks_named
 from .host import Here, now
 from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, room_number
 from .room import Room, died, never_came
@@ -273,8 +273,8 @@ class Meeting:
                 raw = self._room.store.get("record", self._deadline.remaining())
             except StoreTimeout:
                 raise RendezvousTimeout(
-                    f"rendezvous ({self._where}): within {self._deadline.timeout:g} s nobody wrote the job's "
-                    "record, which holds its size; start the store with `shoal run` or "
+                    f"rendezvous ({self._where}): within {in_seconds(self._deadline.timeout)} nobody wrote "
+                    "the job's record, which holds its size; start the store with `shoal run` or "
                     "`shoal store --size N`, or give every rank the size"
                 ) from None
         else:
@@ -345,7 +345,7 @@ class Meeting:
                 raise RendezvousTimeout(
                     f"rendezvous ({self._where}): an earlier job at this place is ending, but its "
                     f"{ranks_named(members.keys() - gone)} did not leave it within "
-                    f"{self._deadline.timeout:g} s; end them, or use {_ANOTHER_PLACE}"
+                    f"{in_seconds(self._deadline.timeout)}; end them, or use {_ANOTHER_PLACE}"
                 )
             self._room.watch(min(_LEAVING_CHECK, self._deadline.remaining()))
 
@@ -378,7 +378,7 @@ class Meeting:
         missing = [rank for rank in range(self.size) if rank not in here and rank not in gave_up]
         text = (
             f"rendezvous ({self._where}): rank {self.rank} of {self.size} waited "
-            f"{self._deadline.timeout:g} s for {ranks_named([*missing, *gave_up])}"
+            f"{in_seconds(self._deadline.timeout)} for {ranks_named([*missing, *gave_up])}"
         )
         if missing:
             text += f"; {ranks_named(missing)} did not come"

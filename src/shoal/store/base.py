@@ -18,6 +18,7 @@ from typing import TypeVar, final
 from .. import config
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
 from ..wire import Deadline
+from ..wording import in_seconds
 from . import requests
 from .backing import Executor
 from .operations import MAX_VALUE, KeysMissing
@@ -258,4 +259,4 @@ def timed_out(missing: Sequence[str], timeout: float) -> StoreTimeout:
     """The error that names the keys that were missing."""
     named = ", ".join(repr(key) for key in missing[:16])
     more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    return StoreTimeout(f"waited {timeout:g} s, and these keys were not set: {named}{more}")
+    return StoreTimeout(f"waited {in_seconds(timeout)}, and these keys were not set: {named}{more}")

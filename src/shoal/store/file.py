@@ -12,6 +12,7 @@ import msgspec
 
 from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline
+from ..wording import in_seconds
 from .backing import Executor
 from .base import Store
 from .log import Log
@@ -114,7 +115,7 @@ class _File(Executor):
         """Keep out the other threads of this process."""
         if not self._mutex.acquire(timeout=max(deadline.remaining(), 0.001)):
             raise StoreTimeout(
-                f"file store {self.path} was busy in another thread for {deadline.timeout:g} s"
+                f"file store {self.path} was busy in another thread for {in_seconds(deadline.timeout)}"
             )
         try:
             if self.closed.is_set():

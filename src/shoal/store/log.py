@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline, close_in_forked_child
+from ..wording import in_seconds
 
 _MAGIC = b"shoallg1"
 _HEADER = struct.Struct("<II")
@@ -58,7 +59,7 @@ class Log:
                 if deadline.expired:
                     raise StoreTimeout(
                         f"file store {self.path} stayed locked by another process for "
-                        f"{deadline.timeout:g} s; is it stopped?"
+                        f"{in_seconds(deadline.timeout)}; is it stopped?"
                     ) from None
             # Waiting in the kernel would have no deadline; the pauses differ so that all get a turn.
             time.sleep(pause * random.random())

@@ -17,6 +17,7 @@ import msgspec
 from .. import config
 from ..errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
 from ..wire import Connection, Deadline, connect
+from ..wording import in_seconds
 from .backing import Executor
 from .base import Store, timed_out
 from .protocol import MAX_MESSAGE, PURPOSE, decode_reply, encode_request
@@ -175,7 +176,7 @@ class _Client(Executor):
             except WireError as error:
                 if isinstance(error, WireTimeout) or deadline.remaining() <= pause:
                     raise StoreTimeout(
-                        f"no store at {self.address} within {deadline.timeout:g} s ({error}); "
+                        f"no store at {self.address} within {in_seconds(deadline.timeout)} ({error}); "
                         "is it running there, and is the address right?"
                     ) from error
                 if not isinstance(error.__cause__, OSError):
@@ -188,7 +189,9 @@ class _Client(Executor):
         if isinstance(request, Blocking):
             missing = timed_out(request.keys, deadline.timeout)
             return StoreTimeout(f"{missing} (as far as known: the store at {self.address} did not answer)")
-        return StoreTimeout(f"the store at {self.address} did not answer within {deadline.timeout:g} s")
+        return StoreTimeout(
+            f"the store at {self.address} did not answer within {in_seconds(deadline.timeout)}"
+        )
 
     def _lost(self, error: Exception) -> StoreError:
         return StoreError(f"lost the store at {self.address}: {error}")

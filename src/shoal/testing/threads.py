@@ -22,7 +22,7 @@ from ..rendezvous.meet import attend
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
 from ..wire import Deadline
-from ..wording import counted
+from ..wording import counted, in_seconds
 from .outcome import Outcome, failed, values
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class _Rank:
 
 def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
     """Show where everybody is, then end them."""
-    print(f"run_threads: not all ranks returned within {timeout:g} s; all stacks:", file=sys.stderr)
+    print(f"run_threads: not all ranks returned within {in_seconds(timeout)}; all stacks:", file=sys.stderr)
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     frames = sys._current_frames()
     late = [rank for rank in ranks if rank.outcome is None]
@@ -152,7 +152,7 @@ def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
         rank.outcome = Outcome(rank.rank, stacks=stack, at=time.monotonic())
     for rank in ranks:
         if rank.group is not None:
-            rank.group.abort(f"run_threads gave up after {timeout:g} s")
+            rank.group.abort(f"run_threads gave up after {in_seconds(timeout)}")
     end = time.monotonic() + _AFTER_ABORT
     for rank in late:
         rank.thread.join(max(end - time.monotonic(), 0.0))

@@ -9,6 +9,7 @@ import time
 from collections import deque
 
 from ..errors import WireError, WireTimeout
+from ..wording import in_seconds
 from .connection import DEFAULT_LIMIT, Connection
 from .deadline import Deadline
 from .handshake import HANDSHAKE_TIMEOUT, Handshake
@@ -118,10 +119,10 @@ class Acceptor:
                 else:
                     self._step(key.data)
             for pending in [each for each, at in self._pending.items() if at <= time.monotonic()]:
-                self._refuse(pending, f"it stayed silent for {self._handshake_timeout:g} s")
+                self._refuse(pending, f"it stayed silent for {in_seconds(self._handshake_timeout)}")
             if deadline.expired and not self._ready:
                 why = f"; the last that tried was refused: {self._refused}" if self._refused else ""
-                raise WireTimeout(f"nobody connected within {timeout:g} s{why}")
+                raise WireTimeout(f"nobody connected within {in_seconds(timeout)}{why}")
         return self._ready.popleft()
 
     @property

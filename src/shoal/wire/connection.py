@@ -8,6 +8,7 @@ import socket
 from types import TracebackType
 
 from ..errors import UsageError, WireError, WireTimeout
+from ..wording import in_seconds
 from .credentials import peer_credentials
 from .deadline import Deadline
 from .frames import FrameReader, frame_header
@@ -193,7 +194,7 @@ class Connection:
     def _await(self, poll: select.poll, deadline: Deadline, what: str) -> None:
         self._check_open()
         if not poll.poll(deadline.milliseconds()):
-            raise WireTimeout(f"waited {deadline.timeout:g} s for {what} {self.peer}")
+            raise WireTimeout(f"waited {in_seconds(deadline.timeout)} for {what} {self.peer}")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from ..errors import UsageError, WireError, WireTimeout
+from ..wording import in_seconds
 from .connection import DEFAULT_LIMIT, Connection
 from .credentials import refuse_other_users
 from .deadline import Deadline
@@ -88,7 +89,7 @@ def accept(
         listener.settimeout(max(deadline.remaining(), 1e-6))
         sock, _ = listener.accept()
     except TimeoutError as error:
-        raise WireTimeout(f"nobody connected within {timeout:g} s") from error
+        raise WireTimeout(f"nobody connected within {in_seconds(timeout)}") from error
     except OSError as error:
         raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
     try:
@@ -167,7 +168,9 @@ def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
             prepare(sock)
         except TimeoutError as error:
             sock.close()
-            raise WireTimeout(f"no connection to {host}:{port} within {deadline.timeout:g} s") from error
+            raise WireTimeout(
+                f"no connection to {host}:{port} within {in_seconds(deadline.timeout)}"
+            ) from error
         except OSError as error:
             sock.close()
             failure = error

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 
 from ..errors import AuthenticationError, UsageError, WireError, WireTimeout
+from ..wording import in_seconds
 from .connection import DEFAULT_LIMIT, Connection
 from .credentials import peer_credentials, refuse_other_users
 from .deadline import Deadline
@@ -62,7 +63,7 @@ def connect_unix(
         refuse_other_users(sock)
     except TimeoutError as error:
         sock.close()
-        raise WireTimeout(f"no connection to unix socket {name!r} within {timeout:g} s") from error
+        raise WireTimeout(f"no connection to unix socket {name!r} within {in_seconds(timeout)}") from error
     except AuthenticationError:
         sock.close()
         raise
