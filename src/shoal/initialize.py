@@ -7,7 +7,6 @@ A rendezvous says who this process is, a backend from the registry connects it, 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -18,7 +17,7 @@ from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
 from .group import ProcessGroup
 from .group.dumps import directory as dump_directory
-from .keywords import misspelt, taken
+from .keywords import checked_seconds, misspelt, taken
 from .rendezvous import Membership, rendezvous
 from .spec import encodable
 from .world import World
@@ -81,7 +80,7 @@ def init(
     factory = backend_factory(backend)
     check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
     count = lanes(concurrency)
-    seconds = config.TIMEOUT.get() if timeout is None else _checked_timeout(timeout)
+    seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
     for what, text in (("name", name), ("host_id", host_id)):
         if not isinstance(text, str | None) or text == "":
             raise UsageError(f"{what}={text!r}: expected a str that is not empty")
@@ -147,11 +146,3 @@ def check_options(
             raise misspelt(where, unknown, [*others, *known])
     if isinstance(factory, type) and issubclass(factory, Backend):
         factory.check_options(options)
-
-
-def _checked_timeout(timeout: float) -> float:
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not number or math.isnan(timeout) or timeout <= 0:
-        hint = "; pass its total_seconds()" if hasattr(timeout, "total_seconds") else ""
-        raise UsageError(f"timeout={timeout!r}: expected a positive number of seconds{hint}")
-    return timeout

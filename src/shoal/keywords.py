@@ -1,6 +1,7 @@
-"""Keyword arguments that a function does not take: the error says which name is meant.
+"""Arguments that a function does not take: the error says which one is meant.
 
-Python's own error names a function inside, and torch's names for the same arguments are other ones.
+Python's own error names a function inside, and torch's names for the same arguments are other ones; torch
+takes a ``timedelta`` where shoal takes seconds.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from .errors import UsageError
@@ -121,3 +124,21 @@ def explained(where: Callable[..., str]) -> Callable[[F], F]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def checked_seconds(name: str, value: Any, where: str = "", *, finite: bool = False) -> float:
+    """The value of an argument that is a time in seconds.
+
+    Args:
+        name: of the argument.
+        where: follows the value in the message, such as ``" on rank 3"``.
+        finite: refuse infinity too.
+
+    Raises:
+        UsageError: it is no positive number.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and value > 0 and (value < math.inf or not finite):
+        return float(value)
+    hint = "; pass its total_seconds()" if isinstance(value, timedelta) else ""
+    raise UsageError(f"{name}={value!r}{where}: expected a positive number of seconds{hint}")

@@ -144,15 +144,19 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     (
         "timeout of zero",
         lambda g: g.barrier(timeout=0),
-        "timeout must be a positive number of seconds, got 0",
+        "timeout=0 on rank 1: expected a positive number of seconds",
     ),
-    ("timeout of a wrong type", lambda g: g.send(ones, 0, timeout="1"), "timeout must be a positive number"),
+    (
+        "timeout of a wrong type",
+        lambda g: g.send(ones, 0, timeout="1"),
+        "expected a positive number of seconds",
+    ),
     (
         "timeout not a number",
         lambda g: g.all_reduce(ones, timeout=float("nan")),
-        "timeout must be a positive number",
+        "expected a positive number of seconds",
     ),
-    ("object timeout", lambda g: g.all_gather_object(1, timeout=-1), "timeout must be a positive number"),
+    ("object timeout", lambda g: g.all_gather_object(1, timeout=-1), "expected a positive number of seconds"),
     ("objects elsewhere", lambda g: g.scatter_object([1] * 4, 0), "only root, rank 0, passes objects"),
     ("too few objects", lambda g: g.scatter_object([1] * 3, 1), "one object per rank, 4, got 3"),
     ("empty dtype", lambda g: g.empty(3, dtype=torch.qint8), "cannot be sent"),

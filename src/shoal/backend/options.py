@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from .. import config
 from ..errors import UsageError
+from ..keywords import checked_seconds
 
 #: how a rank may be told to reach others on its host
 TRANSPORTS = ("auto", "shm", "tcp")
@@ -32,9 +31,7 @@ def checked_heartbeat(seconds: float | None) -> float:
     """
     if seconds is None:
         return config.HEARTBEAT_TIMEOUT.get()
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise UsageError(f"heartbeat_timeout={seconds!r}: expected a positive number of seconds")
-    return seconds
+    return checked_seconds("heartbeat_timeout", seconds, finite=True)
 
 
 def checked_limit(limit: int | None) -> int | None:

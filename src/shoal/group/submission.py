@@ -18,9 +18,9 @@ import torch
 
 from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
-from ..errors import ForkedProcess, GroupAborted, GroupClosed, UsageError
+from ..errors import ForkedProcess, GroupAborted, GroupClosed
 from ..future import Completion, Future, callback_scope
-from ..keywords import misspelt
+from ..keywords import checked_seconds, misspelt
 from ..recorder import FlightRecorder
 from ..spec import SUM, Operation, OpKind, ReduceOp
 from .validation import Call
@@ -182,12 +182,7 @@ class Submitter:
         raise misspelt(called(name, self), unknown, known)
 
     def _checked_timeout(self, timeout: float) -> float:
-        if not isinstance(timeout, (int, float)) or not timeout > 0:
-            hint = "; pass its total_seconds()" if hasattr(timeout, "total_seconds") else ""
-            raise UsageError(
-                f"timeout must be a positive number of seconds, got {timeout!r} on rank {self._rank}{hint}"
-            )
-        return float(timeout)
+        return checked_seconds("timeout", timeout, f" on rank {self._rank}")
 
     def _raise_refusal(self) -> None:
         """Raise why nothing can be submitted any more."""
