@@ -5,6 +5,7 @@ How data flows in ``shoal run``::
     run.py          options, errors, exit code
      ├─ command.py      which program a command line means
      ├─ environment.py  what each rank is told
+     ├─ job_store.py    the store in which the ranks meet: the launcher's, or one that is named
      ├─ guardian.py     a process of its own that ends the ranks should the launcher be killed
      └─ supervisor.py   the loop: exits, signals, deadlines, output
          ├─ process.py      one rank: start, signal, exit status

@@ -16,7 +16,8 @@ class Job:
     Attributes:
         size: number of ranks, all on this machine.
         ident: the job id that fences its keys in the store.
-        secret: authenticates every connection of the job; never on a command line.
+        secret: authenticates every connection of the job; never on a command line.  "": the ranks find
+            theirs in the environment that they inherit.
     """
 
     size: int
@@ -42,7 +43,7 @@ class Job:
             "SHOAL_LOCAL_SIZE": str(self.size),
             "SHOAL_JOB": self.ident,
             "SHOAL_EPOCH": "0",
-            "SHOAL_SECRET": self.secret,
+            **({"SHOAL_SECRET": self.secret} if self.secret else {}),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(rank),

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import StoreError, WireError
 from ..rendezvous import note_exit
-from ..store import TCPStore, TCPStoreServer
-from .environment import Job
-
-#: seconds that the loop waits for its own store at most
-_PATIENCE = 1.0
+from ..store import Store
 
 
 class ExitNotes:
-    """Notes ends in the store that ``server``, once it is started, serves to ``job``."""
+    """Notes the ends of ranks in the store of ``job``, which ``connect`` opens for the first of them."""
 
-    def __init__(self, server: TCPStoreServer, job: Job) -> None:
-        self._server = server
+    def __init__(self, connect: Callable[[], Store], job: str) -> None:
+        self._connect = connect
         self._job = job
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
 
     def add(self, rank: int, how: str) -> None:
         """Note that ``rank`` has ended, and how."""
         with suppress(StoreError, WireError):
             if self._store is None:
-                secret = self._job.secret.encode()
-                self._store = TCPStore(self._server.host, self._server.port, secret, timeout=_PATIENCE)
-            note_exit(self._store, rank, how, job=self._job.ident)
+                self._store = self._connect()
+            note_exit(self._store, rank, how, job=self._job)
 
     def close(self) -> None:
         """Disconnect."""

@@ -13,13 +13,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import config
-from ..rendezvous import job_record
-from ..store import TCPStoreServer
 from ..wording import counted, named
 from .command import resolve
 from .cores import shares, usable
 from .environment import Job, ReservedPort, defaults
 from .guardian import Guardian
+from .job_store import job_store
 from .logs import Logs
 from .notes import ExitNotes
 from .signals import Signals
@@ -91,6 +90,12 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="Write what rank N says, stdout and stderr, to DIR/rankN.log too, in the place of an older one; "
     "and what the launcher says to DIR/launcher.log.",
 )
+@click.option(
+    "--store",
+    metavar="URL",
+    help="Let the ranks meet in this store (tcp://host:port, file:///path, or a registered scheme), in "
+    "the place of one that the launcher serves. Its secret is SHOAL_SECRET.",
+)
 @click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
 @click.option(
     "--bind",
@@ -103,6 +108,7 @@ def run(
     size: int,
     module: bool,
     log_dir: Path | None,
+    store: str | None,
     no_prefix: bool,
     bind: bool,
     dry_run: bool,
@@ -119,9 +125,9 @@ def run(
     config.check_values({**os.environ, **Job(size).variables(0, "", "")})
     bound = shares(usable(), size) if bind else None
     if dry_run:
-        click.echo(_plan(argv, size, extra, bound))
+        click.echo(_plan(argv, size, extra, bound, store))
         return 0
-    return launch(argv, size, extra, bound=bound, prefixed=not no_prefix, log_dir=log_dir)
+    return launch(argv, size, extra, bound=bound, prefixed=not no_prefix, log_dir=log_dir, store=store)
 
 
 def launch(
@@ -132,6 +138,7 @@ def launch(
     bound: Sequence[Sequence[int]] | None = None,
     prefixed: bool = True,
     log_dir: Path | None = None,
+    store: str | None = None,
 ) -> int:
     """Run ``argv`` on ``size`` ranks; returns the exit code.  For the main thread.
 
@@ -140,32 +147,35 @@ def launch(
         bound: the cores of each rank; None: all ranks run on all.
         prefixed: begin lines with their rank.
         log_dir: directory for a file for each rank.
+        store: URL of the store in which they meet; None: the launcher serves one.
 
     Raises:
+        UsageError, StoreError, RendezvousError: the store cannot be opened.
         LaunchError: a rank could not be started; none is left running.
     """
     _open_standard_files()
-    job = Job(size)
-    # The secret has one source: a file that the shell names is not it.
-    inherited = {name: value for name, value in os.environ.items() if name != "SHOAL_SECRET_FILE"}
-    server = TCPStoreServer(secret=job.secret.encode(), records=job_record(size, job.ident))
+    job = Job(size) if store is None else Job(size, secret="")
+    inherited = dict(os.environ)
+    if job.secret:
+        # The secret has one source: a file that the shell names is not it.
+        inherited.pop("SHOAL_SECRET_FILE", None)
     with (
         Signals() as signals,
-        closing(server),
+        job_store(store, job) as meeting_place,
         closing(ReservedPort()) as port,
         Guardian() as guardian,
         ExitStack() as open_logs,
-        closing(ExitNotes(server, job)) as notes,
+        closing(ExitNotes(meeting_place.connect, job.ident)) as notes,
     ):
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
         supervisor = Supervisor(signals, guardian, notes, prefixed=prefixed, logs=logs)
         with closing(supervisor):
             for rank in range(size):
-                variables = job.variables(rank, server.url, str(port.number))
+                variables = job.variables(rank, meeting_place.url, str(port.number))
                 cores = None if bound is None else bound[rank]
                 supervisor.start(argv, inherited | extra | variables, size, cores)
             # Threads begin here, after the last fork.
-            server.start()
+            meeting_place.start()
             return supervisor.run()
 
 
@@ -184,12 +194,18 @@ def _terminal() -> os.terminal_size | None:
 
 
 def _plan(
-    argv: Sequence[str], size: int, extra: Mapping[str, str], bound: Sequence[Sequence[int]] | None
+    argv: Sequence[str],
+    size: int,
+    extra: Mapping[str, str],
+    bound: Sequence[Sequence[int]] | None,
+    store: str | None,
 ) -> str:
     """What ``--dry-run`` prints."""
-    ranks = [Job(size).variables(rank, "tcp://127.0.0.1:<port>", "<port>") for rank in range(size)]
+    url = "tcp://127.0.0.1:<port>" if store is None else store
+    secret = {"SHOAL_SECRET": "<secret>"} if store is None else {}
+    ranks = [Job(size, secret="").variables(rank, url, "<port>") for rank in range(size)]
     for variables in ranks:
-        variables |= {"SHOAL_SECRET": "<secret>", "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
+        variables |= {**secret, "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
     own_names = ("SHOAL_RANK", "SHOAL_LOCAL_RANK", "RANK", "LOCAL_RANK")
     same = {k: v for k, v in ranks[0].items() if k not in own_names}
     lines = ["each rank's environment, beside what it inherits:"]

@@ -7,18 +7,28 @@ URL names, ``place`` is that place once it is open, ``meeting`` is the protocol 
 and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tells it to users.
 """
 
+from ..store.opener import register_place
 from .environment import Launch
 from .meet import attend, meet_at, rendezvous
 from .membership import Membership
 from .place import Place, open_place
 from .private import default_secret, user_secret
-from .record import job_record, note_exit
+from .record import job_record, note_exit, root_of
 from .schemes import env, file, tcp
-from .venue import Handler, Request, Venue, register_rendezvous, unregister_rendezvous
+from .venue import (
+    Handler,
+    Request,
+    Venue,
+    open_venue,
+    parse_url,
+    register_rendezvous,
+    unregister_rendezvous,
+)
 
 register_rendezvous("env", env)
 register_rendezvous("tcp", tcp)
 register_rendezvous("file", file)
+register_place("env", None)  # the launcher names a store; this is none
 
 __all__ = [
     "Handler",
@@ -33,8 +43,11 @@ __all__ = [
     "meet_at",
     "note_exit",
     "open_place",
+    "open_venue",
+    "parse_url",
     "register_rendezvous",
     "rendezvous",
+    "root_of",
     "unregister_rendezvous",
     "user_secret",
 ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
+from .. import config
 from ..errors import UsageError
-from ..store import PrefixStore, Store
-from ..store.opener import check_scheme, open_parts, store_schemes
+from ..store import Store
+from ..store.opener import check_scheme, known_schemes, load_scheme, open_parts, register_place
 from ..wire import Deadline
 from .host import resolve
 
@@ -90,7 +91,9 @@ _handlers: dict[str, Handler] = {}
 
 
 def register_rendezvous(scheme: str, handler: Handler) -> None:
-    """Give URLs that start with ``scheme://`` a meaning for :func:`shoal.init`.
+    """Give URLs that start with ``scheme://`` a meaning wherever a place to meet, or its store, is named.
+
+    That is :func:`shoal.init`, ``SHOAL_STORE``, ``shoal run --store`` and :func:`shoal.store.open_store`.
 
     Args:
         scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, a letter first.
@@ -105,10 +108,19 @@ def register_rendezvous(scheme: str, handler: Handler) -> None:
         raise UsageError(f"rendezvous scheme {scheme!r} has a handler already; choose another name")
     _handlers[scheme] = handler
 
+    def open_store_there(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
+        deadline = Deadline(config.TIMEOUT.get() if timeout is None else timeout)
+        venue = handler(Request(url, None, None, secret, deadline))
+        venue.store.call_when_closed(venue.close)
+        return venue.store
+
+    register_place(scheme, open_store_there)
+
 
 def unregister_rendezvous(scheme: str) -> None:
     """Take back a :func:`register_rendezvous`; does nothing when there was none."""
     _handlers.pop(scheme, None)
+    register_place(scheme, None)
 
 
 def parse_url(url: str) -> SplitResult:
@@ -123,14 +135,12 @@ def parse_url(url: str) -> SplitResult:
         parts = urlsplit(url)
     except ValueError as error:
         raise UsageError(f"rendezvous url {url!r}: {error}") from None
-    schemes = {*_handlers, *store_schemes()}
-    known = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
     if "://" not in url:
-        raise UsageError(f"rendezvous url {url!r}: expected one that starts with {known}")
-    if parts.scheme not in schemes:
+        raise UsageError(f"rendezvous url {url!r}: expected one that starts with {known_schemes(_handlers)}")
+    if not load_scheme(parts.scheme, _handlers):
         raise UsageError(
             f"rendezvous url {url!r}: neither a handler nor a store is registered for {parts.scheme}://; "
-            f"known are {known}"
+            f"known are {known_schemes(_handlers)}"
         )
     return parts
 
@@ -146,12 +156,9 @@ def open_venue(request: Request) -> Venue:
 
 def store_address(store: Store) -> str | None:
     """Numeric address of the host that serves ``store``, where that is known."""
-    while isinstance(store, PrefixStore):
-        store = store.store
-    host = getattr(store, "host", None)
-    if not host:
+    if not store.host:
         return None
     try:
-        return resolve(host, 0)[0]
+        return resolve(store.host, 0)[0]
     except OSError:
         return None

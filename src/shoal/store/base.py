@@ -10,7 +10,7 @@ holds here.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar, final
@@ -49,6 +49,7 @@ class Store:
     def __init__(self, backing: Executor, timeout: float | None = None) -> None:
         self.timeout = config.TIMEOUT.get() if timeout is None else timeout
         self._backing = backing
+        self._when_closed: list[Callable[[], None]] = []
         self._pid = os.getpid()
 
     @property
@@ -165,6 +166,12 @@ class Store:
         if os.getpid() == self._pid:
             self._backing.closed.set()
             self._backing.close()
+            while self._when_closed:
+                self._when_closed.pop()()
+
+    def call_when_closed(self, function: Callable[[], None]) -> None:
+        """Have ``function`` called once, after the store was closed."""
+        self._when_closed.append(function)
 
     def __enter__(self: _Self) -> _Self:
         return self

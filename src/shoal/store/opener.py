@@ -1,15 +1,25 @@
-"""From a URL to a store."""
+"""From a URL to a store: the one table of schemes, wherever a store or a place to meet is named.
+
+A scheme is registered by :func:`register_store`, or by ``shoal.register_rendezvous`` for a place that knows
+more than its store.  A package that is installed can name a module of its own for a scheme, as an entry point
+in the group ``shoal.stores``: the module is imported when the scheme is asked for, and registers it.  So
+``shoal run``, which runs no code of the user's, knows the scheme too.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ..errors import UsageError
 from .base import Store
 from .file import FileStore
 from .tcp import TCPStore
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 
 class Opener(Protocol):
@@ -19,13 +29,18 @@ class Opener(Protocol):
 
 
 _openers: dict[str, Opener] = {}
+#: of the schemes that have a handler of ``shoal.register_rendezvous``
+_places: dict[str, Opener] = {}
+
+#: where installed packages name the modules that register their schemes
+ENTRY_POINTS = "shoal.stores"
 
 
 def register_store(scheme: str, opener: Opener) -> None:
     """Give URLs that start with ``scheme://`` a meaning, wherever a store or a place to meet is named.
 
-    That is :func:`open_store`, :func:`shoal.init` and ``SHOAL_STORE``.  A scheme that has a handler of
-    :func:`shoal.register_rendezvous` too is met at by that one.
+    That is :func:`open_store`, :func:`shoal.init`, ``SHOAL_STORE`` and ``shoal run --store``.  Where a scheme
+    has a handler of :func:`shoal.register_rendezvous` too, the ranks meet at the handler's place.
 
     Args:
         scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, a letter first.
@@ -47,9 +62,40 @@ def check_scheme(what: str, scheme: str) -> None:
         raise UsageError(f"{what} scheme {scheme!r}: expected lower-case letters, digits, '+', '-', '.'")
 
 
-def store_schemes() -> list[str]:
-    """Every scheme that :func:`open_store` knows."""
-    return sorted(_openers)
+def register_place(scheme: str, opener: Opener | None) -> None:
+    """Let :func:`open_store` open the store of a place to meet where its scheme has no store of its own.
+
+    None takes that back.
+    """
+    if opener is None:
+        _places.pop(scheme, None)
+    else:
+        _places[scheme] = opener
+
+
+def load_scheme(scheme: str, known: Iterable[str] = ()) -> bool:
+    """Whether ``scheme`` is registered, or is one of ``known``; an installed package may register it now."""
+
+    def registered() -> bool:
+        return scheme in _openers or scheme in _places or scheme in known
+
+    if not registered():
+        for entry in _installed():
+            if entry.name == scheme:
+                entry.load()
+    return registered()
+
+
+def known_schemes(more: Iterable[str] = ()) -> str:
+    """Every scheme that there is, for messages."""
+    schemes = {*_openers, *_places, *more, *(entry.name for entry in _installed())}
+    return ", ".join(f"{scheme}://" for scheme in sorted(schemes))
+
+
+def _installed() -> EntryPoints:
+    from importlib import metadata  # slow to import, and asked for by few
+
+    return metadata.entry_points(group=ENTRY_POINTS)
 
 
 def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -> Store:
@@ -65,15 +111,15 @@ def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -
         StoreError, WireError: what the store raises when it cannot be opened.
     """
     parts = urlsplit(url)
-    if parts.scheme not in _openers:
-        known = ", ".join(f"{scheme}://" for scheme in store_schemes())
-        raise UsageError(f"store {url!r}: unknown scheme, expected one of {known}")
+    if not load_scheme(parts.scheme):
+        raise UsageError(f"store {url!r}: unknown scheme, expected one of {known_schemes()}")
     return open_parts(parts, secret=secret, timeout=timeout)
 
 
 def open_parts(parts: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
-    """:func:`open_store` of a URL that was taken apart; its scheme is one of :func:`store_schemes`."""
-    return _openers[parts.scheme](parts, secret=secret, timeout=timeout)
+    """:func:`open_store` of a URL that was taken apart; its scheme is registered."""
+    opener = _openers.get(parts.scheme) or _places[parts.scheme]
+    return opener(parts, secret=secret, timeout=timeout)
 
 
 def _open_tcp(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:

@@ -1,0 +1,89 @@
+"""The store of a job that ``shoal run`` starts: its own, or one that is named by ``--store``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+
+from .. import config
+from ..errors import StoreError, UsageError, WireError
+from ..rendezvous import Request, job_record, open_venue, parse_url, root_of
+from ..store import Store, TCPStore, TCPStoreServer
+from ..wire import Deadline
+from .environment import Job
+
+#: seconds that the launcher's loop waits for the store at most
+_PATIENCE = 1.0
+
+
+class JobStore:
+    """Where the ranks of a job meet.
+
+    Attributes:
+        url: what the ranks find in ``SHOAL_STORE``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def start(self) -> None:
+        """Called once all ranks were forked: threads may begin."""
+
+    def connect(self) -> Store:
+        """A connection for the launcher, none of whose calls takes longer than a second."""
+        raise NotImplementedError
+
+
+class _Served(JobStore):
+    def __init__(self, server: TCPStoreServer, secret: bytes) -> None:
+        super().__init__(server.url)
+        self._server = server
+        self._secret = secret
+
+    def start(self) -> None:
+        self._server.start()
+
+    def connect(self) -> Store:
+        return TCPStore(self._server.host, self._server.port, self._secret, timeout=_PATIENCE)
+
+
+class _Named(JobStore):
+    def __init__(self, url: str, store: Store) -> None:
+        super().__init__(url)
+        self._store = store
+
+    def connect(self) -> Store:
+        self._store.timeout = _PATIENCE
+        return self._store.clone()
+
+
+def job_store(url: str | None, job: Job) -> AbstractContextManager[JobStore]:
+    """The store of ``job``: the one that ``url`` names, or a server of this process."""
+    return _served(job) if url is None else _named(url, job)
+
+
+@contextmanager
+def _served(job: Job) -> Iterator[JobStore]:
+    secret = job.secret.encode()
+    with closing(TCPStoreServer(secret=secret, records=job_record(job.size, job.ident))) as server:
+        yield _Served(server, secret)
+
+
+@contextmanager
+def _named(url: str, job: Job) -> Iterator[JobStore]:
+    """Raises UsageError, ShoalError: the URL, or the store, cannot be used."""
+    parts = parse_url(url)
+    if parts.scheme == "env":
+        raise UsageError("--store must name a store, not env://: the launcher is what env:// asks")
+    venue = open_venue(Request(parts, None, job.size, config.secret(), Deadline(config.TIMEOUT.get())))
+    store = venue.store
+    try:
+        store.multi_set(*zip(*job_record(job.size, job.ident).items(), strict=True))
+        yield _Named(url, store)
+        # The job's name is used once: nobody else will clear its keys.
+        with suppress(StoreError, WireError):
+            store.timeout = _PATIENCE
+            root_of(store, job.ident, 0).delete_prefix("")
+    finally:
+        store.close()
+        venue.close()
