@@ -15,6 +15,8 @@ import os
 import sys
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -66,9 +68,11 @@ class World:
         self.backend = backend
         self.factory = factory
         self.options = dict(options or {})
-        # Reentrant: the garbage collector may close a group inside a critical section of the same thread.
+        # Reentrant: the garbage collector may find a group inside a critical section of the same thread.
         self._lock = threading.RLock()
-        self._members: list[Any] = []
+        self._open: dict[int, weakref.ref[Any]] = {}
+        #: groups that the program dropped, until they are closed
+        self._dropped: list[Any] = []
         self._ended = False
 
     @classmethod
@@ -97,29 +101,27 @@ class World:
             try:
                 member = make()
             except BaseException:
-                if not self._members:
-                    self.end()
+                if not self._open:
+                    self._ended = True
                     self._release(_FAILED_TIMEOUT)
                 raise
-            self._members.append(member)
+            self._open[id(member)] = weakref.ref(member)
             _worlds.add(self)
             return member
 
     def members(self) -> list[Any]:
         """The groups that are not closed, the oldest first."""
         with self._lock:
-            return list(self._members)
-
-    def end(self) -> None:
-        """No further group is made."""
-        with self._lock:
-            self._ended = True
+            dropped = {id(member): member for member in self._dropped}
+            found = [dropped.get(key, reference()) for key, reference in self._open.items()]
+        return [member for member in found if member is not None]
 
     def discard(self, member: Member, timeout: float) -> None:
         """``member`` is closed.  The last one closes the connections, which may take ``timeout`` seconds."""
         with self._lock:
-            self._members.remove(member)
-            if self._members:
+            del self._open[id(member)]
+            self._dropped = [each for each in self._dropped if each is not member]
+            if self._open:
                 return
             self._ended = True
         try:
@@ -128,16 +130,47 @@ class World:
             # Not before: until now a forked child would have inherited connections.
             _worlds.discard(self)
 
+    def dropped(self, member: Member) -> None:
+        """The program has lost the last reference to ``member`` without having closed it: do so.
+
+        In a thread of its own, because the garbage collector calls this anywhere.
+        """
+        with self._lock:
+            if id(member) not in self._open:
+                return
+            self._dropped.append(member)
+        closer = threading.Thread(
+            target=member.close, args=(_EXIT_TIMEOUT,), name="shoal-dropped", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # no more threads: it is closed with the world
+            closer.start()
+        warnings.warn(
+            f"{member!r} was dropped and never closed: use it in a with block, or call close()",
+            ResourceWarning,
+            stacklevel=3,
+            source=member,
+        )
+
     def _release(self, timeout: float) -> None:
         try:
             self.backend.close(timeout)
         finally:
             self.membership.release(timeout)
 
+    def abort(self, reason: str) -> None:
+        """Abort all groups; see :meth:`shoal.ProcessGroup.abort`."""
+        for member in self.members():
+            member.abort(reason)
+
     def close(self, timeout: float) -> None:
-        """Close all groups, and with the last one the connections."""
+        """Close all groups, the newest first, and with the last one the connections.
+
+        Args:
+            timeout: in seconds, for all together.
+        """
         deadline = time.monotonic() + timeout
-        self.end()
+        with self._lock:
+            self._ended = True
         members = self.members()
         for member in members:
             member._begin_close()
@@ -147,7 +180,7 @@ class World:
     def become_forked(self) -> None:
         """In a forked child: nothing of this works, and nothing of the parent's is touched."""
         self._lock = threading.RLock()  # a thread that the child does not have may have held it
-        for member in self._members:
+        for member in self.members():
             member._become_forked()
         self.backend.after_fork_in_child()
 
@@ -188,8 +221,7 @@ def _close_at_exit() -> None:
     for world in list(_worlds):
         with contextlib.suppress(Exception):
             if error is not None:
-                for member in world.members():
-                    member.abort(f"rank {world.membership.rank} ended with {in_words(error)}")
+                world.abort(f"rank {world.membership.rank} ended with {in_words(error)}")
             world.close(_EXIT_TIMEOUT)
 
 

@@ -100,18 +100,17 @@ def test_each_group_has_keys_of_its_own_in_the_store(worlds: Worlds) -> None:
     worlds(2).run(keys)
 
 
-def test_closing_the_world_closes_all_groups_first_and_the_connections_last() -> None:
+def test_the_world_closes_the_newest_group_first_and_the_connections_last() -> None:
     order: list[str] = []
     group, _ = null_group(owner=lambda seconds: order.append("connections"))
     backend = group._backend
     assert isinstance(backend, NullBackend)
     child = group.subgroup([1, 2])
     grandchild = child.subgroup([0])
-    for made, name in zip(backend.channels, ("world", "child", "grandchild"), strict=True):
+    for made, name in zip(backend.channels, ("first", "child", "grandchild"), strict=True):
         made.close = lambda timeout, name=name: order.append(name)  # type: ignore[method-assign]
-    group.close()
-    assert sorted(order[:2]) == ["child", "grandchild"]
-    assert order[2:] == ["world", "connections"]
+    group.world.close(5.0)
+    assert order == ["grandchild", "child", "first", "connections"]
     assert child.state == grandchild.state == group.state == "closed"
     with pytest.raises(GroupClosed):
         child.barrier()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..group import ProcessGroup
 from ..initialize import init
 from ..torch_terms.durations import CLOSING, Duration, seconds
 from .backend import parse_backend, refuse_device
@@ -88,14 +87,11 @@ def destroy_process_group(group: GroupLike = None) -> None:
     if is_absent(group):
         return
     if group is None or group is state.world:
-        _close(state.forget())
+        default = state.forget()
+        default.world.close(min(default.timeout, CLOSING))
         return
     pg = member_group(group, "destroy_process_group")
     assert pg is not None  # a rank that is not in the group has left above
-    _close(pg)
-
-
-def _close(pg: ProcessGroup) -> None:
     pg.close(min(pg.timeout, CLOSING))
 
 

@@ -66,6 +66,7 @@ class ListWatch:
 
     def first_operation(self, parent: Watched, given: Given, group: Watched, future: Future[Any]) -> None:
         """``future`` is of the first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
+        group._on_first = None  # which keeps the parent
         with self._condition:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
@@ -120,7 +121,7 @@ class ListWatch:
         # group must have heard the reason by then.
         foreign = None
         with contextlib.suppress(ShoalError):
-            foreign = wait.parent.subgroup(theirs.members, theirs.name)
+            foreign = wait.parent._subgroup(list(theirs.members), theirs.name, None)
         wait.group.abort(reason)
         if foreign is not None:
             with contextlib.suppress(ShoalError):

@@ -3,8 +3,8 @@
 The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects`` and
 ``monitored_barrier``; what is here decides whether they may be used.
 A group is independent of the groups made from it: each has a data channel of its own, is closed,
-aborted and broken by itself.  The connections that all of them use belong to their world, and closing the
-group of all ranks closes the others first.
+aborted and broken by itself.  The connections that all of them use belong to their world, which goes when the
+last of its groups is closed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         self._store = store
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
-        #: Whether closing this group closes those that were made from it.
+        #: Whether it is the group of all ranks: what ends its block ends the groups made in it.
         self._is_first = parent is None
         #: Finds out that members gave different lists; shared by all groups of the world.
         self._lists: ListWatch = ListWatch() if parent is None else parent._lists
@@ -119,6 +119,11 @@ class ProcessGroup(Objects, MonitoredBarrier):
     def name(self) -> str:
         """Unique in the job and equal on all members."""
         return self._spec.name
+
+    @property
+    def world(self) -> World:
+        """What connects this process to its job: all groups made of one :func:`shoal.init` share it."""
+        return self._world
 
     @property
     def store(self) -> Store:
@@ -275,11 +280,16 @@ class ProcessGroup(Objects, MonitoredBarrier):
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
                 self._raise_refusal()
+        return self._subgroup(members, name, seconds)
+
+    def _subgroup(self, members: list[int], name: str | None, timeout: float | None) -> ProcessGroup:
+        """:meth:`subgroup`, whatever became of this group."""
+        with self._submitting:
             identity = (name, *members)
             self._made[identity] += 1
             count = self._made[identity]
         listed = ",".join(map(str, members))
-        group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", seconds)
+        group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", timeout)
         if len(members) > 1:
             given = Given(name, tuple(members), count)
             group._on_first = partial(self._lists.first_operation, self, given)
@@ -312,7 +322,8 @@ class ProcessGroup(Objects, MonitoredBarrier):
 
         Not a collective; a hung peer does not delay it beyond ``timeout``.  It waits for what can still be
         completed; what only ranks could complete that close the group too ends with GroupClosed at once.
-        Closing the world group closes all groups made from it first.  In a forked child it does nothing.
+        Groups made from this one go on, also those of the group of all ranks: the connections are closed with
+        the last group.  In a forked child it does nothing.
 
         Args:
             timeout: in seconds; None means the group's default.
@@ -327,13 +338,6 @@ class ProcessGroup(Objects, MonitoredBarrier):
             dumps.closing(self)
             self._begin_close()
             try:
-                if self._is_first:
-                    self._world.end()
-                    others = [group for group in self._world.members() if group is not self]
-                    for group in others:
-                        group._begin_close()
-                    for group in others:
-                        group.close(remaining(deadline))
                 self._channel.close(remaining(deadline))
                 self._lists.forget(self, remaining(deadline))
             finally:
@@ -370,6 +374,12 @@ class ProcessGroup(Objects, MonitoredBarrier):
         orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
         if not orderly and self._state == "open":
             reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
-            for group in self._world.members() if self._is_first else (self,):
-                group.abort(reason)
+            if self._is_first:
+                self._world.abort(reason)
+                self._world.close(self._timeout)
+            self.abort(reason)
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lists") and self._state not in ("closed", "forked"):
+            self._world.dropped(self)

@@ -6,10 +6,11 @@ A :class:`~shoal.ProcessGroup` starts that code, so it cannot import the class i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..backend.base import DataChannel, GroupSpec
+from ..future import Future
 from ..recorder import FlightRecorder
 from ..store import Store
 from ..world import World
@@ -21,6 +22,7 @@ class Watched(Protocol):
     _channel: DataChannel
     _spec: GroupSpec
     _world: World
+    _on_first: Callable[[Any, Future[Any]], None] | None
     #: how many subgroups were made of each name and list
     _made: Counter[tuple[Any, ...]]
 
@@ -42,7 +44,7 @@ class Watched(Protocol):
     @property
     def recorder(self) -> FlightRecorder | None: ...
 
-    def subgroup(self, ranks: Sequence[int], name: str | None = None) -> Watched: ...
+    def _subgroup(self, members: list[int], name: str | None, timeout: float | None) -> Watched: ...
 
     def abort(self, reason: str = "") -> None: ...
 

@@ -131,6 +131,7 @@ class _Rank:
                     # Before the group is aborted for it: the others fail of that, and are not the first.
                     raised = time.monotonic()
                     raise
+            self.group.world.close(self.group.timeout)
         except BaseException as error:
             outcome = failed(self.rank, error, time.monotonic() if raised is None else raised)
         else:
@@ -152,7 +153,7 @@ def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
         rank.outcome = Outcome(rank.rank, stacks=stack, at=time.monotonic())
     for rank in ranks:
         if rank.group is not None:
-            rank.group.abort(f"run_threads gave up after {in_seconds(timeout)}")
+            rank.group.world.abort(f"run_threads gave up after {in_seconds(timeout)}")
     end = time.monotonic() + _AFTER_ABORT
     for rank in late:
         rank.thread.join(max(end - time.monotonic(), 0.0))

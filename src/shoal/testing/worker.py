@@ -60,6 +60,7 @@ def run_rank(
         backend_factory(options["backend"])
         with init(**options) as group:
             value = fn(group, *args)
+        group.world.close(group.timeout)
         report = ("value", pickle.dumps(value), "", time.monotonic())
     except BaseException as error:
         report = ("error", pickled(error), traceback.format_exc(), time.monotonic())
