@@ -56,7 +56,8 @@ class Rank:
         self.kept += inputs + outputs  # the core reads and writes them without owning them
         parts = [[(x.data_ptr(), x.nbytes) for x in tensors] for tensors in (inputs, outputs)]
         code = DTYPE_CODES[torch.float32]
-        return self.group.collective(kind, *parts, count, code, SUM.code, root, [], number, 5, TIMEOUT)
+        sizes = [LARGE] * 2 if kind in (OpKind.GATHER, OpKind.SCATTER) else []
+        return self.group.collective(kind, *parts, count, code, SUM.code, root, sizes, number, 5, TIMEOUT)
 
 
 def _pair(transport: str, lanes: int = 1) -> list[Rank]:
@@ -160,6 +161,21 @@ def reduce_scatter(rank: Rank, registered: bool, number: int) -> Submitted:
 def all_to_all(rank: Rank, registered: bool, number: int) -> Submitted:
     x, out = rank.tensor(2 * LARGE, registered).fill_(4), rank.tensor(2 * LARGE, registered).fill_(0)
     return Submitted(rank.submit(OpKind.ALL_TO_ALL, [x], [out], number), out, 0, 4)
+
+
+@_kind
+def gather(rank: Rank, registered: bool, number: int) -> Submitted:
+    x, out = rank.tensor(LARGE, registered).fill_(6), rank.tensor(2 * LARGE, registered).fill_(0)
+    outputs = list(out.split(LARGE)) if rank.index == 0 else []
+    return Submitted(rank.submit(OpKind.GATHER, [x], outputs, number, root=0), out, 0, 6 * (rank.index == 0))
+
+
+@_kind
+def scatter(rank: Rank, registered: bool, number: int) -> Submitted:
+    x, out = rank.tensor(2 * LARGE, registered).fill_(8), rank.tensor(LARGE, registered).fill_(0)
+    inputs = list(x.split(LARGE)) if rank.index == 0 else []
+    rank.kept.append(x)
+    return Submitted(rank.submit(OpKind.SCATTER, inputs, [out], number, root=0), out, 0, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""An engine for the pretended device: complete when enqueued, its bytes carried by the mailbox backend.
+
+    runtime = pretend_device.make()
+    use_device_engine(runtime)
+    run_threads(train, 2, backend="device")
+
+Each channel has a stream, on which its numbered operations run; one of a callback has its own.  Tensors of the CPU
+go to the mailbox as they are.  What goes wrong on a stream is the failure of its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from shoal_mailbox import MailboxBackend
+
+from shoal.backend.base import DataChannel, GroupSpec, Membership
+from shoal.backend.registry import register_backend
+from shoal.errors import GroupError
+from shoal.future import Future
+from shoal.spec import Operation
+from shoal.streams import DeviceEvents
+
+from . import pretend_device
+from .pretend_device import PretendRuntime, is_pretend, memory_of
+
+_runtime: PretendRuntime
+
+
+class DeviceEngine(MailboxBackend):
+    """Gives each group a :class:`DeviceChannel`."""
+
+    name = "device"
+
+    def __init__(self, membership: Membership, *, timeout: float) -> None:
+        super().__init__(membership, timeout=timeout)
+        self._rank = membership.rank
+
+    def channel(self, group: GroupSpec) -> DataChannel:
+        return DeviceChannel(super().channel(group), f"engine {group.name} {self._rank}")
+
+
+class DeviceChannel(DataChannel):
+    """See the module."""
+
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "pretend"})
+
+    def __init__(self, mailbox: DataChannel, name: str) -> None:
+        self._mailbox = mailbox
+        self._name = name
+        self._stream = _runtime.stream(pretend_device.DEVICE, name)
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        if not any(is_pretend(x) for x in (*operation.inputs, *operation.outputs)):
+            return self._mailbox.submit(operation)
+        device = pretend_device.DEVICE
+        stream = _runtime.stream(device, f"{self._name} keyed") if operation.key else self._stream
+        stream.wait_event(_runtime.record(_runtime.current_stream(device)))
+        there = replace(operation, inputs=_memory(operation.inputs), outputs=_memory(operation.outputs))
+        _runtime.launch(stream, lambda: self._mailbox.submit(there).wait())
+        events = DeviceEvents()
+        events.record({device: stream})
+        future: Future[Any] = Future(device=events, keep=operation.inputs)
+        outputs = list(operation.outputs)
+        future.set_result(None if not outputs else outputs[0] if len(outputs) == 1 else outputs)
+        return future
+
+    def failure(self) -> GroupError | None:
+        return self._mailbox.failure()
+
+    def abort(self, reason: str) -> None:
+        self._mailbox.abort(reason)
+
+    def close(self, timeout: float) -> None:
+        self._mailbox.close(timeout)
+
+
+def _memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [memory_of(x) if is_pretend(x) else x for x in tensors]
+
+
+def use_device_engine(runtime: PretendRuntime) -> None:
+    """Register the engine as the backend "device", once in a process."""
+    global _runtime
+    _runtime = runtime
+    register_backend("device", DeviceEngine)
