@@ -4,15 +4,15 @@
     use_device_engine(runtime)
     run_threads(train, 2, backend="device")
 
-Each channel has a stream, on which its numbered operations run; one of a callback has its own.  Tensors of the CPU
-go to the mailbox as they are.  What goes wrong on a stream is the failure of its events.
+Each channel has a stream, on which its numbered operations run; one of a callback has its own.  Tensors of
+the CPU go to the mailbox as they are.  What goes wrong on a stream is the failure of its events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from shoal_mailbox import MailboxBackend
@@ -46,7 +46,7 @@ class DeviceEngine(MailboxBackend):
 class DeviceChannel(DataChannel):
     """See the module."""
 
-    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "pretend"})
+    devices = frozenset({"cpu", "pretend"})
 
     def __init__(self, mailbox: DataChannel, name: str) -> None:
         self._mailbox = mailbox

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -23,7 +23,7 @@ from ..errors import GroupError
 from ..future import Future
 from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership as Membership
-from ..spec import Operation, OpKind
+from ..spec import Operation, OpKind, ReduceOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,13 @@ class DataChannel(abc.ABC):
     #: failed.  Its group sets it; a channel that does not call it is looked at from time to time.
     on_failure: Callable[[], None] | None = None
     #: device types whose tensors the channel takes
-    devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    devices: frozenset[str] = frozenset({"cpu"})
+    #: The channel takes operations in one order only, the same on every rank, as a communicator of NCCL or
+    #: MPI does.  The group then gives it numbered operations and messages alone, and makes another channel
+    #: for operations with a key, which it brings into the order in which rank 0 issues them.
+    ordered: bool = False
+    #: All members have to call :meth:`connect` before the first operation of the channel.
+    collective: bool = False
 
     @abc.abstractmethod
     def submit(self, operation: Operation) -> Future[Any]:
@@ -110,6 +116,36 @@ class DataChannel(abc.ABC):
         for one another or for numbered ones.  Failures are exceptions of the future, of the
         :class:`~shoal.errors.GroupError` family.
         """
+
+    def submit_all(self, operations: Sequence[Operation]) -> list[Future[Any]]:
+        """Start several messages together, in order; as :meth:`submit` does each.
+
+        For channels that have a way of their own to post many at once, or must (NCCL needs a send and a
+        receive that wait for each other in one group).
+        """
+        return [self.submit(operation) for operation in operations]
+
+    def connect(self, timeout: float) -> None:
+        """Connect the members, if the channel is :attr:`collective`.
+
+        Called once, in a thread of its own, when the first operation is submitted here: so it may wait for
+        the other members, which do the same.  What is submitted meanwhile waits for its end.
+
+        Args:
+            timeout: of that operation, in seconds.
+
+        Raises:
+            GroupError: what went wrong; every operation of the group then fails with it.
+        """
+
+    def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
+        """Whether the channel can do this at all; what it cannot is refused in words before it is submitted.
+
+        Args:
+            dtype: of the tensors; None: there are none.
+            op: the reduction; None: nothing is reduced.
+        """
+        return True
 
     def check(self, operation: Operation) -> None:
         """Refuse an operation that the channel cannot carry, because of its arguments.

@@ -33,6 +33,7 @@ from ..store import PrefixStore, Store
 from ..world import World, remaining
 from . import dumps
 from .batch import Batch
+from .in_order import channel_of
 from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
@@ -66,7 +67,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
             timeout: default of operations, in seconds.
             parent: the group that this one is made from; None: it is the first of its world.
         """
-        super().__init__(spec, world.backend.channel(spec), timeout=timeout)
+        super().__init__(spec, channel_of(world.backend, spec, store), timeout=timeout)
         self._world = world
         self._store = store
         self._closing = threading.Lock()

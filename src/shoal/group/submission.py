@@ -18,7 +18,7 @@ import torch
 
 from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
-from ..errors import ForkedProcess, GroupAborted, GroupClosed
+from ..errors import ForkedProcess, GroupAborted, GroupClosed, UnsupportedOperation
 from ..future import Completion, Future, callback_scope
 from ..keywords import checked_seconds, misspelt
 from ..recorder import FlightRecorder
@@ -28,6 +28,8 @@ from .validation import Call
 _MASK = 2**64 - 1
 #: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
 _ODD = 0x9E3779B97F4A7C15
+#: The kinds of operations that reduce.
+REDUCING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER})
 #: Stands for the tensor that an operation does not have, in its record.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -103,7 +105,7 @@ class Submitter:
             else:
                 number, key = -1, scope.next_key()
             operation = Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
-            channel.check(operation)
+            self._check(operation)
             future = channel.submit(operation)
             if scope is None:
                 self._shortcut.number = number + 1
@@ -126,15 +128,13 @@ class Submitter:
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
                 self._raise_refusal()
-            futures = []
-            for operation in operations:
-                future = self._channel.submit(operation)
+            futures = self._channel.submit_all(operations)
+            for operation, future in zip(operations, futures, strict=True):
                 if self._recorder is not None:
                     x = next(iter((*operation.inputs, *operation.outputs)), _NOTHING)
                     self._recorder.add(
                         future, operation.kind, -1, 0, x.dtype, x.numel(), -1, operation.peer, operation.tag
                     )
-                futures.append(future)
             return futures
 
     def _message(
@@ -148,8 +148,21 @@ class Submitter:
     ) -> Operation:
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
         operation = Operation(kind, -1, 0, inputs, outputs, seconds, SUM, -1, peer, tag, ())
-        self._channel.check(operation)
+        self._check(operation)
         return operation
+
+    def _check(self, operation: Operation) -> None:
+        """Refuse what the channel cannot carry."""
+        x = next(iter((*operation.inputs, *operation.outputs)), None)
+        dtype, op = None if x is None else x.dtype, operation.op if operation.kind in REDUCING else None
+        if not self._channel.supports(operation.kind, dtype, op):
+            of = f" of {dtype}" if dtype else ""
+            by = f" with {op}" if op else ""
+            raise UnsupportedOperation(
+                f"the backend of group {self._spec.name!r} on rank {self._rank} cannot do "
+                f"{operation.kind.name.lower()}{of}{by}"
+            )
+        self._channel.check(operation)
 
     @property
     def _scratch_device(self) -> torch.device:
