@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import shoal.errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "shoal"
+CPP = ROOT / "cpp"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -35,6 +37,17 @@ def test_no_import_leads_in_a_circle() -> None:
     """Imports inside functions and under TYPE_CHECKING count: files in a circle cannot be read one by one."""
     ways = circles(import_graph())
     assert not ways, "imports in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
+
+
+def test_no_include_leads_in_a_circle() -> None:
+    files = {str(path.relative_to(CPP)): path for path in CPP.rglob("*") if path.suffix in (".cc", ".h")}
+    graph = {
+        name: set(re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)) & files.keys()
+        for name, path in files.items()
+    }
+    assert sum(map(len, graph.values())) > len(graph), "the includes were not found"
+    ways = circles(graph)
+    assert not ways, "includes in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
 
 
 def test_the_picture_shows_the_imports_as_they_are() -> None:

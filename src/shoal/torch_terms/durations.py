@@ -35,5 +35,5 @@ def seconds(timeout: Duration | None) -> float | None:
 
 def limit(timeout: Duration | None) -> float | None:
     """A duration in seconds; None where torch sets no limit, which it also says by zero or less."""
-    given = seconds(timeout)
+    given = timeout.total_seconds() if timeout.__class__ is timedelta else seconds(timeout)
     return None if given is None or given <= 0 else given

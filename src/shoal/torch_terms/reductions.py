@@ -14,6 +14,8 @@ ReduceOpLike: TypeAlias = Any
 
 #: Torch numbers its reductions as shoal does, which a test compares.
 _BY_NUMBER = {op.code: op for op in REDUCTIONS}
+#: Torch's classes of reductions that were seen: small messages are spared the look at names.
+_torch_classes: set[type] = set()
 
 
 def reduction(op: ReduceOpLike) -> ReduceOp:
@@ -24,12 +26,15 @@ def reduction(op: ReduceOpLike) -> ReduceOp:
     """
     if op.__class__ is ReduceOp:
         return op
-    if isinstance(op, str):
-        return ReduceOp.of(op.lower())
-    if not type(op).__module__.startswith("torch."):
-        raise UsageError(
-            f"op={op!r}: expected a reduction such as ReduceOp.SUM, its name, or torch.distributed's value"
-        )
+    if op.__class__ not in _torch_classes:
+        if isinstance(op, str):
+            return ReduceOp.of(op.lower())
+        if not type(op).__module__.startswith("torch."):
+            raise UsageError(
+                f"op={op!r}: expected a reduction such as ReduceOp.SUM, its name, or a value of "
+                "torch.distributed.ReduceOp"
+            )
+        _torch_classes.add(type(op))
     # A torch.distributed.ReduceOp has its constant in `op`.  Asking for a name takes three times as long.
     kind: Any = getattr(op, "op", op)
     known = _BY_NUMBER.get(number := int(kind))

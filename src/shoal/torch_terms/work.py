@@ -33,7 +33,7 @@ class WorkMethods:
             WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
             GroupError: the operation failed.
         """
-        seconds = limit(timeout)
+        seconds = None if timeout is None else limit(timeout)
         if seconds is None:
             self._future.wait(blocking=False)
         else:
