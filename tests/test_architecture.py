@@ -54,6 +54,18 @@ def test_the_picture_shows_the_imports_as_they_are() -> None:
     assert picture.PICTURE.read_text() == picture.draw(), "draw it anew: python -m tools.picture"
 
 
+def test_the_page_on_architecture_names_files_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([\w/]+(?:\.py|\.cc|/))`", page)
+    there = [
+        f"/{path.relative_to(ROOT)}{'/' if path.is_dir() else ''}"
+        for folder in ("src", "cpp", "tests")
+        for path in [ROOT / folder, *(ROOT / folder).rglob("*")]
+    ]
+    assert len(named) > 20
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in there)]
+
+
 def test_a_picture_leaves_out_arrows_that_others_imply() -> None:
     graph = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}
     assert picture.without_implied(graph) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
