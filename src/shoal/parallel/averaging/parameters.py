@@ -20,8 +20,8 @@ Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 def average_parameters(params: Parameters, group: object = None) -> None:
     """Replace each parameter by its mean over all ranks of ``group``.  Collective; returns when it is done.
 
-    Parameters of one dtype are sent together, in messages of up to 25 MiB; one is packed while another is on
-    its way.  The mean is the one of ``ProcessGroup.all_reduce``: bitwise equal on all ranks.
+    Parameters of one dtype and device are sent together, in messages of up to 25 MiB; one is packed while
+    another is on its way.  The mean is the one of ``ProcessGroup.all_reduce``: bitwise equal on all ranks.
 
     Args:
         params: of a model, or the parameter groups of an optimiser; the same on all ranks.  Those that
@@ -37,12 +37,13 @@ def average_parameters(params: Parameters, group: object = None) -> None:
 
     def unpack_one() -> None:
         tensors, views, future = on_the_way.pop(0)
-        future.wait()
+        future.wait(blocking=False)
         torch._foreach_copy_(tensors, views)
 
     with torch.no_grad():
         for tensors in _messages(_trained(params)):
-            memory = ranks.empty(sum(x.numel() for x in tensors), dtype=tensors[0].dtype)
+            count = sum(x.numel() for x in tensors)
+            memory = ranks.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
             parts = memory.split_with_sizes([x.numel() for x in tensors])
             views = [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
             torch._foreach_copy_(views, tensors)
@@ -67,14 +68,14 @@ def _trained(params: Parameters) -> Iterator[torch.Tensor]:
 
 
 def _messages(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters in portions of one dtype, in an order that is the same on all ranks."""
-    portions: dict[torch.dtype, list[torch.Tensor]] = {}
-    sizes: dict[torch.dtype, int] = {}
+    """The parameters in portions of one dtype and device, in an order that is the same on all ranks."""
+    portions: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
-        dtype, size = parameter.dtype, parameter.numel() * parameter.element_size()
-        if dtype in portions and sizes[dtype] + size > MESSAGE_BYTES:
-            yield portions.pop(dtype)
-            sizes[dtype] = 0
-        portions.setdefault(dtype, []).append(parameter)
-        sizes[dtype] = sizes.get(dtype, 0) + size
+        kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
+        if kind in portions and sizes[kind] + size > MESSAGE_BYTES:
+            yield portions.pop(kind)
+            sizes[kind] = 0
+        portions.setdefault(kind, []).append(parameter)
+        sizes[kind] = sizes.get(kind, 0) + size
     yield from portions.values()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ...group import ProcessGroup
-from ..coalesced import CoalescedBroadcast
+from ..coalesced import CoalescedBroadcast, by_device
 
 
 class BufferSync:
@@ -23,7 +23,7 @@ class BufferSync:
                     seen.add(id(buffer))
                     self._places.append((owner._buffers, name))
         self._sent: list[torch.Tensor] = []
-        self._broadcast: CoalescedBroadcast | None = None
+        self._broadcasts: list[tuple[CoalescedBroadcast, list[torch.Tensor]]] = []
         self._step = -1
 
     @property
@@ -43,9 +43,8 @@ class BufferSync:
         if len(tensors) != len(self._sent) or any(
             a is not b for a, b in zip(tensors, self._sent, strict=True)
         ):
-            self._broadcast = None
-        if self._broadcast is None:
-            self._broadcast = CoalescedBroadcast(self._group, tensors)
+            self._broadcasts = [(CoalescedBroadcast(self._group, some), some) for some in by_device(tensors)]
             self._sent = tensors
-        self._broadcast.run(tensors, root)
+        for broadcast, some in self._broadcasts:
+            broadcast.run(some, root)
         self._step = step

@@ -95,7 +95,8 @@ class GradBucket:
         return cast(T, self._kept[key])
 
     def memory(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a hook to send from: the same tensor in every step, uninitialised in the first.
+        """Memory for a hook to send from, on the device of the gradients: the same tensor in every step,
+        uninitialised in the first.
 
         It is registered memory (see :meth:`ProcessGroup.empty`), in which an all-reduce is fastest; fresh
         memory in every step would cost more than the all-reduce.
@@ -107,7 +108,10 @@ class GradBucket:
         Raises:
             OutOfSharedMemory: there is none left.
         """
-        return self.kept(("memory", name, count, dtype), lambda: self.group.empty(count, dtype=dtype))
+        return self.kept(("memory", name, count, dtype), lambda: self._empty(count, dtype))
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.group.empty(count, dtype=dtype, device=self._buffer.device)
 
     def as_dtype(self, dtype: torch.dtype) -> GradBucket:
         """The same bucket with gradients of another dtype, the same object in every step.

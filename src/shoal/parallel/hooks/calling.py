@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...future import Future
 from ...wording import counted
 from .bucket import CommHook, GradBucket
-from .contract import name_of, unpacked
+from .contract import name_of, unpacked, waited
 
 
 def check_hook(hook: object) -> None:
@@ -59,8 +58,7 @@ class HookedReduction:
         Raises:
             UsageError: the result is no tensor like the bucket.
         """
-        future = self._future
-        value = unpacked(future.wait(blocking=blocking) if isinstance(future, Future) else future.wait())
+        value = unpacked(waited(self._future, blocking=blocking))
         buffer = self._bucket.buffer()
         if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
             raise UsageError(

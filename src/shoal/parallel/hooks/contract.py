@@ -99,6 +99,11 @@ def averaged(value: object, hook: CommHook) -> torch.Tensor:
     )
 
 
+def waited(future: Any, *, blocking: bool = False) -> Any:
+    """The value of a future of ours or of torch's, which decides itself whether to block."""
+    return future.wait(blocking=blocking) if isinstance(future, Future) else future.wait()
+
+
 def unpacked(value: object) -> object:
     """The value of a hook's future without the list of one that torch's futures of collectives have."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value

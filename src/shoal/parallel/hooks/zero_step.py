@@ -17,7 +17,7 @@ from ...future import Future
 from ..zero import ZeroRedundancyOptimizer
 from ..zero.exchange import Exchange
 from .bucket import CommHook, GradBucket
-from .contract import after, averaged, checked_hook, name_of
+from .contract import after, averaged, checked_hook, name_of, waited
 from .optimizer_overlap import averages_as_gradients, step_some
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def hook_with_zero_step(
         if bucket.is_last():
             exchanges = []
             for one, reduced in waiting:
-                value = averaged(reduced.wait(), inner)
+                value = averaged(waited(reduced), inner)
                 exchange = steps.update(one, value)
                 exchange.start()
                 exchanges.append(exchange)

@@ -112,7 +112,8 @@ def build_buckets(
         else:
             last = number == dense[-1]
             count = nbytes // dtype.itemsize
-            flat = group.empty(count + (TAIL if last else 0), dtype=dtype)
+            device = parameters[members[0]].device
+            flat = group.empty(count + (TAIL if last else 0), dtype=dtype, device=device)
             flat.zero_()
             own = tuple(
                 _view(flat, parameters[index], offset) for index, offset in zip(members, offsets, strict=True)

@@ -47,8 +47,8 @@ class SparseReduction:
         else:
             self._indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=like.device)
             self._values = torch.empty(0, *like.shape[sparse_dim:], dtype=dtype, device=like.device)
-        own = torch.tensor([len(self._values)], device=like.device)
-        counts = torch.empty(group.size, dtype=own.dtype, device=like.device)
+        own = torch.tensor([len(self._values)])  # on the host, which has to know the numbers
+        counts = torch.empty(group.size, dtype=own.dtype)
         self._counts: Future[torch.Tensor] = group.all_gather_single(counts, own)
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class SparseReduction:
 
     def wait(self) -> torch.Tensor:
         """The average over all ranks, coalesced; the same on every rank."""
-        indices, values = (torch.cat(future.wait()) for future in self._gathered)
+        indices, values = (torch.cat(future.wait(blocking=False)) for future in self._gathered)
         return torch.sparse_coo_tensor(
             indices.t(), values / self._group.size, self._like.shape, check_invariants=False
         ).coalesce()

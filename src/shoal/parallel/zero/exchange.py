@@ -15,7 +15,7 @@ import torch
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
-from ..coalesced import packed_size
+from ..coalesced import by_device, packed_size
 
 #: Parameters of fewer bytes travel together.  Copying so many costs about what a message does.
 SMALL_BYTES = 2**15
@@ -42,12 +42,13 @@ class Exchange:
     ) -> None:
         self._group = group
         self._as_views = as_views
-        together = [
-            (owner, parameter)
-            for rank in range(group.size)
-            for owner, parameter in zip(owners, parameters, strict=True)
-            if owner == rank and (as_views or packed_size(parameter) < SMALL_BYTES)
+        small = [x for x in parameters if as_views or packed_size(x) < SMALL_BYTES]
+        owner_of = {id(parameter): owner for owner, parameter in zip(owners, parameters, strict=True)}
+        portions = [
+            sorted(((owner_of[id(x)], x) for x in some), key=lambda pair: pair[0])
+            for some in by_device(small)
         ]
+        together = [pair for portion in portions for pair in portion]
         self._packed = [parameter for _, parameter in together]
         packed = set(self._packed)
         self._single = [pair for pair in zip(owners, parameters, strict=True) if pair[1] not in packed]
@@ -55,7 +56,12 @@ class Exchange:
         self._received = [
             parameter for owner, parameter in zip(owners, parameters, strict=True) if owner != group.rank
         ]
-        self._views, self._messages = _pack(group, together)
+        self._views: list[torch.Tensor] = []
+        self._messages: list[tuple[int, torch.Tensor]] = []
+        for portion in portions:
+            views, messages = _pack(group, portion)
+            self._views += views
+            self._messages += messages
         self._sent: list[Future[torch.Tensor]] = []
         if as_views:
             self._adopt()
@@ -76,7 +82,7 @@ class Exchange:
         """Wait until it is done."""
         sent, self._sent = self._sent, []
         for future in sent:
-            future.wait()
+            future.wait(blocking=False)
         with torch.no_grad():
             if not self._as_views:
                 self._copy(mine=False)
@@ -153,7 +159,11 @@ class Portion:
 def _pack(
     group: ProcessGroup, together: Sequence[tuple[int, torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor]]]:
-    """Registered memory for parameters sorted by owner: a view for each, and each owner's bytes."""
+    """Registered memory for parameters of one device, sorted by owner.
+
+    Returns:
+        A view of the memory for each parameter, and the bytes of each owner.
+    """
     ends = [0] * (group.size + 1)
     offsets = []
     end = 0
@@ -161,7 +171,7 @@ def _pack(
         offsets.append(end)
         end += packed_size(parameter)
         ends[owner + 1] = end
-    memory = group.empty(end, dtype=torch.uint8)
+    memory = group.empty(end, dtype=torch.uint8, device=together[0][1].device)
     memory.zero_()  # the gaps are sent too
     views = [
         _view(memory, offset, parameter) for offset, (_, parameter) in zip(offsets, together, strict=True)

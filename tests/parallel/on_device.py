@@ -1,0 +1,150 @@
+"""A program: data-parallel training on the pretended device, held against the same on the CPU, bit by bit.
+
+Every rank is a process: autograd has one thread for a device, which waits for the other ranks at the end of
+backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.parallel import hooks
+from shoal.parallel.averaging import average_parameters
+from tests.parallel.models import SMALL_MB, batches, fixed, loss_of, mlp
+from tests.support import pretend_device
+from tests.support.pretend_device import PretendRuntime
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "backend" / "thirdparty"))
+from tests.support.device_engine import use_device_engine
+
+STEPS = 3
+
+Device = torch.device | str
+
+
+class Centred(nn.Module):
+    """A model with a buffer, and with a layer that every second rank leaves out."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        y = y - self.mean
+        return self.last(y if self.skips else self.extra(y))
+
+
+def train(
+    group: shoal.ProcessGroup,
+    device: Device,
+    *,
+    make: Callable[[], nn.Module] = mlp,
+    hook: Callable[[shoal.DistributedDataParallel, torch.optim.Optimizer], Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    uneven: bool = False,
+    averaged: bool = False,
+    **options: Any,
+) -> list[torch.Tensor]:
+    net = make().to(device)
+    net.skips = bool(group.rank % 2) and options.get("find_unused_parameters", False)
+    model = shoal.DistributedDataParallel(net, group=group, bucket_cap_mb=SMALL_MB, **options)
+    if zero is None:
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        kind = shoal.ZeroRedundancyOptimizer
+        optimizer = kind(model.parameters(), torch.optim.SGD, group=group, lr=0.1, momentum=0.9, **zero)
+    if hook is not None:
+        model.register_comm_hook(None, hook(model, optimizer))
+    data = batches(STEPS * group.size)[group.rank :: group.size]
+    with shoal.Join([model] if zero is None else [model, optimizer], enable=uneven):
+        for inputs, targets in data[: STEPS - uneven * group.rank]:
+            optimizer.zero_grad()
+            loss_of(model, (inputs.to(device), targets.to(device))).backward()
+            optimizer.step()
+    if averaged:
+        average_parameters(net.parameters(), group)
+    return [x.detach().cpu() for x in (*net.parameters(), *net.buffers())]
+
+
+def centred() -> nn.Module:
+    return fixed(Centred().double())
+
+
+CASES: dict[str, Callable[[shoal.ProcessGroup, Device], list[torch.Tensor]]] = {
+    "views": train,
+    "copying": partial(train, gradient_as_bucket_view=False),
+    "buffers": partial(train, make=centred),
+    "unused": partial(train, make=centred, find_unused_parameters=True),
+    "skipped": partial(train, make=centred, find_unused_parameters=True, skip_all_reduce_unused_params=True),
+    "static graph": partial(train, static_graph=True),
+    "join": partial(train, uneven=True),
+    "averaging": partial(train, averaged=True),
+    "allreduce_hook": partial(train, hook=lambda *_: hooks.allreduce_hook),
+    "fp16_compress_hook": partial(train, hook=lambda *_: hooks.fp16_compress_hook),
+    "zero": partial(train, zero={}),
+    "zero, views": partial(train, zero={"parameters_as_bucket_view": True}),
+    "zero, join": partial(train, zero={}, uneven=True),
+    "zero in backward": partial(
+        train,
+        zero={"overlap_with_ddp": True},
+        hook=lambda *both: hooks.hook_with_zero_step(hooks.allreduce_hook, *both),
+    ),
+}
+
+
+def main() -> None:
+    runtime = pretend_device.make()  # before autograd counts the devices
+    share_default_stream(runtime)
+    use_device_engine(runtime)
+    with shoal.init() as group:
+        expected = {name: case(group, "cpu") for name, case in CASES.items()}
+    with shoal.init(backend="device") as group:
+        for name, case in CASES.items():
+            found = case(group, pretend_device.DEVICE)
+            for index, (a, b) in enumerate(zip(expected[name], found, strict=True)):
+                assert torch.equal(a, b), f"{name}: tensor {index} is\n{b} on the device and\n{a} on the CPU"
+        check_that_the_host_does_not_wait(group, runtime)
+    print("equal on the device and on the CPU")
+
+
+def share_default_stream(runtime: PretendRuntime) -> None:
+    """Let all threads enqueue on one stream unless they use another: autograd has a thread for the device."""
+    default = runtime.stream(pretend_device.DEVICE, "default")
+    runtime.current_stream = (  # type: ignore[method-assign]
+        lambda device: runtime._current.__dict__.setdefault("streams", {}).get(device) or default
+    )
+
+
+def check_that_the_host_does_not_wait(group: shoal.ProcessGroup, runtime: PretendRuntime) -> None:
+    """A training step only enqueues work; the host meets the other ranks, and not the device."""
+    model = shoal.DistributedDataParallel(
+        mlp().to(pretend_device.DEVICE), group=group, bucket_cap_mb=SMALL_MB
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [tuple(x.to(pretend_device.DEVICE) for x in batch) for batch in batches(STEPS)]
+    for batch in data:
+        before = runtime.blocked
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        assert runtime.blocked == before, "the host waited for the device in a training step"
+    assert {bucket.flat.device for bucket in model._reducer.buckets} == {pretend_device.DEVICE}
+
+
+if __name__ == "__main__":
+    main()
