@@ -304,7 +304,7 @@ def test_a_server_without_descriptors_serves_those_it_has_and_takes_others_later
 
 
 def test_of_too_many_strangers_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.store.tcp_server._MOST_STRANGERS", 8)
+    monkeypatch.setattr("shoal.wire.server._MOST_STRANGERS", 8)
     with TCPStoreServer(secret=SECRET) as server, _client(server) as store, contextlib.ExitStack() as stack:
         strangers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))

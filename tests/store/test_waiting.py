@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.store.waiting import Alarms, Waiting
+from shoal.store.waiting import Waiting
+from shoal.wire.alarms import Alarms
 
 
 def test_an_item_is_ready_when_its_last_key_appears() -> None:

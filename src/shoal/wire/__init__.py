@@ -11,17 +11,22 @@ has succeeded nothing else is read.  After it the connection carries frames (``c
     connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
     connection.send(b"hello", timeout=1)
 
+A server of many clients is a :class:`Server`: it says what a message means, and its thread does the rest.
+
 Every call has one deadline for all that it does.  Every descriptor is close-on-exec, and a forked
 child closes the sockets that it inherits, so that the death of the parent is seen at once.
 """
 
-from .acceptor import MOST_PENDING, Acceptor, PendingHandshake
+from .acceptor import MOST_PENDING, Acceptor
 from .connection import DEFAULT_LIMIT, Connection
 from .deadline import Deadline
 from .frames import FrameReader, frame_header
 from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_version
 from .inherit import close_in_forked_child
+from .pending import PendingHandshake
+from .server import Server, Session
 from .sockets import accept, connect, listen
+from .stream import Stream
 from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
 
 __all__ = [
@@ -35,6 +40,9 @@ __all__ = [
     "FrameReader",
     "Handshake",
     "PendingHandshake",
+    "Server",
+    "Session",
+    "Stream",
     "accept",
     "build_version",
     "close_in_forked_child",

@@ -12,57 +12,13 @@ from ..errors import WireError, WireTimeout
 from ..wording import in_seconds
 from .connection import DEFAULT_LIMIT, Connection
 from .deadline import Deadline
-from .handshake import HANDSHAKE_TIMEOUT, Handshake
+from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
+from .pending import PendingHandshake
 from .sockets import prepare
 
 #: handshakes that an acceptor keeps at once: strangers must not use up the process's descriptors
 MOST_PENDING = 256
-
-
-class PendingHandshake:
-    """The accepting side of a handshake on a socket that is never waited for.
-
-    Args:
-        sock: just accepted; made non-blocking.
-        secret, purpose: what the other side must prove.
-    """
-
-    def __init__(self, sock: socket.socket, *, secret: bytes, purpose: str) -> None:
-        sock.setblocking(False)
-        close_in_forked_child(sock)
-        self.sock = sock
-        self._handshake = Handshake(connecting=False, secret=secret, purpose=purpose)
-        self._received = bytearray()
-        self._send(self._handshake.greeting)
-
-    def step(self) -> bool:
-        """Take what has arrived, never reading beyond the handshake; whether it has succeeded.
-
-        Raises:
-            WireError: the other side failed, or left.  OSError: it is gone.
-        """
-        handshake = self._handshake
-        try:
-            data = self.sock.recv(handshake.needed - len(self._received))
-        except BlockingIOError:
-            return False
-        if not data:
-            raise WireError("it left in the middle of the handshake")
-        self._received += data
-        if len(self._received) == handshake.needed:
-            reply = handshake.feed(self._received)
-            self._received.clear()
-            if reply:
-                self._send(reply)
-            if handshake.failure is not None:
-                raise handshake.failure
-        return handshake.done
-
-    def _send(self, data: bytes) -> None:
-        # A fresh socket takes the few bytes of a handshake whole.
-        if self.sock.send(data) != len(data):
-            raise WireError("it takes nothing")
 
 
 class Acceptor:
@@ -133,7 +89,7 @@ class Acceptor:
     def close(self) -> None:
         """Close the listener and all connections that were not given out."""
         for pending in self._pending:
-            pending.sock.close()
+            pending.stream.close()
         self._pending.clear()
         for connection in self._ready:
             connection.close()
@@ -165,7 +121,7 @@ class Acceptor:
             self._refused = str(error)
             return
         self._pending[pending] = time.monotonic() + self._handshake_timeout
-        self._selector.register(sock, selectors.EVENT_READ, pending)
+        self._selector.register(pending.stream, pending.events, pending)
         if len(self._pending) > self._most_pending:
             self._refuse_oldest()
 
@@ -177,14 +133,16 @@ class Acceptor:
             return  # dropped for a newer one in the same round
         try:
             if pending.step():
-                self._selector.unregister(pending.sock)
+                self._selector.unregister(pending.stream)
                 del self._pending[pending]
-                self._ready.append(Connection(pending.sock, limit=self._limit))
+                self._ready.append(Connection(pending.stream, limit=self._limit))
+            elif self._selector.get_key(pending.stream).events != pending.events:
+                self._selector.modify(pending.stream, pending.events, pending)
         except OSError as error:
             self._refuse(pending, str(error))
 
     def _refuse(self, pending: PendingHandshake, why: str) -> None:
         self._refused = why
-        self._selector.unregister(pending.sock)
+        self._selector.unregister(pending.stream)
         del self._pending[pending]
-        pending.sock.close()
+        pending.stream.close()

@@ -11,14 +11,12 @@ from ..errors import UsageError, WireError, WireTimeout
 from ..wording import in_seconds
 from .credentials import peer_credentials
 from .deadline import Deadline
-from .frames import FrameReader, frame_header
+from .frames import JOIN, FrameReader, frame_header
 from .inherit import close_in_forked_child
+from .stream import Stream
 
 #: longest message in bytes unless a limit is given
 DEFAULT_LIMIT = 2**20
-
-#: below this size header and message are joined, which is cheaper than a second system call
-_JOIN = 2**14
 
 
 class Connection:
@@ -27,21 +25,20 @@ class Connection:
     One thread may send while another receives; two threads must not do the same at once.
 
     Args:
-        sock: a connected stream socket; the connection owns it from now on.
+        stream: of a connected socket; the connection owns it from now on.
         limit: longest message in bytes that is accepted or sent.
         peer: how to name the other side in messages; its address unless given.
     """
 
-    def __init__(self, sock: socket.socket, *, limit: int = DEFAULT_LIMIT, peer: str | None = None) -> None:
-        sock.setblocking(False)
-        self._sock = sock
+    def __init__(self, stream: Stream, *, limit: int = DEFAULT_LIMIT, peer: str | None = None) -> None:
+        self._stream = stream
         self._reader = FrameReader(limit)
         self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
+        self._readable.register(stream, select.POLLIN)
         self._writable = select.poll()
-        self._writable.register(sock, select.POLLOUT)
+        self._writable.register(stream, select.POLLOUT)
         self._closed = False
-        self.peer = peer if peer is not None else _peer_name(sock)
+        self.peer = peer if peer is not None else _peer_name(stream.socket)
         close_in_forked_child(self)
 
     @property
@@ -56,7 +53,7 @@ class Connection:
     @property
     def socket(self) -> socket.socket:
         """The socket itself, for what frames cannot do; it stays the connection's."""
-        return self._sock
+        return self._stream.socket
 
     def send(self, message: bytes | bytearray | memoryview, timeout: float) -> None:
         """Send one message; returns when the kernel has taken all of it.
@@ -70,7 +67,7 @@ class Connection:
             raise UsageError(f"a message of {len(message)} bytes: at most {self.limit} fit in a frame")
         deadline = Deadline(timeout)
         header = frame_header(len(message))
-        if len(message) <= _JOIN:
+        if len(message) <= JOIN:
             self.write(header + message, deadline)
         else:
             self.write(header, deadline)
@@ -105,7 +102,7 @@ class Connection:
         while view:
             self._check_open()
             try:
-                view = view[self._sock.send(view) :]
+                view = view[self._stream.send(view) :]
             except BlockingIOError:
                 try:
                     self._await(self._writable, deadline, "room to send to")
@@ -128,12 +125,12 @@ class Connection:
     def shutdown(self) -> None:
         """End the connection without giving up the descriptor; wakes threads that wait in it."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._stream.shutdown()
 
     def close(self) -> None:
         """Close the socket.  Not while another thread uses the connection: :meth:`shutdown` it first."""
         self._closed = True
-        self._sock.close()
+        self._stream.close()
 
     def detach(self) -> int:
         """Give up the socket and return its descriptor, which is non-blocking and close-on-exec.
@@ -142,14 +139,14 @@ class Connection:
             WireError: part of a frame has been read already, or the connection is closed.
         """
         self._check_open()
-        if not self._reader.between_frames:
+        if self._stream.pending() or not self._reader.between_frames:
             raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the socket over")
         self._closed = True
-        return self._sock.detach()
+        return self._stream.detach()
 
     def fileno(self) -> int:
         """The descriptor, -1 when closed."""
-        return self._sock.fileno()
+        return self._stream.fileno()
 
     @property
     def closed(self) -> bool:
@@ -181,7 +178,7 @@ class Connection:
     def _recv_into(self, view: memoryview) -> int:
         self._check_open()
         try:
-            count = self._sock.recv_into(view)
+            count = self._stream.recv_into(view)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -193,6 +190,8 @@ class Connection:
 
     def _await(self, poll: select.poll, deadline: Deadline, what: str) -> None:
         self._check_open()
+        if poll is self._readable and self._stream.pending():
+            return
         if not poll.poll(deadline.milliseconds()):
             raise WireTimeout(f"waited {in_seconds(deadline.timeout)} for {what} {self.peer}")
 

@@ -8,6 +8,9 @@ from ..errors import WireError
 
 _LENGTH = struct.Struct("<I")
 
+#: up to this size header and message are joined, which is cheaper than a second system call
+JOIN = 2**14
+
 
 def frame_header(length: int) -> bytes:
     """The 4 bytes that come before a message of ``length`` bytes."""

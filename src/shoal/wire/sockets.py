@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import UsageError, WireError, WireTimeout
 from ..wording import in_seconds
+from . import stream
 from .connection import DEFAULT_LIMIT, Connection
 from .credentials import refuse_other_users
 from .deadline import Deadline
@@ -111,7 +112,7 @@ def authenticate(
     peer: str | None = None,
 ) -> Connection:
     """Run the handshake on a connected socket, which is closed if it fails."""
-    connection = Connection(sock, limit=limit, peer=peer)
+    connection = Connection(stream.open_stream(sock), limit=limit, peer=peer)
     try:
         handshake = Handshake(connecting=connecting, secret=secret, purpose=purpose)
         connection.write(handshake.greeting, deadline)

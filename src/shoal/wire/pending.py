@@ -1,0 +1,69 @@
+"""The accepting side of a handshake that is never waited for: any number of them share a selector."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+
+from ..errors import WireError
+from . import stream
+from .handshake import Handshake
+
+
+class PendingHandshake:
+    """A handshake on a connection that was just accepted.
+
+    Call :meth:`step` whenever :attr:`stream` is ready for :attr:`events`.
+
+    Args:
+        sock: owned by :attr:`stream` from now on.
+        secret, purpose: what the other side must prove.
+    """
+
+    def __init__(self, sock: socket.socket, *, secret: bytes, purpose: str) -> None:
+        self.stream = stream.open_stream(sock)
+        self._handshake = Handshake(connecting=False, secret=secret, purpose=purpose)
+        self._received = bytearray()
+        self._unsent = bytearray(self._handshake.greeting)
+        self._flush()
+
+    @property
+    def events(self) -> int:
+        """What to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
+        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+
+    def step(self) -> bool:
+        """Do what can be done now, never reading beyond the handshake; whether it has succeeded.
+
+        Raises:
+            WireError: the other side failed, or left.  OSError: it is gone.
+        """
+        handshake = self._handshake
+        while self._flush():
+            if handshake.failure is not None:
+                raise handshake.failure  # the other side has been told
+            if handshake.done:
+                return True
+            view = memoryview(bytearray(handshake.needed - len(self._received)))
+            try:
+                count = self.stream.recv_into(view)
+            except BlockingIOError:
+                if self.stream.pending():
+                    continue
+                return False
+            if not count:
+                raise WireError("it left in the middle of the handshake")
+            self._received += view[:count]
+            if len(self._received) == handshake.needed:
+                self._unsent += handshake.feed(self._received)
+                self._received.clear()
+        return False
+
+    def _flush(self) -> bool:
+        """Send what the stream takes; whether that was all."""
+        while self._unsent:
+            try:
+                del self._unsent[: self.stream.send(self._unsent)]
+            except BlockingIOError:
+                return False
+        return True

@@ -1,0 +1,380 @@
+"""A server of authenticated connections: one thread, and any number of clients that never wait for others.
+
+The thread never blocks but in ``select``.  A client that is slow, silent or hostile costs the others
+nothing: its handshake has a deadline, the oldest of those that have not proved themselves is dropped
+where too many come, and whatever a client does wrong ends that client alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import errno
+import logging
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from ..errors import OutOfResources, UsageError, WireError
+from .alarms import Alarms
+from .frames import JOIN, FrameReader, frame_header
+from .handshake import HANDSHAKE_TIMEOUT
+from .inherit import close_in_forked_child
+from .pending import PendingHandshake
+from .sockets import prepare
+
+logger = logging.getLogger(__name__)
+
+#: connections accepted in one go before the clients that are there get their turn
+_ACCEPT_BATCH = 64
+
+#: clients kept that have not proved themselves yet; more than a job's ranks that come at one moment
+_MOST_STRANGERS = 4096
+
+#: most bytes taken from one client at a time, so that a large message does not hold up the others
+_SLICE = 2**20
+
+
+class Session:
+    """One client as its server sees it: reads whole messages and writes others, without ever blocking.
+
+    Attributes:
+        name: the client's address, for messages.
+        authenticated: whether its handshake has succeeded.
+        closed: whether the server has dropped it.
+    """
+
+    def __init__(self, handshake: PendingHandshake, name: str, limit: int) -> None:
+        self.stream = handshake.stream
+        self.name = name
+        self.authenticated = False
+        self.closed = False
+        self._handshake = handshake
+        self._reader = FrameReader(limit)
+        self._unsent: deque[memoryview] = deque()
+
+    @property
+    def clogged(self) -> bool:
+        """Whether there are bytes that the client has not taken yet."""
+        return bool(self._unsent)
+
+    @property
+    def events(self) -> int:
+        """What the server waits for: no further message is taken while one of ours is stuck."""
+        if not self.authenticated:
+            return self._handshake.events
+        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+
+    def shake_hands(self) -> bool:
+        """Go on with the handshake; whether it has just succeeded.  Raises as :meth:`receive`."""
+        self.authenticated = self._handshake.step()
+        return self.authenticated
+
+    def receive(self) -> bytearray | None:
+        """Read what is there; a message when one is complete.
+
+        Raises:
+            WireError: the client left, broke the protocol or failed to authenticate.
+        """
+        while True:
+            view = self._reader.view()[:_SLICE]
+            try:
+                count = self.stream.recv_into(view)
+            except BlockingIOError:
+                return None
+            if count == 0:
+                raise WireError("the client closed the connection")
+            message = self._reader.advance(count)
+            if message is not None or count == _SLICE:
+                return message
+
+    def send(self, message: bytes | bytearray) -> None:
+        """Send a message, now or when the client takes it.  OSError if it is gone."""
+        header = frame_header(len(message))
+        if len(message) <= JOIN:
+            self._write(header + message)
+        else:
+            self._write(header)
+            self._write(message)
+
+    def flush(self) -> None:
+        """Send what can be sent now.  OSError if the client is gone."""
+        while self._unsent:
+            first = self._unsent[0]
+            try:
+                sent = self.stream.send(first)
+            except BlockingIOError:
+                return
+            if sent < len(first):
+                self._unsent[0] = first[sent:]
+            else:
+                self._unsent.popleft()
+
+    def _write(self, data: bytes | bytearray) -> None:
+        self._unsent.append(memoryview(data))
+        if len(self._unsent) == 1:
+            self.flush()
+
+
+S = TypeVar("S", bound=Session)
+
+
+class Server(abc.ABC, Generic[S]):
+    """Serves the connections to a listener, in a daemon thread between :meth:`start` and :meth:`close`.
+
+    As a context manager it does both.  A subclass says what a message means (:meth:`received`);
+    everything that it overrides is called in the thread.
+
+    Args:
+        listener: a listening socket; the server owns it from now on.
+        secret, purpose: what every client must prove.
+        limit: longest message in bytes.
+        what: is served, for messages and the thread's name: ``"store"``.
+        handshake_timeout: seconds that a client gets to prove itself.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        secret: bytes,
+        purpose: str,
+        limit: int,
+        what: str,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+    ) -> None:
+        self._secret = secret
+        self._purpose = purpose
+        self._limit = limit
+        self._what = what
+        self._handshake_timeout = handshake_timeout
+        #: one moment for each session that has proved itself; :meth:`overdue` is called then
+        self.alarms: Alarms[S] = Alarms()
+        self._sessions: set[S] = set()
+        self._strangers: dict[S, None] = {}  # those that have not proved themselves, the oldest first
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._pid = os.getpid()
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._accepting = True
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._listener.close)
+            try:
+                self._wake_in, self._wake_out = socket.socketpair()
+                undo.callback(self._wake_in.close)
+                undo.callback(self._wake_out.close)
+                self._selector = selectors.DefaultSelector()
+            except OSError as error:
+                raise OutOfResources(
+                    f"cannot serve a {what}: {error.strerror}; raise the limit of descriptors (ulimit -n)"
+                ) from error
+            undo.pop_all()
+        self._wake_in.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        for inherited in (self._wake_in, self._wake_out, self._selector):
+            close_in_forked_child(inherited)
+
+    # -- what a subclass says ------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def session(self, handshake: PendingHandshake, name: str, limit: int) -> S:
+        """A new session."""
+
+    @abc.abstractmethod
+    def received(self, session: S, message: bytearray) -> None:
+        """A message came from a client that has proved itself.
+
+        Raises:
+            WireError, UsageError, OSError: this client is dropped.
+        """
+
+    def overdue(self, session: S) -> None:
+        """The moment has come that :attr:`alarms` has for a session."""
+
+    def dropped(self, session: S) -> None:
+        """A session has ended; called once for each."""
+
+    # -- what others call ----------------------------------------------------------------------
+
+    @property
+    def clients(self) -> int:
+        """The number of connections that are open now; a store of one process may have several."""
+        return len(self._sessions)
+
+    def start(self: _Self) -> _Self:
+        """Begin to serve; returns the server.  Starting twice is harmless.
+
+        Raises:
+            OutOfResources: the process cannot have one more thread; the server is closed.
+        """
+        if self._thread is None and not self._stopping:
+            thread = threading.Thread(target=self._run, name=f"shoal-{self._what}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.close()
+                raise OutOfResources(
+                    f"cannot serve a {self._what}: {error}.  Raise the number of threads that the process "
+                    "may have (ulimit -u)"
+                ) from error
+            self._thread = thread
+        return self
+
+    def close(self) -> None:
+        """Stop serving and drop all clients.  May be called twice, not in the thread."""
+        if os.getpid() != self._pid or self._stopping:
+            return
+        self._stopping = True
+        if self._thread is None:
+            self._release()
+            return
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"x")
+        self._thread.join()
+
+    def __enter__(self: _Self) -> _Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def send(self, session: S, message: bytes | bytearray) -> None:
+        """Send to a client that is not the one whose message is handled: its failure ends it alone."""
+        try:
+            session.send(message)
+            self._watch(session)
+        except OSError as error:
+            self.drop(session, str(error))
+
+    def drop(self, session: S, reason: str) -> None:
+        """End a session."""
+        if session.closed:
+            return
+        session.closed = True
+        logger.info("%s: client %s dropped: %s", self._what, session.name, reason)
+        self._sessions.discard(session)
+        self._strangers.pop(session, None)
+        self.alarms.cancel(session)
+        self._selector.unregister(session.stream)
+        session.stream.close()
+        self.dropped(session)
+        if not self._accepting and not self._stopping:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accepting = True
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                at = self.alarms.next()
+                timeout = None if at is None else max(0.0, at - time.monotonic())
+                for key, _ in self._selector.select(timeout):
+                    if key.data is not None:
+                        self._serve(key.data)
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                for session in self.alarms.due(time.monotonic()):
+                    if session.authenticated:
+                        self.overdue(session)
+                    else:
+                        self.drop(session, "the client did not prove itself in time")
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for session in list(self._sessions):
+            self.drop(session, "the server closes")
+        self._selector.close()
+        for sock in (self._listener, self._wake_in, self._wake_out):
+            sock.close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPT_BATCH):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not _raise_descriptor_limit():
+                    if self._strangers:
+                        self._drop_oldest_stranger()
+                        continue
+                    logger.warning("%s: no descriptors left, new clients wait until others leave", self._what)
+                    self._selector.unregister(self._listener)
+                    self._accepting = False
+                    return
+                continue  # a client that left before it was accepted, or a limit that was raised
+            self._greet(sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "on this host")
+
+    def _greet(self, sock: socket.socket, name: str) -> None:
+        try:
+            prepare(sock)
+            handshake = PendingHandshake(sock, secret=self._secret, purpose=self._purpose)
+        except OSError:
+            sock.close()
+            return
+        session = self.session(handshake, name, self._limit)
+        self._sessions.add(session)
+        self._selector.register(session.stream, session.events, session)
+        self.alarms.set(session, time.monotonic() + self._handshake_timeout)
+        self._strangers[session] = None
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._drop_oldest_stranger()
+
+    def _drop_oldest_stranger(self) -> None:
+        self.drop(next(iter(self._strangers)), "it had not proved itself when too many others came")
+
+    def _serve(self, session: S) -> None:
+        """Do what can be done for one client; whatever it did wrong ends that client alone."""
+        if session.closed:
+            return
+        try:
+            if not session.authenticated:
+                if session.shake_hands():
+                    self.alarms.cancel(session)
+                    self._strangers.pop(session, None)
+            elif session.clogged:
+                session.flush()
+            elif (message := session.receive()) is not None:
+                self.received(session, message)
+            # What the stream has taken from its descriptor does not make that readable.
+            while session.stream.pending() and not (session.closed or session.clogged):
+                if (message := session.receive()) is not None:
+                    self.received(session, message)
+            self._watch(session)
+        except (WireError, UsageError, OSError) as error:
+            self.drop(session, str(error))
+        except Exception:
+            logger.exception("%s: dropping client %s", self._what, session.name)
+            self.drop(session, "an unexpected error")
+
+    def _watch(self, session: S) -> None:
+        events = session.events
+        if not session.closed and self._selector.get_key(session.stream).events != events:
+            self._selector.modify(session.stream, events, session)
+
+
+_Self = TypeVar("_Self", bound=Server)  # type: ignore[type-arg]
+
+
+def _raise_descriptor_limit() -> bool:
+    """Raise this process's soft limit of descriptors as far as it may; whether that was possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return True

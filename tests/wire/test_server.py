@@ -1,0 +1,146 @@
+"""A server that is no store: what every server of authenticated connections has."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shoal.errors import AuthenticationError, UsageError, WireError
+from shoal.wire import (
+    Connection,
+    Deadline,
+    PendingHandshake,
+    Server,
+    Session,
+    connect,
+    connect_unix,
+    frame_header,
+    listen,
+    listen_unix,
+)
+
+SECRET = b"secret"
+
+
+class Echo(Server[Session]):
+    """Sends each message back; ``alarm``: an hour later; ``broadcast``: to all; and notes what ends."""
+
+    def __init__(self, unix: str | None = None) -> None:
+        self.ended: list[str] = []
+        self.all: list[Session] = []
+        self.threads: set[str] = set()
+        listener = listen("127.0.0.1", secret=SECRET) if unix is None else listen_unix(unix)
+        self.port = 0 if unix is not None else int(listener.getsockname()[1])
+        super().__init__(listener, secret=SECRET, purpose="echo", limit=2**20, what="echo")
+
+    def session(self, handshake: PendingHandshake, name: str, limit: int) -> Session:
+        self.all.append(Session(handshake, name, limit))
+        return self.all[-1]
+
+    def received(self, session: Session, message: bytearray) -> None:
+        self.threads.add(threading.current_thread().name)
+        if message == b"alarm":
+            self.alarms.set(session, time.monotonic() + 0.01)
+        elif message == b"broadcast":
+            for each in self.all:
+                self.send(each, message)
+        elif message == b"refuse":
+            raise UsageError("refused")
+        elif message == b"break":
+            raise ZeroDivisionError
+        else:
+            session.send(message)
+
+    def overdue(self, session: Session) -> None:
+        self.send(session, b"rings")
+
+    def dropped(self, session: Session) -> None:
+        self.ended.append(session.name)
+
+
+@pytest.fixture
+def server() -> Iterator[Echo]:
+    with Echo() as server:
+        yield server
+
+
+def _connect(server: Echo, secret: bytes = SECRET) -> Connection:
+    return connect("127.0.0.1", server.port, secret=secret, purpose="echo", timeout=30)
+
+
+def test_messages_are_answered_in_one_thread_that_has_a_name(server: Echo) -> None:
+    with _connect(server) as one, _connect(server) as other:
+        for message in (b"", b"x", os.urandom(2**20)):
+            one.send(message, 30)
+            other.send(b"short", 30)
+            assert one.recv(30) == message
+            assert other.recv(30) == b"short"
+        assert server.clients == 2
+    assert server.threads == {"shoal-echo"}
+
+
+def test_several_messages_may_be_on_their_way(server: Echo) -> None:
+    """Requests before their answers are the business of who serves them."""
+    with _connect(server) as client:
+        client.write(b"".join(frame_header(1) + bytes([number]) for number in range(100)), Deadline(30))
+        assert [client.recv(30) for _ in range(100)] == [bytes([number]) for number in range(100)]
+
+
+def test_alarms_and_messages_to_others_come_from_the_thread(server: Echo) -> None:
+    with _connect(server) as one, _connect(server) as other:
+        one.send(b"alarm", 30)
+        assert one.recv(30) == b"rings"
+        other.send(b"broadcast", 30)
+        assert (one.recv(30), other.recv(30)) == (b"broadcast", b"broadcast")
+
+
+@pytest.mark.parametrize("message", [b"refuse", b"break"])
+def test_a_message_that_is_refused_ends_its_client_alone(
+    server: Echo, message: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _connect(server) as bad, _connect(server) as good:
+        bad.send(message, 30)
+        with pytest.raises(WireError):
+            bad.recv(30)
+        good.send(b"still here", 30)
+        assert good.recv(30) == b"still here"
+        assert len(server.ended) == 1
+        assert ("ZeroDivisionError" in caplog.text) == (message == b"break")
+
+
+def test_a_message_beyond_the_limit_ends_its_client(server: Echo) -> None:
+    with _connect(server) as bad:
+        bad.write(frame_header(2**20 + 1), Deadline(30))
+        with pytest.raises(WireError):
+            bad.recv(30)
+
+
+def test_another_secret_is_refused(server: Echo) -> None:
+    with pytest.raises(AuthenticationError):
+        _connect(server, b"other")
+
+
+def test_a_server_listens_on_a_unix_socket_too() -> None:
+    name = f"shoal-test-{os.getpid()}"
+    with (
+        Echo(name),
+        connect_unix(name, secret=SECRET, purpose="echo", timeout=30) as client,
+    ):
+        client.send(b"near", 30)
+        assert client.recv(30) == b"near"
+
+
+def test_closing_drops_every_client() -> None:
+    server = Echo()
+    with server:
+        clients = [_connect(server) for _ in range(3)]
+    for client in clients:
+        with pytest.raises(WireError):
+            client.recv(30)
+        client.close()
+    assert len(server.ended) == 3
+    server.close()
