@@ -1,4 +1,4 @@
-"""What stands behind a store: the part that differs between a dictionary, a file and a server.
+"""The backing of a store: the part that differs between a dictionary, a file and a server.
 
 A :class:`~shoal.store.Store` checks arguments, turns each call into a request (``requests.py``) and
 lets an :class:`Executor` execute it.  There are two ways to write one:
@@ -67,7 +67,7 @@ class Executor(abc.ABC):
         """Another executor of the same data, which is closed by itself; made within ``timeout`` seconds."""
 
     def close(self) -> None:
-        """Give up what is held, and wake the threads in :meth:`execute` and :meth:`watch`.
+        """Release all resources, and wake the threads in :meth:`execute` and :meth:`watch`.
 
         It is called as often as the store is closed.
         """

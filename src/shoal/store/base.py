@@ -3,8 +3,7 @@
 Keys are any text, values bytes of up to 64 MB.  Every call has a deadline: its own, or the store's.
 ``tests/store/conformance.py`` is the same contract as tests; a store of one's own should pass it.
 
-The set of operations is that of ``torch.distributed``'s stores, so that what is known about those
-holds here.
+The operations are those of ``torch.distributed``'s stores, and have their meaning.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _Self = TypeVar("_Self", bound="Store")
 class Store:
     """A key-value store.  All methods may be called from several threads at once.
 
-    What differs between stores is in their backing; this class checks arguments, waits, and raises.
+    This class checks arguments, waits, and raises; a backing holds the data.
     Every method raises ``StoreError`` when the store cannot be reached or was closed, and
     ``ForkedProcess`` in a child that inherited the store by ``fork``.
 
@@ -59,7 +58,7 @@ class Store:
 
     @final
     def set(self, key: str, value: Value) -> None:
-        """Store ``value`` under ``key``, in place of what was there; a ``str`` is encoded as UTF-8."""
+        """Store ``value`` under ``key``, in place of an earlier value; a ``str`` is encoded as UTF-8."""
         self._now(requests.Set(self._key(key), self._value(value)))
 
     @final
@@ -122,7 +121,7 @@ class Store:
 
     @final
     def append(self, key: str, value: Value) -> None:
-        """Add ``value`` at the end of what ``key`` holds, or store it if there is nothing."""
+        """Add ``value`` at the end of the value of ``key``, or store it if there is none."""
         self._now(requests.Append(self._key(key), self._value(value)))
 
     @final

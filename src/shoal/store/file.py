@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class FileStore(Store):
-    """Processes write what they do to one log file, and each replays it into its own memory.
+    """Every process writes its changes to one log file, and replays the file into its own memory.
 
-    A request that changes something holds the file's lock while it reads what is new, applies
+    A request that changes something holds the file's lock while it reads new records, applies
     itself and appends itself; one that only looks takes no lock.  A process may be killed at any
-    moment: what it was told is done stays, a record it was writing is cut off by the next writer
+    moment: what was acknowledged stays, an unfinished record is cut off by the next writer
     (see ``log.py``), and the kernel releases its lock.
 
-    Nobody removes the file: who named it knows when the last process is done with it.
+    The store never removes the file: only its user knows when the last process is done with it.
 
     The file is the user's alone: a job's secret may lie in it.  One that another user made or could read is
     refused (see ``trusted.py``).
@@ -60,7 +60,7 @@ class FileStore(Store):
 
 
 class _File(Executor):
-    """The log, and a table that holds what was read of it so far."""
+    """The log, and a table of all records that were read so far."""
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _File(Executor):
             if self._table.touched:
                 self._log.append(encode(request))
         except BaseException:
-            # Whatever went wrong, the log is what counts: begin from it anew.
+            # The table may hold a change that the log does not: read the log anew.
             self._table = Table()
             self._log.rewind()
             raise

@@ -19,7 +19,7 @@ from .backing import Backing
 from .base import Store
 from .operations import check_length, counted
 
-#: longest value in bytes: a torch TCPStore's server drops the connection of who sends more
+#: longest value in bytes: a torch TCPStore's server drops a connection that sends more
 MAX_FOREIGN_VALUE = 8 * 2**20
 #: longest key in bytes: a torch TCPStore takes 8 KB, with all prefixes
 MAX_FOREIGN_KEY = 4096
@@ -36,7 +36,7 @@ _METHODS = ("set", "get", "add", "check", "compare_set", "delete_key")
 
 
 class _TorchStore(Protocol):
-    """What is used of a torch store."""
+    """The methods of a torch store that the adapter calls."""
 
     timeout: timedelta
 
@@ -55,7 +55,7 @@ class _TorchStore(Protocol):
 def adopt(store: object) -> Store:
     """``store`` as a :class:`Store`: one of ours as it is, a ``torch.distributed.Store`` behind an adapter.
 
-    The adapter keeps the contract of :class:`Store`, with what torch's stores bring along:
+    The adapter keeps the contract of :class:`Store`, within the limits of torch's stores:
 
     - values have at most 8 MB, keys 4 KB;
     - a blocking call polls, at intervals that grow to 20 ms;
@@ -64,7 +64,7 @@ def adopt(store: object) -> Store:
       :meth:`Store.multi_set` sets one key after the other, and of two equal values that are appended at the
       same moment one may be lost;
     - a store that cannot list its keys (written in Python, or of an old torch) gets one more key,
-      ``shoal.keys``, and lists what was set through adapters.
+      ``shoal.keys``, and lists the keys that were set through adapters.
 
     Its default deadline is the torch store's timeout.  :meth:`Store.close` closes the adapter only: the torch
     store stays its owner's.  :meth:`Store.clone` is another adapter on the same torch store.

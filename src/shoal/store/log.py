@@ -1,7 +1,7 @@
 """An append-only file of checksummed records that several processes write.
 
 Layout: 8 bytes of magic, then records, each a header (length of the payload and its CRC-32, both
-4 bytes little-endian) and the payload.  Only who holds the file's lock writes.
+4 bytes little-endian) and the payload.  A process writes only while it holds the file's lock.
 
 A process that is killed in the middle of a write leaves a record that reaches beyond the end of
 the file.  It was never acknowledged; readers stop before it, and the next writer cuts it off.
@@ -73,7 +73,7 @@ class Log:
         """The payloads of the records that were added since the last call.
 
         Without the lock it ends at the first record that is not complete: a writer may be at work.
-        With the lock it cuts off what a killed writer has left behind.
+        With the lock it cuts off the unfinished record of a killed writer.
 
         Raises:
             StoreError: the file is no log, or (seen with the lock only) is damaged.

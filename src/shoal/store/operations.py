@@ -1,4 +1,4 @@
-"""What a store does to its keys: each operation in terms of three, and all of them on a dictionary."""
+"""The operations of a store on its keys: each in terms of three, and all of them on a dictionary."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Operations(abc.ABC):
                 return total
 
     def append(self, key: str, value: bytes) -> None:
-        """Add ``value`` at the end of what ``key`` holds; StoreError if that gets too long."""
+        """Add ``value`` at the end of the value of ``key``; StoreError if that gets too long."""
         while True:
             held = self.get_now(key)
             joined = value if held is None else held + value

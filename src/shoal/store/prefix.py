@@ -21,7 +21,7 @@ class PrefixStore(Store):
     included.
 
     Args:
-        prefix: what comes before every key, without the slash.
+        prefix: the beginning of every key, without the slash.
         store: where the data is: a store, or one of ``torch.distributed`` (see :func:`adopt`).
     """
 
@@ -33,7 +33,7 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
-        """What comes before every key, without the slash."""
+        """The beginning of every key, without the slash."""
         return self._backing.start[:-1]
 
     @property

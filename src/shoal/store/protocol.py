@@ -1,4 +1,4 @@
-"""What client and server of a TCP store say to each other: messages of msgpack in frames.
+"""The protocol between client and server of a TCP store: messages of msgpack in frames.
 
 A client sends one request and waits for its reply before it sends the next.  A reply is one byte
 that says how it went, and a body whose type follows from that byte and the request.
@@ -26,7 +26,7 @@ MAX_MESSAGE = MAX_VALUE + 4 * 2**20
 
 
 class Status(enum.IntEnum):
-    """The first byte of a reply, and what comes after it."""
+    """The first byte of a reply; it tells the type of the rest."""
 
     DONE = 0  #: the result
     MISSING = 1  #: list of the keys that did not appear in time

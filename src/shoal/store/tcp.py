@@ -2,7 +2,7 @@
 
 A request occupies one connection from its first byte to the reply.  A store keeps the connections
 that are idle and opens another when all are occupied, so that several threads may block in it
-while others work, and nobody has to sort replies.
+while others work, and a reply needs no sorting.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TCPStore(Store):
     Raises:
         AuthenticationError, VersionMismatch: the server holds another secret, or is another build.
         StoreTimeout: nobody listened there in time.
-        WireError: what listens there is no store.
+        WireError: the listener there is no store.
     """
 
     _backing: _Client
@@ -180,7 +180,7 @@ class _Client(Executor):
                         "is it running there, and is the address right?"
                     ) from error
                 if not isinstance(error.__cause__, OSError):
-                    raise  # somebody listens there who is no store
+                    raise  # the listener there is no store
             # Many ranks start at once: spread them out.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, 0.5)

@@ -35,7 +35,7 @@ class TCPStoreServer(Server[_Client]):
     Args:
         host: interface to listen on; loopback unless given.
         port: 0 lets the kernel choose.
-        secret: what every client must prove to hold.
+        secret: the one that every client must prove to hold.
         records: keys and values that are there from the beginning.
         handshake_timeout: seconds that a client gets to prove itself.
 
@@ -77,7 +77,7 @@ class TCPStoreServer(Server[_Client]):
 
     @property
     def url(self) -> str:
-        """What :func:`~shoal.store.open_store` takes."""
+        """The URL of this store, for :func:`~shoal.store.open_store`."""
         return f"tcp://{self.address}"
 
     def session(self, handshake: PendingHandshake, name: str, limit: int) -> _Client:

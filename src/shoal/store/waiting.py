@@ -16,7 +16,7 @@ class Waiting(Generic[T]):
 
     def __init__(self) -> None:
         self._keys: dict[T, set[str]] = {}
-        # A dict stands for an ordered set: who waited first is woken first.
+        # A dict stands for an ordered set: the first to wait is the first to be woken.
         self._items: dict[str, dict[T, None]] = {}
 
     def add(self, item: T, keys: Iterable[str]) -> None:

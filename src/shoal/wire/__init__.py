@@ -1,4 +1,4 @@
-"""Framed, authenticated sockets with deadlines: what every connection of shoal is made of.
+"""Framed, authenticated sockets with deadlines, of which every connection of shoal is made.
 
 A connection starts with a handshake (``handshake.py``): both sides send a greeting of fixed size,
 compare versions and purpose, and prove to each other that they hold the job's secret.  Until that
@@ -11,7 +11,7 @@ has succeeded nothing else is read.  After it the connection carries frames (``c
     connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
     connection.send(b"hello", timeout=1)
 
-A server of many clients is a :class:`Server`: it says what a message means, and its thread does the rest.
+A subclass of :class:`Server` serves any number of clients from one thread.
 
 Every call has one deadline for all that it does.  Every descriptor is close-on-exec, and a forked
 child closes the sockets that it inherits, so that the death of the parent is seen at once.

@@ -107,7 +107,7 @@ class Acceptor:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
-            return  # who knocked has left
+            return  # the client has left already
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
                 self._refuse_oldest()

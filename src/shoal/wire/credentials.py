@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, as the kernel knows it."""
+"""The process at the other end of a unix socket, as the kernel knows it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ A proof is HMAC-SHA256, keyed with the job's secret, over the prover's role and 
 * a proof sent back to its maker fails: the role differs;
 * a proof made for one purpose or version fails for another.
 
-The connecting side proves itself first: a stranger who scans ports learns nothing that depends on
+The connecting side proves itself first: a stranger that scans ports learns nothing that depends on
 the secret.  Versions are compared before, because another version may prove in another way.
 """
 

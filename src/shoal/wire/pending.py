@@ -33,7 +33,7 @@ class PendingHandshake:
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def step(self) -> bool:
-        """Do what can be done now, never reading beyond the handshake; whether it has succeeded.
+        """Go on as far as the stream lets it, never reading beyond the handshake; whether it has succeeded.
 
         Raises:
             WireError: the other side failed, or left.  OSError: it is gone.
@@ -60,7 +60,7 @@ class PendingHandshake:
         return False
 
     def _flush(self) -> bool:
-        """Send what the stream takes; whether that was all."""
+        """Send as much as the stream takes; whether that was all."""
         while self._unsent:
             try:
                 del self._unsent[: self.stream.send(self._unsent)]

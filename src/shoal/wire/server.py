@@ -66,7 +66,7 @@ class Session:
 
     @property
     def events(self) -> int:
-        """What the server waits for: no further message is taken while one of ours is stuck."""
+        """The events to wait for: no further message is taken while an answer is stuck."""
         if not self.authenticated:
             return self._handshake.events
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
@@ -77,7 +77,7 @@ class Session:
         return self.authenticated
 
     def receive(self) -> bytearray | None:
-        """Read what is there; a message when one is complete.
+        """Read the bytes that have arrived; a message when one is complete.
 
         Raises:
             WireError: the client left, broke the protocol or failed to authenticate.
@@ -104,7 +104,7 @@ class Session:
             self._write(message)
 
     def flush(self) -> None:
-        """Send what can be sent now.  OSError if the client is gone."""
+        """Send as much as the client takes now.  OSError if the client is gone."""
         while self._unsent:
             first = self._unsent[0]
             try:
@@ -339,7 +339,7 @@ class Server(abc.ABC, Generic[S]):
         self.drop(next(iter(self._strangers)), "it had not proved itself when too many others came")
 
     def _serve(self, session: S) -> None:
-        """Do what can be done for one client; whatever it did wrong ends that client alone."""
+        """Serve one client until it blocks; any error of it ends that client alone."""
         if session.closed:
             return
         try:
@@ -351,7 +351,7 @@ class Server(abc.ABC, Generic[S]):
                 session.flush()
             elif (message := session.receive()) is not None:
                 self.received(session, message)
-            # What the stream has taken from its descriptor does not make that readable.
+            # Bytes that the stream holds already do not make its descriptor readable.
             while session.stream.pending() and not (session.closed or session.clogged):
                 if (message := session.receive()) is not None:
                     self.received(session, message)

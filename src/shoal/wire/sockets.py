@@ -82,7 +82,7 @@ def accept(
     ``HANDSHAKE_TIMEOUT`` seconds.
 
     Raises:
-        WireTimeout: nobody came within ``timeout`` seconds, or who came stayed silent.
+        WireTimeout: nobody came within ``timeout`` seconds, or the peer stayed silent.
         AuthenticationError, VersionMismatch, WireError: the handshake failed.
     """
     deadline = Deadline(timeout)

@@ -1,4 +1,4 @@
-"""The bytes of a connection: what lies below the handshake and the frames, and never blocks.
+"""Streams: the bytes of a connection, below the handshake and the frames.  A stream never blocks.
 
 Everything in this package reads and writes through a :class:`Stream`, which :func:`open_stream` makes of a
 connected socket.  A stream that encrypts takes its place there.
