@@ -101,7 +101,7 @@ def tcp(request: Request) -> Venue:
         if isinstance(error, StoreTimeout):
             raise RendezvousTimeout(
                 f"rendezvous: rank 0, or whoever starts the store, is late or gone: {error}"
-            ) from error
+            ) from None  # the store's error says no more
         if isinstance(error, AuthenticationError) and not request.secret:
             raise AuthenticationError(
                 f"{error}. This process was given no secret, so it used the one that the processes of its "

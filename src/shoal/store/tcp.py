@@ -178,7 +178,7 @@ class _Client(Executor):
                     raise StoreTimeout(
                         f"no store at {self.address} within {in_seconds(deadline.timeout)} ({error}); "
                         "is it running there, and is the address right?"
-                    ) from error
+                    ) from None  # the message says it all
                 if not isinstance(error.__cause__, OSError):
                     raise  # the listener there is no store
             # Many ranks start at once: spread them out.
