@@ -1,4 +1,4 @@
-"""What a rank tells its launcher of its own failure, so that causes can be told from consequences.
+"""A rank reports its own failure to its launcher, which then tells causes from consequences.
 
 The rank that fails first is often not the first to end: it tells its peers, and closes its groups, while they
 end already because of it.  So each rank of ``shoal run`` inherits a descriptor and reports, with the time:
@@ -8,7 +8,7 @@ end already because of it.  So each rank of ``shoal run`` inherits a descriptor 
 - ``told``: it has heard that others failed or left, and which;
 - ``ended``: the exit code that Python gives it after an exception that nobody caught.
 
-What others will hear of is reported before they can, so the report of a cause is earlier than those of its
+A rank reports before it tells its peers, so the report of a cause is earlier than those of its
 consequences.  A rank that dies at once (a signal, ``os._exit``) reports nothing; those that lost it name it.
 
 Without such a launcher nothing happens here.  A forked child closes its copy of the descriptor, a program

@@ -148,7 +148,9 @@ def test_one_job_after_another_at_a_port_that_rank_0_serves(free_port: int) -> N
 
 
 def test_a_store_that_never_starts_is_named(free_port: int) -> None:
-    with pytest.raises(RendezvousTimeout, match=f"whoever starts the store, is late or gone.*{free_port}") as caught:
+    with pytest.raises(
+        RendezvousTimeout, match=f"whoever starts the store, is late or gone.*{free_port}"
+    ) as caught:
         meet_at(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.2)
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.count("Traceback") == 1, "the causes below say nothing that the message does not"

@@ -21,7 +21,7 @@ _Failure = tuple[float, int]
 
 
 class Outcome(Protocol):
-    """What is known of one rank; its index is its place in the list of all.
+    """One rank as the launcher knows it; its index is its place in the list of all.
 
     Attributes:
         status: None while it runs, then the exit code, or minus the number of the signal.

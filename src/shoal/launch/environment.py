@@ -1,4 +1,4 @@
-"""What the launcher tells each rank, as environment variables."""
+"""The environment variables that the launcher sets for each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Job:
-    """One start of ``shoal run``: what all its ranks share.
+    """One start of ``shoal run``: the values that all its ranks share.
 
     Attributes:
         size: number of ranks, all on this machine.
@@ -25,7 +25,7 @@ class Job:
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def variables(self, rank: int, store: str, master_port: str) -> dict[str, str]:
-        """What ``rank`` is told.
+        """The variables of ``rank``.
 
         Args:
             rank: whose variables.
@@ -83,8 +83,8 @@ def defaults(
         prefixed: whether lines begin with their rank.
 
     ``OMP_NUM_THREADS`` shares the cores between the ranks: each would otherwise start a thread per
-    core.  ``PYTHONUNBUFFERED`` makes lines appear when they are written.  On a terminal the ranks,
-    who write to pipes, are told that colours are seen and how wide a line may be.
+    core.  ``PYTHONUNBUFFERED`` makes lines appear when they are written.  The ranks write to pipes:
+    if those lead to a terminal, variables tell them its width and that it shows colours.
     """
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
@@ -97,6 +97,6 @@ def defaults(
 
 
 def prefix(rank: int, size: int) -> str:
-    """What stands before each line of ``rank``: ``[3] ``, as wide for every rank."""
+    """The beginning of each line of ``rank``: ``[3] ``, equally wide for every rank."""
     width = len(str(size - 1))
     return f"[{rank:>{width}}] "

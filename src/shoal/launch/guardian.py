@@ -1,14 +1,14 @@
 """The guardian: a small process that ends the ranks when the launcher is killed.
 
-A launcher that dies by SIGKILL cannot clean up, so somebody else must.  The guardian reads a pipe
+A launcher that dies by SIGKILL cannot end its ranks; the guardian does it then.  The guardian reads a pipe
 whose other end only the launcher holds.  Each rank, between fork and exec, writes its process id
 into it; so when the pipe ends, every rank that exists has been announced, and the guardian kills
 their process groups, including children that the ranks started.  A launcher that ends in order
-says goodbye first.
+writes a zero first.
 
 The guardian is a session of its own, so that what kills the launcher's process group spares it,
 and runs as a file without imports from shoal, so that it is small and starts in milliseconds.
-As a second belt each rank asks the kernel to die with the launcher (``PR_SET_PDEATHSIG``), which
+In addition each rank asks the kernel to die with the launcher (``PR_SET_PDEATHSIG``), which
 also covers the death of launcher and guardian together.
 """
 
@@ -24,7 +24,7 @@ from contextlib import suppress
 from types import TracebackType
 
 _RECORD = struct.Struct("=i")
-_GOODBYE = 0
+_IN_ORDER = 0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,20 +72,20 @@ class Guardian:
     ) -> None:
         """Every rank is gone: let the guardian end without a deed, and collect it."""
         with suppress(BrokenPipeError):  # somebody killed the guardian
-            os.write(self._writer, _RECORD.pack(_GOODBYE))
+            os.write(self._writer, _RECORD.pack(_IN_ORDER))
         os.close(self._writer)
         self._process.wait()
 
 
 def watch(pipe: int) -> None:
-    """Read process ids from ``pipe`` until it ends; then kill their groups, unless told goodbye."""
+    """Read process ids from ``pipe`` until it ends; then kill their groups, unless one is zero."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     data = b""
     while chunk := os.read(pipe, 4096):
         data += chunk
     groups = [pid for (pid,) in _RECORD.iter_unpack(data)]
-    if _GOODBYE in groups:
+    if _IN_ORDER in groups:
         return
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):

@@ -53,7 +53,7 @@ class Lines:
         return b"".join(self._chunks)
 
     def close(self) -> Iterator[tuple[bytes, bytes]]:
-        """The stream has ended: gives what was left without an end, if anything."""
+        """Return the last line if the stream ended without a newline."""
         if self._chunks or self._held:
             yield self._finish(b"", self._held or b"\n")
             self._held = b""

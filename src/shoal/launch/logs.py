@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import LaunchError
 
-#: who writes the launcher's own lines, in the place of a rank
+#: stands for the launcher where a rank is expected
 LAUNCHER = -1
 
 

@@ -1,4 +1,4 @@
-"""What the launcher writes into the job's store: the ranks that have ended, for those that wait for them."""
+"""The launcher notes each rank that ends in the job's store, so that ranks that wait for it hear of it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Output:
             self._listen(stream)
 
     def drain(self) -> None:
-        """Read what is left, and close every pipe, even one that a stranger still holds open."""
+        """Read the rest of every pipe and close it, also if another process still holds its other end."""
         self.resume()
         for stream in list(self._streams):
             while stream in self._streams and self._read_once(stream):
@@ -141,7 +141,7 @@ class Output:
                 self._end(stream)
 
     def close(self) -> None:
-        """No more will be said; what is queued is still written."""
+        """Take no more lines; those that are queued are still written."""
         self._out.close()
         if self._err is not self._out:
             self._err.close()
@@ -167,7 +167,7 @@ class Output:
             data = os.read(stream.pipe.fileno(), _CHUNK)
         except BlockingIOError:
             return False
-        # Nobody reads what the rank writes: it shall notice, as it would without a launcher.
+        # The reader of our output is gone: the rank gets SIGPIPE, as it would without a launcher.
         if not data or stream.sink.writer.broken:
             self._end(stream)
             return False

@@ -100,12 +100,12 @@ class Rank:
         self._reports.close()
 
     def read_reports(self) -> None:
-        """Take what the rank has reported of its failure."""
+        """Read the reports of failure that the rank has sent."""
         self._reports.read()
 
     @property
     def reports(self) -> Sequence[Report]:
-        """What it reported, the earliest first."""
+        """The reports that were read, the earliest first."""
         return self._reports.received
 
     @property

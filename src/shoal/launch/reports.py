@@ -1,4 +1,4 @@
-"""What the ranks report of their failures, as the launcher receives it.
+"""The launcher's end of the ranks' reports of failure.
 
 A rank runs the user's program, so what comes from it may be anything.  Everything is checked here: a report
 that is too long, malformed or names ranks that are not there is dropped, and so is all that comes after the
@@ -41,7 +41,7 @@ class Reports:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the rank is told of its descriptor."""
+        """The variable that names the descriptor to the rank."""
         return {"SHOAL_REPORT_FD": descriptor_name(self.inherited)}
 
     def started(self) -> None:
@@ -49,7 +49,7 @@ class Reports:
         self._theirs.close()
 
     def read(self) -> None:
-        """Take what has come since the last call; never blocks."""
+        """Read the reports that have come since the last call; never blocks."""
         while self._left > 0:
             try:
                 data, _, flags, _ = self._mine.recvmsg(LONGEST)

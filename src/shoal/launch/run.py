@@ -37,7 +37,7 @@ def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str) -> 
 
 
 class _Run(click.Command):
-    """Says which option is meant by those of other launchers."""
+    """Answers options of other launchers with the name of its own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -180,7 +180,7 @@ def launch(
 
 
 def _open_standard_files() -> None:
-    """Make sure that descriptors 0 to 2 are open: who starts daemons likes to close them."""
+    """Make sure that descriptors 0 to 2 are open: a program that starts daemons may have closed them."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -200,7 +200,7 @@ def _plan(
     bound: Sequence[Sequence[int]] | None,
     store: str | None,
 ) -> str:
-    """What ``--dry-run`` prints."""
+    """The text that ``--dry-run`` prints."""
     url = "tcp://127.0.0.1:<port>" if store is None else store
     secret = {"SHOAL_SECRET": "<secret>"} if store is None else {}
     ranks = [Job(size, secret="").variables(rank, url, "<port>") for rank in range(size)]

@@ -54,4 +54,4 @@ class Signals:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The byte in the pipe says it all."""
+    """Do nothing: Python has written the signal's number into the pipe."""

@@ -44,7 +44,7 @@ class Writer:
         self._waiting = 0
         self._closing = False
         self._changed = threading.Condition()
-        #: nobody reads any more; what is written is dropped
+        #: the reader is gone; lines are dropped
         self.broken = False
         self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
         self._thread.start()

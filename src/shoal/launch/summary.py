@@ -1,4 +1,4 @@
-"""What the user reads after a job that did not end well."""
+"""The launcher's own lines, most of them about a job that did not end well."""
 
 from __future__ import annotations
 
@@ -75,18 +75,18 @@ def _ended(status: int) -> str:
 
 
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
-    """What is said when a signal to the launcher ended the job."""
+    """The line for a job that a signal to the launcher ended."""
     ended = [(rank, _ended(rank.status or 0)) for rank in ranks]
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
 
 def waiting(seconds: float, left: Sequence[int]) -> bytes:
-    """What is said while ranks save their work after Ctrl-C."""
+    """The line while ranks save their work after Ctrl-C."""
     return f"shoal: waiting {seconds:.0f} s for {ranks_named(left)}; press Ctrl-C again to kill\n".encode()
 
 
 def unannounced(ended: Sequence[int], running: Sequence[int]) -> bytes:
-    """What is said when ranks exited with 0 and left no group, while others run."""
+    """The line for ranks that exited with 0 and left no group, while others run."""
     still = "still runs" if len(running) == 1 else "still run"
     them = "it" if len(ended) == 1 else "them"
     text = f"shoal: {ranks_named(ended)} ended with exit code 0 without leaving a group of shoal; "
@@ -96,7 +96,7 @@ def unannounced(ended: Sequence[int], running: Sequence[int]) -> bytes:
 
 
 def leftovers(processes: Sequence[psutil.Process]) -> bytes:
-    """What is said when ranks finished but left processes behind."""
+    """The line for processes that finished ranks left behind."""
     names = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -60,7 +60,7 @@ class Supervisor:
     """Runs one job to its end.
 
     Args:
-        signals: the launcher's; what arrives there is passed on.
+        signals: the launcher's; those that arrive are passed on.
         guardian: told of every rank before it runs.
         notes: told of every rank that ends before others do.
         prefixed, logs: see :class:`Output`.
@@ -87,7 +87,7 @@ class Supervisor:
         self._stop_signal = 0
         self._interrupted_at = -_SAME_INTERRUPT
         self._kill_at: float | None = None
-        #: when the user is told for whom Ctrl-C waits
+        #: when the user is told for which ranks Ctrl-C waits
         self._remind_at: float | None = None
         #: when the user is told of ranks that ended unannounced, and whether that has happened
         self._unannounced_at: float | None = None
@@ -140,7 +140,7 @@ class Supervisor:
         return code
 
     def close(self) -> None:
-        """Kill what may still be alive, and release everything."""
+        """Kill the ranks that may still be alive, and release everything."""
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
             rank.reap()
@@ -149,7 +149,7 @@ class Supervisor:
     # -- the loop ------------------------------------------------------------------------------
 
     def _turn(self, timeout: float | None) -> None:
-        """Handle what is ready, or wait for it until ``timeout`` or the next deadline."""
+        """Handle the ready descriptors; wait for one until ``timeout`` or the next deadline."""
         assert self._output is not None
         now = time.monotonic()
         moments = self._kill_at, self._spare_until, self._remind_at, self._unannounced_at
@@ -254,7 +254,7 @@ class Supervisor:
             self._kill()
 
     def _remind(self, now: float) -> None:
-        """Tell the user for whom Ctrl-C waits, and how long."""
+        """Tell the user for which ranks Ctrl-C waits, and how long."""
         assert self._output is not None
         self._remind_at = None
         left = [rank.index for rank in self._ranks if rank.status is None]
@@ -282,7 +282,7 @@ class Supervisor:
     # -- the end -------------------------------------------------------------------------------
 
     def _sweep(self, output: Output) -> None:
-        """End what the ranks left behind in their groups."""
+        """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
         groups = [rank.pid for rank in self._ranks]
         orderly = self._phase is _Phase.RUNNING

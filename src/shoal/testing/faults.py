@@ -1,4 +1,4 @@
-"""Doing to processes what happens to them: death, a standstill, a broken connection.
+"""Faults for tests: the death of a process, a standstill, a broken connection.
 
     with processes(fn, 3) as ranks:
         ranks.kill(1)
@@ -28,7 +28,7 @@ _TAKES_NOTE = 10.0
 
 
 def kill(pid: int) -> None:
-    """End the process at once (SIGKILL): it has no chance to say goodbye."""
+    """End the process at once (SIGKILL): it cannot tell its peers."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

@@ -15,10 +15,10 @@ import psutil
 
 from ..future import pool
 
-#: seconds that what is ending gets to end
+#: seconds in which threads and processes that are ending must have ended
 _PATIENCE = 5.0
 
-#: what the fork server of ``processes`` needs as long as this process lives
+#: resources that the fork server of ``processes`` holds as long as this process lives
 _ignored: set[str] = set()
 
 
@@ -48,14 +48,14 @@ def no_leaks(patience: float = _PATIENCE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignoring() -> Iterator[None]:
-    """What comes into being in the block is no leak."""
+    """Count nothing that the block makes as a leak."""
     before = inventory()
     yield
     _ignored.update(inventory() - before)
 
 
 def inventory() -> set[str]:
-    """What this process has, one description for each thing."""
+    """The resources of this process, with a description for each."""
     return {*_threads(), *_descriptors(), *_mappings(), *_shared_files(), *_children()}
 
 

@@ -1,4 +1,4 @@
-"""What became of one rank, and the error that shows what became of all of them."""
+"""The outcome of one rank, and the error that shows those of all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcome:
         return self.error is None and self.exitcode is None and self.stacks is None
 
     def describe(self) -> str:
-        """What happened, in words."""
+        """The outcome in words."""
         if self.stacks is not None:
             return f"rank {self.rank} was still running at the deadline:\n{self.stacks}"
         if self.error is not None:
@@ -82,7 +82,7 @@ def reported(rank: int, kind: str, raw: bytes, text: str, at: float) -> Outcome:
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What the ranks returned.
+    """The values that the ranks returned.
 
     Raises:
         RemoteError: some did not; the message shows all that failed, the first one first, and its cause

@@ -65,7 +65,7 @@ class Ranks:
             ranks.kill(1)
             outcomes = ranks.join()
 
-    At the end of the block whoever still runs is killed.
+    At the end of the block the ranks that still run are killed.
 
     Args:
         fn: called as ``fn(group, *args)`` with the world group, which is closed (or, if ``fn`` raises,
@@ -182,7 +182,7 @@ class Ranks:
         return [self._outcomes[rank.rank] for rank in self._ranks]
 
     def close(self) -> None:
-        """Kill whoever still runs, and release everything."""
+        """Kill the ranks that still run, and release everything."""
         for rank in self._ranks:
             rank.end()
         self._client.close()
@@ -244,7 +244,7 @@ class _Rank:
             self.report = ("none", b"", "", time.monotonic())
 
     def outcome(self) -> Outcome:
-        """What became of the rank, which has ended."""
+        """The outcome of the rank, which has ended."""
         if self.report is None:
             self.read_report()
         kind, raw, text, at = self.report or ("none", b"", "", 0.0)
@@ -253,7 +253,7 @@ class _Rank:
         return reported(self.rank, kind, raw, text, at)
 
     def read_stacks(self) -> str:
-        """What the rank writes about its threads, until it says nothing for a while."""
+        """The stacks that the rank writes, until it has been silent for a while."""
         return read_stacks(self._dumps)
 
     def end(self) -> None:
@@ -270,7 +270,7 @@ class _Rank:
 
 
 def read_stacks(dumps: connection.Connection) -> str:
-    """What a rank that got :data:`DUMP_SIGNAL` writes to this pipe, until it says nothing for a while."""
+    """The stacks that a rank writes after :data:`DUMP_SIGNAL`, until it has been silent for a while."""
     descriptor, text, pause = dumps.fileno(), b"", _DUMP_TIME
     while select.select([descriptor], [], [], pause)[0]:
         part = os.read(descriptor, 65536)

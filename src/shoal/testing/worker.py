@@ -1,4 +1,4 @@
-"""What runs in a rank that is a process.  The fork server imports it, and torch with it, once."""
+"""The main function of a rank that is a process.  The fork server imports it, and torch with it, once."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _WIDE = 1000
 
 
 class _Entry(msgspec.Struct):
-    """What is shown of an operation: see :class:`shoal.recorder.Entry`, which needs torch."""
+    """The shown part of an operation: see :class:`shoal.recorder.Entry`, which needs torch."""
 
     kind: str
     number: int
@@ -52,7 +52,7 @@ class _Stack(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """What is shown of a file."""
+    """The shown part of a file."""
 
     schema: str
     job: str
@@ -136,7 +136,11 @@ def read(path: Path) -> Dump:
 
 
 def findings(members: dict[int, Dump], size: int) -> list[str]:
-    """What the dumps of a group of ``size`` ranks, by rank, say together: each a line."""
+    """Lines about a group of ``size`` ranks that no single dump could give.
+
+    Args:
+        members: the dumps by rank.
+    """
     lines = []
     failed = [dump for dump in members.values() if dump.error is not None]
     if failed:

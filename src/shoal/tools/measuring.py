@@ -1,4 +1,4 @@
-"""What commands that measure for minutes owe their user: nothing lost at the end, nothing left behind."""
+"""Helpers of commands that measure for minutes: they check first, and clean up however they end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def installed(module: str) -> bool:
 
 @contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end what runs inside by an exception, as Ctrl-C does.
+    """Let SIGTERM and SIGHUP end the block by an exception, as Ctrl-C does.
 
     On the exception's way out folders are removed and ranks are killed; a second signal is ignored meanwhile.
     The exit code is 128 + the signal.  Only for the main thread, as Python's signal handlers are.

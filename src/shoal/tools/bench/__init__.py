@@ -1,4 +1,4 @@
-"""``shoal bench``: collectives called from Python, shoal beside its peers and beside what the machine allows.
+"""``shoal bench``: collectives called from Python, shoal beside its peers and the machine's limits.
 
 A coordinator (:mod:`.command`, :mod:`.race`) starts each contender's ranks once (:mod:`.contenders`,
 :mod:`.running`) and gives them work in turns; a rank (:mod:`.ranks`) waits for orders, checks the result

@@ -1,4 +1,4 @@
-"""What is measured: an operation, a dtype and a size.  Ranks of MPI import this: it needs nothing else."""
+"""A measured case: an operation, a dtype and a size.  Ranks of MPI import this: it needs nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part, and with which command its ranks are started."""
+"""The contenders, and the commands that start their ranks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ FLOOR = "floor"
 
 
 def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
-    """What to start so that ``size`` ranks come up, each launcher with its defaults.
+    """The commands that start ``size`` ranks, each launcher with its defaults.
 
     Raises:
         Absent: the environment of an MPI cannot be made.

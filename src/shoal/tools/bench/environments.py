@@ -46,6 +46,6 @@ def mpi_environment(wheel: str) -> Path:
 
 
 def last_line(text: str) -> str:
-    """What a program said last, which mostly is why it ended."""
+    """The last line of a program's output, which mostly says why it ended."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"

@@ -14,7 +14,7 @@ from .environments import Absent
 from .result import Result
 from .running import Running, Unmeasured
 
-#: a sample is about so long, and with what is not timed in it at most so many times as long
+#: aimed length of a sample; together with its untimed parts it is at most _OVERHEAD times as long
 SAMPLE_SECONDS = 0.015
 _OVERHEAD = 3
 _MOST = 5000

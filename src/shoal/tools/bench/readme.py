@@ -16,7 +16,7 @@ PICTURE = "docs/all_reduce.png"
 
 
 def rewrite(result: Result, root: Path) -> None:
-    """Put the tables of what was measured into README.md, and the picture when all of it was."""
+    """Put the measured tables into README.md, and the picture if every case was measured."""
     page = root / "README.md"
     text = page.read_text()
     measured = [setting for setting in SETTINGS if setting in result.cells]
@@ -30,6 +30,6 @@ def rewrite(result: Result, root: Path) -> None:
 
 
 def replace_section(text: str, name: str, body: str) -> str:
-    """``text`` with what stands between the markers of section ``name`` replaced by ``body``."""
+    """``text`` with ``body`` between the markers of section ``name``."""
     pattern = rf"(<!-- {re.escape(name)}: begin.*?-->\n).*?(<!-- {re.escape(name)}: end -->)"
     return re.sub(pattern, lambda match: f"{match[1]}{body}\n{match[2]}", text, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and the figures that are read off it."""
+"""The record of a run, and the figures that are computed from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .machine import machine
 
 @dataclass(frozen=True)
 class Setting:
-    """What one table shows: an operation, a dtype and a number of ranks."""
+    """The heading of one table: an operation, a dtype and a number of ranks."""
 
     operation: str
     dtype: str
@@ -110,7 +110,7 @@ class Result:
         return statistics.median(b / a for a, b in zip(own.samples, other.samples, strict=False))
 
     def record(self) -> dict[str, Any]:
-        """As it is written to JSON: every sample, with where and with what it was taken."""
+        """The record for JSON: every sample, the machine and all versions."""
         return {
             "date": datetime.date.today().isoformat(),
             "machine": machine(),

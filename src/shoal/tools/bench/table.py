@@ -91,7 +91,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def facts(result: Result) -> list[str]:
-    """What is measured once: memory's speed, and the cost of a wake-up."""
+    """The figures that are measured once: the memory's speed, and the cost of a wake-up."""
     found = []
     for setting in result.cells:
         speeds = {
