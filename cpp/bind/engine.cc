@@ -80,6 +80,7 @@ void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
 OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count,
                         int dtype, int op, int root, std::vector<std::uint64_t> sizes, std::int64_t number,
                         std::uint64_t key, double timeout) {
+  if (group.pairwise()) throw std::invalid_argument("a group of pairs carries no collectives");
   Request request;
   request.kind = static_cast<Kind>(kind);
   set_channel(request, number, key);
@@ -179,6 +180,8 @@ void bind_engine(nb::module_& m) {
           "None, or (code, text, ranks, number of the last operation completed or -1).")
       .def("announce", &Operation::announce, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
+      .def("cancel", &Operation::cancel, nb::call_guard<nb::gil_scoped_release>(),
+           "End the operation before its time; False for a collective, or if it has ended otherwise.")
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
@@ -241,12 +244,12 @@ void bind_engine(nb::module_& m) {
       .def(
           "group",
           [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
-             std::vector<int> ranks, std::vector<int> hosts, int lanes) {
-            return context->make_group(
-                {ident, std::move(name), rank, std::move(ranks), std::move(hosts), lanes});
+             std::vector<int> ranks, std::vector<int> hosts, int lanes, bool pairwise) {
+            return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts),
+                                        lanes, pairwise ? Scope::kPair : Scope::kAll});
           },
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
-          nb::arg("lanes"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("lanes"), nb::arg("pairwise") = false, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "completions",
           [](Context& context, double timeout) { return context.completions(nanoseconds(timeout)); },

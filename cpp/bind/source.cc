@@ -109,6 +109,18 @@ PyObject* source_done(PyObject* self, PyObject*) {
   return PyBool_FromLong(done);
 }
 
+// Ends the operation before its time, and lets go of the tensors.
+PyObject* source_cancel(PyObject* object, PyObject*) {
+  Source* self = as_source(object);
+  if (complete(self)) Py_RETURN_FALSE;
+  const OperationPtr op = self->op;
+  PyThreadState* state = PyEval_SaveThread();
+  const bool ended = op->cancel();
+  PyEval_RestoreThread(state);
+  if (complete(self)) release_tensors(self);
+  return PyBool_FromLong(ended);
+}
+
 PyObject* core_of(Source* self) { return nb::cast(self->op).release().ptr(); }
 
 PyObject* source_exception(PyObject* object, PyObject*) {
@@ -163,11 +175,9 @@ void source_dealloc(PyObject* object) {
 }
 
 PyMethodDef source_methods[] = {
-    {"wait", source_wait, METH_O, nullptr},
-    {"done", source_done, METH_NOARGS, nullptr},
-    {"exception", source_exception, METH_NOARGS, nullptr},
-    {"notify", source_notify, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    {"wait", source_wait, METH_O, nullptr},          {"done", source_done, METH_NOARGS, nullptr},
+    {"cancel", source_cancel, METH_NOARGS, nullptr}, {"exception", source_exception, METH_NOARGS, nullptr},
+    {"notify", source_notify, METH_O, nullptr},      {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot source_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(source_new)},

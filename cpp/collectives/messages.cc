@@ -107,6 +107,13 @@ bool Messages::ungranted(const Operation& op) {
   return false;
 }
 
+bool Messages::hand_over(const Operation& op) {
+  bool all = !op.messages.empty();
+  for (const Messages* messages : op.messages)
+    for (auto& [link, message] : messages->outgoing_) all &= link->cancel(message);
+  return all;
+}
+
 std::vector<int> Messages::sources_of(const Operation& op) {
   std::vector<int> sources;
   for (const Messages* messages : op.messages)

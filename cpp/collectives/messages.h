@@ -30,6 +30,8 @@ class Messages {
 
   // Whether a message of the operation still waits for its receiver to have room for it.
   static bool ungranted(const Operation& op);
+  // Lets go of the memory that the operation sends; whether its receivers get everything all the same.
+  static bool hand_over(const Operation& op);
   // Ranks whose messages the operation still waits for.
   static std::vector<int> sources_of(const Operation& op);
 

@@ -112,6 +112,10 @@ Task receive(Operation& op) {
   auto settled = op.until([&messages] { return messages.received(); });
   co_await settled;
   if (incoming->state.load() != Incoming::kRefused) co_return;
+  Group& group = op.group();
+  const FrameHeader& header = incoming->header;
+  if (group.pairwise() && (header.code == kWithheld || header.payload < header.total))
+    incoming->link.load()->decline(header);
   if (incoming->allocate)
     throw OutOfMemory("there is no room for a message of " + std::to_string(incoming->header.total) +
                       " bytes from rank " + std::to_string(incoming->header.source));
@@ -123,13 +127,15 @@ Task receive(Operation& op) {
   mine.kind = static_cast<std::uint8_t>(Kind::kRecv);
   mine.dtype = request.shape.dtype;
   mine.count = request.out[0].bytes / itemsize(static_cast<DType>(mine.dtype));
-  op.group().fail(
-      {ErrorCode::kMismatch,
-       "a message with tag " + std::to_string(request.tag) + " does not fit its receiver:\n  rank " +
-           std::to_string(incoming->header.source) + ": " + describe(theirs) + "\n  rank " +
-           std::to_string(op.group().rank()) + ": " + describe(mine),
-       {}},
-      true);
+  Error error{ErrorCode::kMismatch,
+              "a message with tag " + std::to_string(request.tag) + " does not fit its receiver:\n  rank " +
+                  std::to_string(header.source) + ": " + describe(theirs) + "\n  rank " +
+                  std::to_string(group.rank()) + ": " + describe(mine),
+              {}};
+  if (group.pairwise())
+    op.end(std::move(error));
+  else
+    group.fail(std::move(error), true);
   auto never = op.never();
   co_await never;
 }

@@ -365,6 +365,8 @@ std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
 
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {
+    // Who is lost stays lost, though it may have been stopped only and go on.
+    if (peers_[static_cast<std::size_t>(link.peer())].state.load() == Peer::kLost) return {};
     std::unique_lock lock(groups_mutex_);
     auto group = find(header.group);
     // Under the lock: who makes the group looks through its early messages after the group is to be found.
@@ -390,7 +392,10 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       messenger_.on_payload(link, header, destination);
       return;
     case FrameType::kGrant:
-      link.granted(header.message);
+      link.granted(header.message, header.code == kDeclined);
+      return;
+    case FrameType::kWithdrawn:
+      messenger_.on_withdrawn(link, header);
       return;
     case FrameType::kCredit:
       link.credited(header.total);

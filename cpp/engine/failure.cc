@@ -119,7 +119,7 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   fail(std::move(error), false);
 }
 
-void Group::on_peers_lost(const std::vector<Loss>& losses) {
+bool Group::on_peers_lost(const std::vector<Loss>& losses) {
   Error error;
   {
     std::lock_guard lock(state_mutex_);
@@ -128,11 +128,47 @@ void Group::on_peers_lost(const std::vector<Loss>& losses) {
       if (rank < 0 || departed_[static_cast<std::size_t>(rank)] != ~0ULL)
         continue;  // it had closed this group
       if (error.ranks.empty()) error.code = loss.code;
-      lost_.emplace(rank, loss.why);
+      lost_.emplace(rank, loss);
       add_loss(error, rank, loss.why);
     }
+    if (pairwise() && !error.ranks.empty()) any_lost_.store(true, std::memory_order_release);
   }
-  if (!error.ranks.empty()) fail(std::move(error), !closed());
+  if (error.ranks.empty()) return false;
+  if (!pairwise()) fail(std::move(error), !closed());
+  context_->bell().wake();
+  return pairwise();
+}
+
+bool Group::lost(int rank) {
+  if (!any_lost_.load(std::memory_order_acquire)) return false;
+  std::lock_guard lock(state_mutex_);
+  return lost_.contains(rank);
+}
+
+// Why nobody will complete a message any more, in a group of pairs that has lost members.
+std::optional<Error> Group::lost_for(Operation& op) {
+  const Request& request = op.request();
+  if (request.peer < 0) {
+    const int from = op.received ? op.received->from.load(std::memory_order_acquire) : -1;
+    if (from >= 0 && lost(from)) {
+      op.step();
+      if (op.done()) return std::nullopt;
+      context_->messenger().repost(op.received);  // others may send what it waits for
+    }
+  }
+  std::lock_guard lock(state_mutex_);
+  Error error;
+  error.code = ErrorCode::kPeerLost;
+  for (const auto& [rank, loss] : lost_) {
+    if (request.peer >= 0 && rank != request.peer) continue;
+    error.code = loss.code;
+    add_loss(error, rank, loss.why);
+  }
+  if (request.peer < 0)
+    for (int r = 0; r < size(); ++r)
+      if (r != rank() && !lost_.contains(r) && departed_[static_cast<std::size_t>(r)] == ~0ULL)
+        return std::nullopt;
+  return error.ranks.empty() ? std::nullopt : std::optional(std::move(error));
 }
 
 // The cause of the group's end stays the first; who else has died since belongs to what the user is told.
@@ -140,8 +176,8 @@ Error Group::with_all_lost(Error error) {
   if (error.code != ErrorCode::kPeerLost) return error;
   if (std::ranges::count(error.ranks, rank()) > 0) return error;  // it is this rank that was given up
   std::lock_guard lock(state_mutex_);
-  for (const auto& [rank, why] : lost_)
-    if (std::ranges::count(error.ranks, rank) == 0) add_loss(error, rank, why);
+  for (const auto& [rank, loss] : lost_)
+    if (std::ranges::count(error.ranks, rank) == 0) add_loss(error, rank, loss.why);
   std::ranges::sort(error.ranks);
   return error;
 }

@@ -37,7 +37,7 @@ Group::Group(std::shared_ptr<Context> context, Options options)
     lane.next = static_cast<std::uint64_t>(i);
   }
   const auto& mine = hosts_[static_cast<std::size_t>(host_)];
-  if (mine.size() > 1) {
+  if (mine.size() > 1 && !pairwise()) {
     int self = static_cast<int>(std::find(mine.begin(), mine.end(), rank()) - mine.begin());
     team_ = std::make_unique<Team>(*context_, ident(), mine, options_.ranks, self, options_.lanes);
   }
@@ -139,10 +139,25 @@ bool Group::run_held(Lane& lane, Effort effort) {
 
 // An operation that cannot go on is told why, after one more look at what came before the bad news.
 void Group::settle(Operation& op) {
+  if (op.ending()) {
+    op.step();
+    if (op.done()) return;
+    // A message that needs only our own buffers to get through does so.
+    if (op.request().kind == Kind::kSend && collectives::Messages::hand_over(op)) op.step();
+    if (!op.done()) op.fail(op.cause_);
+    return;
+  }
   if (broken()) {
     op.step();
     if (!op.done()) op.fail(*failure());
     return;
+  }
+  if (any_lost_.load(std::memory_order_acquire)) {
+    if (auto error = lost_for(op)) {
+      op.step();
+      if (!op.done()) op.fail(std::move(*error));
+      return;
+    }
   }
   if (leaving_.load(std::memory_order_acquire)) {
     // Others of this group may still be completed, so this one alone ends.
@@ -158,7 +173,9 @@ void Group::settle(Operation& op) {
   if (auto rank = departed_for(op)) {
     op.step();
     if (op.done()) return;
-    fail({ErrorCode::kClosed, departure(*rank, op.request()), {*rank}}, true);
+    Error error{ErrorCode::kClosed, departure(*rank, op.request()), {*rank}};
+    if (pairwise()) return op.fail(std::move(error));
+    fail(std::move(error), true);
     op.fail(*failure());
   }
 }
@@ -169,10 +186,9 @@ std::optional<int> Group::departed_for(Operation& op) {
   auto is_gone = [&](int rank) { return departed_[static_cast<std::size_t>(rank)] != ~0ULL; };
   if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
   if (request.kind == Kind::kRecv && request.peer < 0) {
-    if (op.received && op.received->state.load(std::memory_order_acquire) != Incoming::kPosted) {
-      const int source = static_cast<int>(op.received->header.source);
-      return is_gone(source) ? std::optional(source) : std::nullopt;  // the rest of it will not come
-    }
+    if (op.received)
+      if (const int source = op.received->from.load(std::memory_order_acquire); source >= 0)
+        return is_gone(source) ? std::optional(source) : std::nullopt;  // the rest of it will not come
     int last = -1;
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
@@ -298,7 +314,12 @@ void Group::check(std::int64_t now, std::int64_t& next) {
     if (request.peer >= 0) error.ranks.push_back(request.peer);
     error.text +=
         request.kind == Kind::kRecv ? ": no matching message came" : ": the receiver took no notice of it";
-    fail(std::move(error), true);
+    if (pairwise()) {
+      op->end(std::move(error));
+      drive(*op);
+    } else {
+      fail(std::move(error), true);
+    }
   }
   bool over = false;
   {

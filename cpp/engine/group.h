@@ -35,6 +35,11 @@ struct Loss {
   ErrorCode code;
 };
 
+// What breaks when something goes wrong between two members: all of the group, or what these two exchange.
+// A group of pairs carries messages only: ranks that went on after a collective which failed on one of them
+// would be at different operations, so there is no failure of a collective that ends nothing else.
+enum class Scope { kAll, kPair };
+
 class Group : public std::enable_shared_from_this<Group> {
  public:
   struct Options {
@@ -44,6 +49,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::vector<int> ranks;  // global
     std::vector<int> hosts;  // of each member
     int lanes = 1;
+    Scope scope = Scope::kAll;
   };
   Group(std::shared_ptr<Context> context, Options options);
   ~Group();
@@ -59,6 +65,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }  // members of each host, ascending
   int host() const { return host_; }                                     // index of this one
   int lanes() const { return options_.lanes; }
+  bool pairwise() const { return options_.scope == Scope::kPair; }
   Team* team() const { return team_.get(); }  // null if alone on this host
   Link* link(int rank) const;
 
@@ -83,7 +90,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void suspect(std::uint64_t channel);  // a peer claims something else for it
 
   // From the links.
-  void on_peers_lost(const std::vector<Loss>& losses);
+  // True if the group goes on without them, and they have to hear from their connections that they are lost.
+  bool on_peers_lost(const std::vector<Loss>& losses);
+  // A group of pairs has lost this member.
+  bool lost(int rank);
   void on_peer_closed(int rank, std::uint64_t next_number);
   void on_peer_closing(int rank, std::uint64_t next_number, bool has_read);
   void on_broken(int rank, ErrorCode code, const std::string& text);
@@ -133,6 +143,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool calls_differ(const Inquiry& inquiry) const;
   bool histories_differ(const Inquiry& inquiry) const;
   void settle(Operation& op);
+  std::optional<Error> lost_for(Operation& op);
   std::optional<Error> in_vain(Operation& op);
   void give_up_from(std::uint64_t channel);
   void tell_closing(int rank, Closing what);
@@ -167,7 +178,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::uint64_t>
       departed_;  // per rank: the first number it will not submit; ~0 while it is there
   std::atomic<bool> any_departed_{false};
-  std::map<int, std::string> lost_;  // members, and why
+  std::map<int, Loss> lost_;           // members
+  std::atomic<bool> any_lost_{false};  // of a group of pairs
   // Members that submit nothing more, though they may not have left yet; used by one that closes too.
   struct Leaving {
     std::uint64_t next_number = ~0ULL;  // ~0 while it goes on

@@ -6,10 +6,17 @@
 #include "transport/check.h"
 
 namespace shoal {
+namespace {
+
+// Whether the sender has sent the message's first frame only.
+bool partial(const FrameHeader& header) { return header.code == kWithheld || header.payload < header.total; }
+
+}  // namespace
 
 bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link) {
   incoming.header = header;
   incoming.link.store(&link, std::memory_order_release);
+  incoming.from.store(static_cast<std::int32_t>(header.source), std::memory_order_release);
   if (incoming.allocate) {
     incoming.owned.reset(new (std::nothrow) std::byte[header.total > 0 ? header.total : 1]);
     incoming.data = incoming.owned.get();
@@ -32,10 +39,10 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
 
 void Messenger::go_on(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming) {
   incoming->received = header.payload;
-  if (header.code != kWithheld && header.payload == header.total)
-    incoming->state.store(Incoming::kDone, std::memory_order_release);
-  else
+  if (partial(header))
     link.ask_for_rest(header, incoming);
+  else
+    incoming->state.store(Incoming::kDone, std::memory_order_release);
 }
 
 void Messenger::deliver(Early& early, const std::shared_ptr<Incoming>& incoming) {
@@ -46,27 +53,61 @@ void Messenger::deliver(Early& early, const std::shared_ptr<Incoming>& incoming)
 
 void Messenger::post(const std::shared_ptr<Incoming>& incoming) {
   std::lock_guard lock(mutex_);
-  Key key{incoming->group, incoming->channel};
-  auto found = channels_.find(key);
-  if (found != channels_.end()) {
-    auto& early = found->second.early;
-    for (auto it = early.begin(); it != early.end(); ++it) {
-      Early& message = **it;
-      if (message.claimed || message.header.step != incoming->step) continue;
-      if (incoming->source >= 0 && static_cast<std::int32_t>(message.header.source) != incoming->source)
-        continue;
-      if (message.complete)
-        deliver(message, incoming);
-      else
-        message.claimed = incoming;  // its bytes are being read right now
-      if (message.complete) {
-        early.erase(it);
-        if (early.empty() && found->second.posted.empty()) channels_.erase(found);
-      }
-      return;
+  if (!match_early(incoming)) channels_[{incoming->group, incoming->channel}].posted.push_back(incoming);
+}
+
+bool Messenger::match_early(const std::shared_ptr<Incoming>& incoming) {
+  auto found = channels_.find(Key{incoming->group, incoming->channel});
+  if (found == channels_.end()) return false;
+  auto& early = found->second.early;
+  for (auto it = early.begin(); it != early.end(); ++it) {
+    Early& message = **it;
+    if (message.claimed || message.header.step != incoming->step) continue;
+    if (incoming->source >= 0 && static_cast<std::int32_t>(message.header.source) != incoming->source)
+      continue;
+    if (!message.complete) {
+      message.claimed = incoming;  // its bytes are being read right now
+      return true;
     }
+    deliver(message, incoming);
+    early.erase(it);
+    if (early.empty() && found->second.posted.empty()) channels_.erase(found);
+    return true;
   }
-  channels_[key].posted.push_back(incoming);
+  return false;
+}
+
+void Messenger::post_again(const std::shared_ptr<Incoming>& incoming) {
+  incoming->received = 0;
+  incoming->from.store(-1, std::memory_order_relaxed);
+  incoming->link.store(nullptr, std::memory_order_relaxed);
+  if (incoming->allocate) {
+    incoming->owned.reset();
+    incoming->data = nullptr;
+  }
+  incoming->state.store(Incoming::kPosted, std::memory_order_release);
+  if (!match_early(incoming)) channels_[{incoming->group, incoming->channel}].posted.push_front(incoming);
+}
+
+void Messenger::repost(const std::shared_ptr<Incoming>& incoming) {
+  take_back(incoming, true);
+  std::lock_guard lock(mutex_);
+  incoming->cancelled = false;
+  post_again(incoming);
+}
+
+void Messenger::on_withdrawn(Link& link, const FrameHeader& header) {
+  std::lock_guard lock(mutex_);
+  if (auto incoming = link.unroute(header.message)) {
+    if (!incoming->cancelled) post_again(incoming);
+    return;
+  }
+  auto found = channels_.find(Key{header.group, header.channel});
+  if (found == channels_.end()) return;
+  std::erase_if(found->second.early, [&](const auto& early) {
+    return early->link == &link && early->header.message == header.message && partial(early->header);
+  });
+  if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
 }
 
 Destination Messenger::on_message(Link& link, const FrameHeader& header) {
@@ -107,6 +148,10 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
   auto held = holders_.find(destination.incoming.get());
   if (held == holders_.end()) {
     Incoming& incoming = *destination.incoming;
+    if (incoming.cancelled) {  // the sender must not wait for a grant
+      if (header.type == FrameType::kMessage && partial(header)) link.decline(header);
+      return;
+    }
     if (header.type == FrameType::kMessage) return go_on(link, header, destination.incoming);
     incoming.received += header.payload;
     if (incoming.received == header.total) incoming.state.store(Incoming::kDone, std::memory_order_release);
@@ -123,9 +168,12 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
   if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
 }
 
-void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) {
+void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) { take_back(incoming, false); }
+
+void Messenger::take_back(const std::shared_ptr<Incoming>& incoming, bool forget) {
   {
     std::lock_guard lock(mutex_);
+    incoming->cancelled = true;
     auto found = channels_.find(Key{incoming->group, incoming->channel});
     if (found != channels_.end()) {
       found->second.posted.remove(incoming);
@@ -134,7 +182,7 @@ void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) {
       if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
     }
   }
-  if (Link* link = incoming->link.load(std::memory_order_acquire)) link->detach(incoming.get());
+  if (Link* link = incoming->link.load(std::memory_order_acquire)) link->detach(incoming.get(), forget);
 }
 
 void Messenger::open(std::uint64_t group, std::vector<int> others) {
@@ -168,6 +216,19 @@ void Messenger::gone(int peer) {
   std::lock_guard lock(mutex_);
   for (auto& [group, membership] : groups_) std::erase(membership.others, peer);
   std::erase_if(groups_, [](const auto& entry) { return entry.second.over(); });
+  std::vector<std::shared_ptr<Incoming>> claims;
+  for (auto it = channels_.begin(); it != channels_.end();) {
+    auto& channel = it->second;
+    std::erase_if(channel.early, [&](const auto& early) {
+      if (early->link->peer() != peer || (early->complete && !partial(early->header))) return false;
+      if (early->claimed) claims.push_back(early->claimed);
+      early->holder->cancelled = true;  // its first bytes may still be on their way
+      holders_.erase(early->holder.get());
+      return true;
+    });
+    it = channel.early.empty() && channel.posted.empty() ? channels_.erase(it) : std::next(it);
+  }
+  for (auto& incoming : claims) post_again(incoming);
 }
 
 std::vector<std::pair<Link*, const char*>> Messenger::flawed(std::uint64_t group,

@@ -26,6 +26,8 @@ class Messenger {
   void post(const std::shared_ptr<Incoming>& incoming);
   // Nothing is written to the receive's memory after this returns.
   void cancel(const std::shared_ptr<Incoming>& incoming);
+  // Lets the receive be matched anew, because the rest of the message that it has will not come.
+  void repost(const std::shared_ptr<Incoming>& incoming);
   // A group begins here; `others` are its members but for this rank, by global rank.
   void open(std::uint64_t group, std::vector<int> others);
   // The group is closed here: its messages that nobody received are dropped, and so is whatever still
@@ -33,8 +35,8 @@ class Messenger {
   void forget(std::uint64_t group);
   // It was opened, and members may still send for it.
   bool known(std::uint64_t group);
-  // A member sends nothing more for the group, or for any.  A group that is forgotten here takes no memory
-  // once that is true of all others.
+  // A member sends nothing more for the group, or for any: what has come of it in part is dropped.  A group
+  // that is forgotten here takes no memory once that is true of all others.
   void left(std::uint64_t group, int peer);
   void gone(int peer);
   // Drops early messages of the group that have a flaw, and returns it with the link that each came from.
@@ -50,6 +52,8 @@ class Messenger {
   Destination on_message(Link& link, const FrameHeader& header);
   Destination on_more(Link& link, const FrameHeader& header);
   void on_payload(Link& link, const FrameHeader& header, const Destination& destination);
+  // The sender took back a message of which it had not sent all.
+  void on_withdrawn(Link& link, const FrameHeader& header);
 
  private:
   struct Channel {
@@ -65,6 +69,11 @@ class Messenger {
   };
   // Decides what to do with a matched message; true if its bytes are wanted.
   static bool accept(Incoming& incoming, const FrameHeader& header, Link& link);
+  // Gives the receive the first early message that it matches; false if there is none.
+  bool match_early(const std::shared_ptr<Incoming>& incoming);
+  // As if it had just been posted, but before the receives that were posted after it.
+  void post_again(const std::shared_ptr<Incoming>& incoming);
+  void take_back(const std::shared_ptr<Incoming>& incoming, bool forget);
   static void deliver(Early& early, const std::shared_ptr<Incoming>& incoming);
   // After the first frame of a message: the receive is done, or the rest is asked for.
   static void go_on(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming);

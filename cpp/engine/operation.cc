@@ -1,5 +1,7 @@
 #include "engine/operation.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <new>
 
@@ -62,6 +64,7 @@ bool Operation::step() {
     // One before it may have been given up between two phases: what this one published would be taken for the
     // rest of that, and for a mismatch, by members that have not heard yet why the group is broken.
     if (request_.kind < Kind::kSend && group_->broken()) return false;
+    if (request_.kind == Kind::kSend && group_->lost(request_.peer)) return false;
     if (numbered() && request_.channel >= group_->given_up_.load(std::memory_order_relaxed)) return false;
     task_ = collectives::start(*this);
     resume_ = task_.handle();
@@ -80,7 +83,11 @@ bool Operation::step() {
                  true);
     return true;
   } catch (const std::exception& error) {  // out of memory: the peers wait for us in vain
-    group_->fail({ErrorCode::kOutOfMemory, error.what(), {group_->rank()}}, true);
+    Error lack{ErrorCode::kOutOfMemory, error.what(), {group_->rank()}};
+    if (group_->pairwise())
+      end(std::move(lack));
+    else
+      group_->fail(std::move(lack), true);
     return true;  // Group::settle fails the operation
   }
   complete();
@@ -126,6 +133,21 @@ void Operation::fail(Error error) {
       if (numbered() && group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes))
         arena.abandon(span.data);
   complete();
+}
+
+void Operation::end(Error error) {
+  int none = 0;
+  if (!ending_.compare_exchange_strong(none, kClaimed)) return;
+  cause_ = std::move(error);
+  ending_.store(kEnding, std::memory_order_release);
+}
+
+bool Operation::cancel() {
+  if (request_.kind < Kind::kSend || done() || group_->context().forked()) return false;
+  end({ErrorCode::kCancelled, describe(request_) + " was cancelled here", {}});
+  while (!done())
+    if (!group_->drive(*this)) sched_yield();  // another thread holds the token
+  return error_.code == ErrorCode::kCancelled;
 }
 
 bool Operation::orphaned() {

@@ -45,6 +45,7 @@ enum class ErrorCode : std::uint16_t {
   kOutOfMemory = 6,
   kForked = 7,
   kWire = 8,  // a peer sent, or wrote into shared memory, what cannot be
+  kCancelled = 9,
 };
 
 struct Error {
@@ -109,6 +110,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Runs a large operation up to `begun`, in the thread that submits it.
   bool begin();
   void fail(Error error);
+  // Ends the operation alone, with `error`, unless it completes first; safe from any thread.  It is ended by
+  // who next holds the token of its lane.
+  void end(Error error);
+  bool ending() const { return ending_.load(std::memory_order_acquire) == kEnding; }
+  // Takes the operation back; nothing touches the user's memory after this returns.  True if that ended it:
+  // false for a collective, or if it has ended otherwise.
+  bool cancel();
   // In a forked child an operation that was not done never will be: it fails.  True if so.
   bool orphaned();
 
@@ -177,6 +185,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::atomic<int> state_{0};
   std::uint64_t ticket_ = 0;
   Error error_;
+  static constexpr int kClaimed = 1, kEnding = 2;
+  std::atomic<int> ending_{0};
+  Error cause_;  // once it is ending
   friend class Group;
 };
 

@@ -176,8 +176,14 @@ void Context::lost(int rank, std::string why, ErrorCode code) {
 }
 
 void Context::tell_groups(const std::vector<Loss>& losses) {
-  for (auto& group : groups()) group->on_peers_lost(losses);
-  for (const Loss& loss : losses) messenger_.gone(loss.peer);
+  bool silent = false;  // a group does not tell those that are lost, in case they live
+  for (auto& group : groups()) silent |= group->on_peers_lost(losses);
+  for (const Loss& loss : losses) {
+    messenger_.gone(loss.peer);
+    TcpLink* tcp = peers_[static_cast<std::size_t>(loss.peer)].tcp;
+    if (silent && tcp != nullptr) tcp->sever();
+  }
+  bell().wake();  // receives may have been posted again
   drop_groups();
 }
 

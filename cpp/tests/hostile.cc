@@ -210,7 +210,7 @@ class Peer {
   bool broken() const { return victim_.link(rank_)->broken(); }
 
   std::shared_ptr<Group> make_group(std::uint64_t ident) {
-    return victim_.make_group({ident, "pair", 0, {0, rank_}, {0, 1}, 1});
+    return victim_.make_group({ident, "pair", 0, {0, rank_}, {0, 1}, 1, Scope::kAll});
   }
 
   FrameHeader message(std::uint64_t group) {
@@ -255,6 +255,14 @@ class Peer {
         header.type = FrameType::kGrant;
         header.message = 1;  // of the rank's own messages there is at least one
         return header;
+      case 4:
+        if (messages_ == 0) return message(group);
+        header.type = FrameType::kWithdrawn;
+        header.group = group;
+        header.source = 1;
+        header.channel = kPointToPoint | static_cast<std::uint64_t>(pick(random_, 5, 9));
+        header.message = static_cast<std::uint64_t>(pick(random_, 1, static_cast<int>(messages_)));
+        return header;
       case 2:
       case 3:
         header.type = chance(random_, 2) ? FrameType::kCallQuery : FrameType::kCallReply;
@@ -262,7 +270,7 @@ class Peer {
         header.source = 1;
         header.channel = static_cast<std::uint64_t>(pick(random_, 0, 2));
         return header;
-      case 4:
+      case 5:
         if (!chance(random_, 10)) return message(group);
         header.type = chance(random_, 2) ? FrameType::kBroken : FrameType::kGroupClosed;
         header.group = group;
@@ -302,7 +310,7 @@ class Peer {
     for (int lies = pick(random_, 1, 3); lies > 0; --lies) {
       switch (pick(random_, 0, 13)) {
         case 0:
-          header.type = static_cast<FrameType>(pick(random_, 0, 12));
+          header.type = static_cast<FrameType>(pick(random_, 0, 13));
           break;
         case 1:
           header.code = static_cast<std::uint16_t>(number());

@@ -21,6 +21,9 @@ void race(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 // A long life: thousands of small collectives in groups that come and go, some of them by an abort.
 void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
+// A group of pairs: messages that either side takes back, and a rank that is lost.
+void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
+
 // Hostile peers: at least so many frames, most of them wrong somewhere, over sockets and rings, to a rank
 // with groups and operations in flight; and words of shared memory overwritten under collectives.  Returns
 // how many frames were sent.

@@ -110,7 +110,7 @@ int main(int count, char** arguments) {
   }
   do {
     watchdog.begin_round(seed);
-    (seed % 2 ? live : race)(seed, watchdog, tally);
+    (seed % 2 ? live : seed % 4 ? pairs : race)(seed, watchdog, tally);
     ++seed;
   } while (tally.collectives < options.operations &&
            (options.seconds == 0 || elapsed() < static_cast<double>(options.seconds)));

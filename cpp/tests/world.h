@@ -20,8 +20,8 @@ class World {
   int host(int rank) const { return hosts_[static_cast<std::size_t>(rank)]; }
   Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }
   // The group of `members`, as `rank` sees it.
-  std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members,
-                                    int lanes) const;
+  std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members, int lanes,
+                                    Scope scope = Scope::kAll) const;
 
  private:
   void share(int a, int b);

@@ -32,7 +32,7 @@ const Limits* limits_of(FrameType type) {
   static constexpr Limits kTable[] = {
       {{0, kWithheld}, kEager, true, true, true, kLongest, true, Content::kCallOrShape},
       {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage},
-      {{0, 0}, 0, false, false, true, 0, false, Content::kNothing},                    // grant
+      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing},      // grant
       {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},         // query
       {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},        // reply
       {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},  // broken
@@ -41,6 +41,7 @@ const Limits* limits_of(FrameType type) {
       {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                   // beat
       {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing},        // credit
       {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},        // closing
+      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing},                      // withdrawn
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;
@@ -154,6 +155,10 @@ const char* flaw_of(const FrameHeader& header, const LinkState& link) {
       break;
     case FrameType::kGrant:
       if (header.message == 0 || header.message > link.sent) return "a grant of a message that was not sent";
+      break;
+    case FrameType::kWithdrawn:
+      if (header.message == 0 || header.message >= link.next_message)
+        return "the withdrawal of a message that was not sent";
       break;
     case FrameType::kCredit:
       if (header.total == 0 || header.total > link.lent) return "credit that it was not given";

@@ -40,6 +40,13 @@ enum class FrameType : std::uint16_t {
   kHeartbeat = 9,
   kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
+  kWithdrawn = 12,     // `message`, of which the rest was to follow, is taken back as if never sent
+};
+
+// The code of a kGrant.
+enum Answer : std::uint16_t {
+  kWanted = 0,
+  kDeclined = 1,  // the receiver drops the message: the rest need not come
 };
 
 // The code of a kGroupClosing.

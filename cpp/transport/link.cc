@@ -158,12 +158,18 @@ void Link::send(const std::shared_ptr<Outgoing>& message) {
   want_write(!flush_locked());
 }
 
-void Link::granted(std::uint64_t id) {
+void Link::granted(std::uint64_t id, bool declined) {
   std::lock_guard lock(send_mutex_);
   auto found = awaiting_grant_.find(id);
-  if (found == awaiting_grant_.end()) return;
-  bulk_.push_back(std::move(found->second));
+  if (found == awaiting_grant_.end()) return;  // it was taken back
+  auto message = std::move(found->second);
   awaiting_grant_.erase(found);
+  if (declined) {
+    message->done.store(true, std::memory_order_release);
+    sink_.on_sent();
+    return;
+  }
+  bulk_.push_back(std::move(message));
   want_write(!flush_locked());
 }
 
@@ -172,10 +178,11 @@ bool Link::ungranted(const Outgoing& message) {
   return awaiting_grant_.contains(message.header.message);
 }
 
-void Link::cancel(const std::shared_ptr<Outgoing>& message) {
+bool Link::cancel(const std::shared_ptr<Outgoing>& message) {
   std::lock_guard lock(send_mutex_);
-  if (message->done.load(std::memory_order_acquire)) return;
-  awaiting_grant_.erase(message->header.message);
+  if (message->done.load(std::memory_order_acquire)) return true;
+  const bool waits = awaiting_grant_.erase(message->header.message) > 0;
+  const bool whole = !waits && message->cursor == message->header.total;
   bulk_.erase(std::remove(bulk_.begin(), bulk_.end(), message), bulk_.end());
   for (Item& item : queue_) {
     if (item.message != message) continue;
@@ -185,6 +192,16 @@ void Link::cancel(const std::shared_ptr<Outgoing>& message) {
     item.message.reset();
   }
   message->done.store(true, std::memory_order_release);
+  if (whole || broken()) return whole;
+  Item item;
+  item.header.type = FrameType::kWithdrawn;
+  item.header.source = message->header.source;
+  item.header.group = message->header.group;
+  item.header.channel = message->header.channel;
+  item.header.message = message->header.message;
+  queue_.push_back(std::move(item));
+  want_write(!flush_locked());
+  return false;
 }
 
 void Link::credited(std::uint64_t bytes) {
@@ -218,6 +235,23 @@ void Link::ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> inc
   send_control(grant);
 }
 
+void Link::decline(const FrameHeader& header) {
+  FrameHeader answer;
+  answer.type = FrameType::kGrant;
+  answer.code = kDeclined;
+  answer.message = header.message;
+  send_control(answer);
+}
+
+std::shared_ptr<Incoming> Link::unroute(std::uint64_t message) {
+  std::lock_guard lock(route_mutex_);
+  auto found = routes_.find(message);
+  if (found == routes_.end()) return nullptr;
+  auto incoming = std::move(found->second.incoming);
+  routes_.erase(found);
+  return incoming;
+}
+
 std::shared_ptr<Incoming> Link::routed(std::uint64_t message) {
   std::lock_guard lock(route_mutex_);
   auto found = routes_.find(message);
@@ -231,10 +265,13 @@ void Link::forget(std::uint64_t group) {
   });
 }
 
-void Link::detach(const Incoming* incoming) {
+void Link::detach(const Incoming* incoming, bool forget) {
   {
     std::lock_guard lock(receive_mutex_);
-    if (destination_.incoming.get() == incoming) destination_ = {};
+    if (destination_.incoming.get() == incoming) {
+      destination_.data = nullptr;
+      if (forget) destination_.incoming = nullptr;
+    }
     std::lock_guard routes(route_mutex_);
     for (auto& [message, route] : routes_)
       if (route.incoming.get() == incoming) route.incoming = nullptr;

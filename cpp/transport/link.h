@@ -46,6 +46,8 @@ struct Incoming {
   std::uint64_t received = 0;
   std::unique_ptr<std::byte[]> owned;
   std::atomic<int> state{kPosted};
+  std::atomic<std::int32_t> from{-1};  // the group rank whose message it was matched with; -1: none yet
+  bool cancelled = false;              // under the messenger's lock: it is never matched again
   std::atomic<class Link*> link{nullptr};
 };
 
@@ -99,8 +101,10 @@ class Link {
 
   void send_control(FrameHeader header, const void* payload = nullptr, std::size_t bytes = 0);
   void send(const std::shared_ptr<Outgoing>& message);
-  void cancel(const std::shared_ptr<Outgoing>& message);
-  void granted(std::uint64_t message);
+  // Lets go of the sender's memory.  True if the peer gets the whole message all the same; false if what it
+  // has of it was taken back.
+  bool cancel(const std::shared_ptr<Outgoing>& message);
+  void granted(std::uint64_t message, bool declined);
   bool ungranted(const Outgoing& message);
   // The peer gives back so many bytes of its window.
   void credited(std::uint64_t bytes);
@@ -118,12 +122,17 @@ class Link {
   bool receive();
   // Reads until nothing is there, after any other thread that is reading.
   void receive_all();
-  // From now on nothing is written to the receive's buffer.
-  void detach(const Incoming* incoming);
+  // From now on nothing is written to the receive's buffer.  `forget`: it is not told of the frame either
+  // that is just arriving for it.
+  void detach(const Incoming* incoming, bool forget);
   // The charge of the message whose header has just arrived, for who keeps it unread.
   Charge take_charge() { return std::move(charge_); }
   // Asks for the rest of a message, of which `header` was the first frame.
   void ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> incoming);
+  // Tells the sender that the rest of a message is not wanted.
+  void decline(const FrameHeader& header);
+  // Forgets that the rest of a message was asked for; the receive that it was for, null if it was given up.
+  std::shared_ptr<Incoming> unroute(std::uint64_t message);
   // The receive that a kMore frame belongs to; null if it was given up.
   std::shared_ptr<Incoming> routed(std::uint64_t message);
   // The peer sends no more frames of the group.

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .errors import InvalidFutureState as InvalidFutureState
     from .errors import LaunchError as LaunchError
     from .errors import ModelMismatch as ModelMismatch
+    from .errors import OperationCancelled as OperationCancelled
     from .errors import OperationTimeout as OperationTimeout
     from .errors import OutOfResources as OutOfResources
     from .errors import OutOfSharedMemory as OutOfSharedMemory
@@ -117,6 +118,7 @@ _PUBLIC = {
         "InvalidFutureState",
         "LaunchError",
         "ModelMismatch",
+        "OperationCancelled",
         "OperationTimeout",
         "OutOfResources",
         "OutOfSharedMemory",

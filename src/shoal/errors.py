@@ -94,6 +94,9 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 class GroupError(ShoalError):
     """Something ended the group.  Every pending and later operation on it raises.
 
+    In a group with ``scope="pair"`` it ended one message, and whatever else goes between the two ranks if one
+    of them is lost; the group stays usable.
+
     What an in-place operation leaves in its tensor after such an error is undefined.
 
     Attributes:
@@ -147,7 +150,9 @@ class CollectiveMismatch(GroupError):
 
 
 class OperationTimeout(GroupError, TimeoutError):
-    """An operation did not finish within its ``timeout=``; the group is broken by it.
+    """An operation did not finish within its ``timeout=``.
+
+    The group is broken by it, unless it has ``scope="pair"``: then the operation alone has ended.
 
     Attributes:
         ranks: the ranks that never arrived at the operation, as far as known, numbered in this group.
@@ -158,6 +163,14 @@ class OperationTimeout(GroupError, TimeoutError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class OperationCancelled(GroupError):
+    """A send or receive was cancelled here; nothing reads or writes its tensor any more.
+
+    The group stays usable.  A message whose sender cancelled it has never been, as far as its receiver can
+    tell; one that was arriving when its receiver cancelled is dropped.
+    """
 
 
 class GroupAborted(GroupError):

@@ -272,7 +272,8 @@ class Operation:
         number: sequence number in the group, equal on all ranks; -1 for SEND and RECV and for
             operations matched by ``key``.
         key: 0, or a 64-bit key that replaces the number for operations issued in a callback.
-        timeout: seconds from submission until the operation breaks the group.
+        timeout: seconds from submission until the operation breaks the group, or fails alone in a group with
+            ``scope="pair"``.
         root, peer, tag: in group ranks; peer may be ANY_SOURCE for RECV.
     """
 

@@ -25,6 +25,7 @@ PATIENCE = 30.0
 GROUP, LATE = 77, 78
 
 MESSAGE, MORE, GRANT, QUERY, REPLY, BROKEN, CLOSED, BYE, HEARTBEAT, CREDIT = range(1, 11)
+WITHDRAWN = 12
 SEND, RECV, ALL_REDUCE, BARRIER = 10, 11, 1, 9
 FLOAT32 = 1
 P2P = 1 << 63
@@ -132,6 +133,8 @@ LIES: dict[str, list[Frame]] = {
     "a farewell with a text": [control(CLOSED, payload=b"x")],
     "a departure with a text": [ours(BYE, payload=b"x")],
     "a heartbeat with a number": [ours(HEARTBEAT, step=1)],
+    "a withdrawal of nothing": [control(WITHDRAWN, message=1)],
+    "a withdrawal with a length": [Frame(), control(WITHDRAWN, message=1, total=20)],
 }  # fmt: skip
 
 #: What is found out only when the group is known.

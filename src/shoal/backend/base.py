@@ -36,6 +36,8 @@ class GroupSpec:
         ranks: global ranks of the members, in group order; ``ranks[rank]`` is this process.
         concurrency: number of lanes.
         options: the backend's own, as given to ``shoal.init``.
+        scope: ``"all"``: what breaks between two members breaks the group; ``"pair"``: it fails what these
+            two exchange, and the group carries no collectives.
     """
 
     name: str
@@ -44,6 +46,7 @@ class GroupSpec:
     ranks: tuple[int, ...]
     concurrency: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    scope: str = "all"
 
 
 class Shortcut(Protocol):
@@ -200,6 +203,8 @@ class Backend(abc.ABC):
     """Connects one process to its peers; makes a :class:`DataChannel` for each group."""
 
     name: ClassVar[str]
+    #: the scopes of failures that its groups can have; see :class:`GroupSpec`
+    scopes: ClassVar[frozenset[str]] = frozenset({"all"})
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -25,19 +25,21 @@ from ..errors import (
     GroupAborted,
     GroupClosed,
     GroupError,
+    OperationCancelled,
     OperationTimeout,
     OutOfResources,
     OutOfSharedMemory,
     PeerLost,
     ProtocolError,
     ShoalError,
+    UnsupportedOperation,
     WireError,
 )
 from ..future import Future, scope_variable
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from ..wording import counted
-from .base import Backend, DataChannel, GroupSpec, Membership, Shortcut
+from .base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .mesh import Memory, connect, lacking
 from .options import checked_heartbeat, checked_limit, checked_transport
 from .shapes import packed, unpacked
@@ -57,6 +59,7 @@ _ERRORS: dict[int, type[GroupError]] = {
     6: OutOfSharedMemory,
     7: ForkedProcess,
     8: ProtocolError,
+    9: OperationCancelled,
 }
 _OF_RANKS = (PeerLost, OperationTimeout, ProtocolError)
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
@@ -89,6 +92,7 @@ class NativeBackend(Backend):
     """
 
     name = "native"
+    scopes = frozenset({"all", "pair"})
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -163,6 +167,7 @@ class NativeBackend(Backend):
                 list(group.ranks),
                 [self._hosts[rank] for rank in group.ranks],
                 group.concurrency,
+                group.scope == "pair",
             )
         return NativeChannel(self, core, group)
 
@@ -274,8 +279,15 @@ class NativeChannel(DataChannel):
         if operation.kind is OpKind.SEND or operation.kind is OpKind.RECV:
             for x in (*operation.inputs, *operation.outputs):
                 packed(x.shape)
+        elif self._spec.scope == "pair":
+            raise UnsupportedOperation(
+                f"{operation.kind.name.lower()} on rank {self._spec.rank}: group {self._spec.name!r} has "
+                "scope='pair', and carries messages only; collectives need a group with scope='all'"
+            )
 
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
+        if self._spec.scope == "pair":
+            return NoShortcut()
         append = None if recorder is None else recorder.append
         self._shortcut = _core.Shortcut(self._core, self, lock, self._spec.ident, append)
         return self._shortcut
@@ -357,7 +369,7 @@ class NativeChannel(DataChannel):
     def error_of(self, core: _core.Operation) -> GroupError | None:
         """What went wrong with a complete operation."""
         error = core.error()
-        if error is not None and self.on_failure is not None:
+        if error is not None and self.on_failure is not None and self._core.broken():
             self.on_failure()
         return self.error(error)
 

@@ -25,7 +25,7 @@ import torch
 
 from .. import failure_report
 from ..backend.base import Backend, GroupSpec
-from ..errors import GroupAborted, GroupClosed
+from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..keywords import explained
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
@@ -38,6 +38,7 @@ from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
 from .submission import called
+from .validation import Call
 
 
 class ProcessGroup(Objects, MonitoredBarrier):
@@ -221,7 +222,12 @@ class ProcessGroup(Objects, MonitoredBarrier):
 
     @explained(called)
     def split(
-        self, color: int | None, key: int | None = None, *, timeout: float | None = None
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        timeout: float | None = None,
+        scope: str | None = None,
     ) -> ProcessGroup | None:
         """Cut the group into groups of the ranks that give the same ``color``.
 
@@ -230,6 +236,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         Args:
             color: any integer, or None to be in no group.
             key: ranks in the new group follow it, and the order in this group where keys are equal.
+            scope: as of :meth:`subgroup`.
 
         Returns:
             The new group that this rank is in, or None without a color.
@@ -238,6 +245,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
             GroupClosed: this rank or another one closed the group meanwhile.
         """
         call = self._call("split")
+        scope = self._checked_scope(call, scope)
         for what, value in (("color", color), ("key", key)):
             if value is not None and (not isinstance(value, int) or not -(2**63) <= value < 2**63):
                 call.refuse(f"{what} must be a 64-bit integer or None, got {value!r}")
@@ -254,11 +262,16 @@ class ProcessGroup(Objects, MonitoredBarrier):
             if joins and their_color == color
         )
         # The key of the exchange tells this split from all others, and is equal on all ranks.
-        return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}")
+        return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}", scope=scope)
 
     @explained(called)
     def subgroup(
-        self, ranks: Sequence[int], name: str | None = None, *, timeout: float | None = None
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        scope: str | None = None,
     ) -> ProcessGroup:
         """A group of some members of this one.  No communication: only the members call it.
 
@@ -267,11 +280,15 @@ class ProcessGroup(Objects, MonitoredBarrier):
                 every member.  Members that call it several times do so in the same order.
             name: part of the new group's name.
             timeout: the new group's default for operations, in seconds; None: that of this group.
+            scope: what a failure ends, the same on every member.  ``"all"``: the group.  ``"pair"``: what the
+                two ranks exchange between which it happened; such a group carries messages and no
+                collectives.  None: as in this group.
 
         Members that gave different lists wait for one another in different groups.  About a second after
         the first collective of each, both raise GroupAborted with the two lists.
         """
         call = self._call("subgroup")
+        scope = self._checked_scope(call, scope)
         seconds = None if timeout is None else self._checked_timeout(timeout)
         members = [call.root(rank, "every element of ranks") for rank in ranks]
         if len(set(members)) != len(members):
@@ -281,23 +298,39 @@ class ProcessGroup(Objects, MonitoredBarrier):
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
                 self._raise_refusal()
-        return self._subgroup(members, name, seconds)
+        return self._subgroup(members, name, seconds, scope)
 
-    def _subgroup(self, members: list[int], name: str | None, timeout: float | None) -> ProcessGroup:
+    def _subgroup(
+        self, members: list[int], name: str | None, timeout: float | None, scope: str = "all"
+    ) -> ProcessGroup:
         """:meth:`subgroup`, whatever became of this group."""
         with self._submitting:
             identity = (name, *members)
             self._made[identity] += 1
             count = self._made[identity]
         listed = ",".join(map(str, members))
-        group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", timeout)
+        group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", timeout, scope)
         if len(members) > 1:
             given = Given(name, tuple(members), count)
             group._on_first = partial(self._lists.first_operation, self, given)
         return group
 
-    def _make(self, members: list[int], label: str, timeout: float | None = None) -> ProcessGroup:
-        label = encodable(label)
+    def _checked_scope(self, call: Call, scope: str | None) -> str:
+        if scope is None:
+            return self._spec.scope
+        if scope not in ("all", "pair"):
+            call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
+        if scope not in self._backend.scopes:
+            raise UnsupportedOperation(
+                f"groups of the backend {self._backend.name!r} have no scope={scope!r}"
+            )
+        return scope
+
+    def _make(
+        self, members: list[int], label: str, timeout: float | None = None, scope: str = "all"
+    ) -> ProcessGroup:
+        # Ranks that give different scopes are in different groups.
+        label = encodable(label + (":pair" if scope == "pair" else ""))
         name = f"{self.name}/{label}"
         digest = hashlib.blake2b(f"{self._spec.ident:x}/{label}".encode(), digest_size=8)
         spec = GroupSpec(
@@ -307,6 +340,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
             ranks=tuple(self.ranks[rank] for rank in members),
             concurrency=self._spec.concurrency,
             options=self._spec.options,
+            scope=scope,
         )
         store = PrefixStore(f"{label}/", self._store)
         seconds = self._timeout if timeout is None else timeout

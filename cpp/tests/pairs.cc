@@ -1,0 +1,291 @@
+// A group of pairs: messages that either side takes back at any moment, and ranks that are lost.
+//
+// In each round every rank sends to the next, of all sizes, and both sides cancel some of their operations
+// whenever they like.  Then they tell one another which, and finish: whatever neither took back must have
+// arrived whole, a message that was taken back must not, and memory that a cancelled receive gave back must
+// stay as its owner left it.  In some worlds a rank loses its connections between two rounds: the others go
+// on without it.
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "tests/calls.h"
+#include "tests/scenes.h"
+#include "tests/world.h"
+
+namespace shoal::stress {
+namespace {
+
+constexpr int kMessages = 6;
+constexpr std::uint64_t kNews = 1ULL << 40;  // tags of what the ranks tell one another
+constexpr std::uint64_t kNever = 1ULL << 41;
+constexpr std::byte kGivenBack{0xA5};
+
+class PairRank {
+ public:
+  PairRank(World& world, Watchdog& watchdog, Tally& tally, std::uint64_t seed, int rank, int rounds, int lost,
+           int lost_at, std::atomic<int>& noticed)
+      : world_(world),
+        desk_(watchdog.desk(rank)),
+        tally_(tally),
+        script_(seed),
+        own_(seed * 1009 + static_cast<std::uint64_t>(rank)),
+        rank_(rank),
+        rounds_(rounds),
+        lost_(lost),
+        lost_at_(lost_at),
+        noticed_(noticed) {
+    for (int r = 0; r < world.size(); ++r) ring_.push_back(r);
+  }
+
+  void run() {
+    desk_.doing("making a group of pairs");
+    group_ = world_.make_group(rank_, 7, ring_, 1, Scope::kPair);
+    if (rank_ == 0) ++tally_.groups;
+    for (int round = 0; round < rounds_; ++round) {
+      if (round == lost_at_ && (!lose() || ring_.size() == 1)) return leave();
+      exchange(round);
+    }
+    check(!group_->failure(), "a group of pairs is broken");
+    leave();
+  }
+
+ private:
+  struct Sent {
+    std::vector<std::byte> data;
+    OperationPtr op;
+    bool cancelled = false;
+  };
+  struct Received {
+    std::vector<std::byte> data;
+    bool buffer = true;
+    OperationPtr op;
+    bool cancelled = false;
+  };
+
+  Context& context() { return world_.at(rank_); }
+  int neighbour(int step) const {
+    const auto me = std::find(ring_.begin(), ring_.end(), rank_) - ring_.begin();
+    const auto size = static_cast<std::ptrdiff_t>(ring_.size());
+    return ring_[static_cast<std::size_t>((me + step + size) % size)];
+  }
+
+  OperationPtr message(Kind kind, int peer, std::uint64_t tag, std::vector<std::byte>* data) {
+    Request request;
+    request.kind = kind;
+    request.peer = peer;
+    request.tag = tag;
+    request.timeout = kPatience;
+    request.shape.dtype = static_cast<std::uint8_t>(DType::kUInt8);
+    if (data != nullptr) {
+      request.shape.dims = 1;
+      request.shape.sizes[0] = data->size();
+      (kind == Kind::kSend ? request.in : request.out).push_back({data->data(), data->size()});
+    }
+    auto op = group_->submit(std::move(request));
+    desk_.begun(op);
+    return op;
+  }
+
+  // True if it ended well.
+  bool finish(const OperationPtr& op) {
+    check(context().wait(*op, now_ns() + 2 * kPatience), "a message hangs");
+    desk_.ended(op);
+    return op->error().code == ErrorCode::kNone;
+  }
+
+  static std::byte content(int from, int round, int index) {
+    return static_cast<std::byte>((from * 31 + round * 7 + index) % 128);
+  }
+
+  // Each rank's list of what it has cancelled, to both of its neighbours.
+  std::pair<std::uint8_t, std::uint8_t> news(int round, std::uint8_t sends, std::uint8_t receives) {
+    const std::uint64_t tag = kNews + static_cast<std::uint64_t>(round) * 2;
+    std::vector<std::byte> forward{static_cast<std::byte>(sends)}, back{static_cast<std::byte>(receives)};
+    std::vector<std::byte> of_last(1), of_next(1);
+    const OperationPtr ops[] = {message(Kind::kRecv, neighbour(-1), tag, &of_last),
+                                message(Kind::kRecv, neighbour(1), tag + 1, &of_next),
+                                message(Kind::kSend, neighbour(1), tag, &forward),
+                                message(Kind::kSend, neighbour(-1), tag + 1, &back)};
+    for (const auto& op : ops) check(finish(op), "a message of a good pair failed: " + op->error().text);
+    return {static_cast<std::uint8_t>(of_last[0]), static_cast<std::uint8_t>(of_next[0])};
+  }
+
+  template <class List>
+  static std::uint8_t mask(const List& list) {
+    std::uint8_t bits = 0;
+    for (std::size_t i = 0; i < list.size(); ++i) bits |= static_cast<std::uint8_t>(list[i].cancelled << i);
+    return bits;
+  }
+
+  void take_back(Received& receive) {
+    if (!receive.op->cancel()) return;
+    receive.cancelled = true;
+    desk_.ended(receive.op);
+    check(receive.op->error().code == ErrorCode::kCancelled, "a cancelled receive ended otherwise");
+    std::fill(receive.data.begin(), receive.data.end(), kGivenBack);
+  }
+
+  void take_back(Sent& send) {
+    if (!send.op->cancel()) return;
+    send.cancelled = true;
+    desk_.ended(send.op);
+    std::fill(send.data.begin(), send.data.end(), kGivenBack);
+  }
+
+  void exchange(int round) {
+    desk_.doing("exchanging messages that are taken back", group_.get());
+    std::vector<std::size_t> sizes;
+    for (int i = 0; i < kMessages; ++i) {
+      const int kind = pick(script_, 0, 5);
+      sizes.push_back(static_cast<std::size_t>(kind == 0   ? pick(script_, 0, 3)
+                                               : kind < 3  ? pick(script_, 1000, 100'000)
+                                               : kind == 3 ? pick(script_, 250'000, 270'000)
+                                                           : pick(script_, 500'000, 1'500'000)));
+    }
+    std::vector<Sent> sends(kMessages);
+    std::vector<Received> receives(kMessages);
+    const int next = neighbour(1), last = neighbour(-1);
+    auto tag = [&](int i) {
+      return static_cast<std::uint64_t>(round) * kMessages + static_cast<unsigned>(i);
+    };
+    // Receives and sends in any order, and cancels between them.
+    std::vector<int> order;
+    for (int i = 0; i < 2 * kMessages; ++i) order.push_back(i);
+    std::shuffle(order.begin(), order.end(), own_);
+    for (int step : order) {
+      const int i = step % kMessages;
+      const auto at = static_cast<std::size_t>(i);
+      dawdle(own_);
+      if (step < kMessages) {
+        sends[at].data.assign(sizes[at], content(rank_, round, i));
+        sends[at].op = message(Kind::kSend, next, tag(i), &sends[at].data);
+      } else {
+        receives[at].buffer = pick(own_, 0, 1);
+        if (receives[at].buffer) receives[at].data.resize(sizes[at]);
+        receives[at].op = message(Kind::kRecv, chance(own_, 3) ? -1 : last, tag(i),
+                                  receives[at].buffer ? &receives[at].data : nullptr);
+      }
+      if (chance(own_, 4)) {
+        auto& send = sends[static_cast<std::size_t>(pick(own_, 0, kMessages - 1))];
+        if (send.op && !send.cancelled) take_back(send);
+      }
+      if (chance(own_, 4)) {
+        auto& receive = receives[static_cast<std::size_t>(pick(own_, 0, kMessages - 1))];
+        if (receive.op && !receive.cancelled) take_back(receive);
+      }
+    }
+    const std::uint8_t mine = mask(sends), refused = mask(receives);
+    auto [withdrawn, unwanted] = news(2 * round, mine, refused);
+    for (int i = 0; i < kMessages; ++i) {
+      auto& send = sends[static_cast<std::size_t>(i)];
+      auto& receive = receives[static_cast<std::size_t>(i)];
+      if (!receive.cancelled && (withdrawn >> i & 1)) {
+        take_back(receive);
+        check(receive.cancelled, "a message that was taken back has arrived");
+      }
+      if (!send.cancelled && (unwanted >> i & 1)) take_back(send);
+    }
+    for (int i = 0; i < kMessages; ++i) {
+      auto& send = sends[static_cast<std::size_t>(i)];
+      auto& receive = receives[static_cast<std::size_t>(i)];
+      if (!send.cancelled) check(finish(send.op), "a message failed: " + send.op->error().text);
+      if (receive.cancelled) continue;
+      check(finish(receive.op), "a receive failed: " + receive.op->error().text);
+      const auto& arrived = *receive.op->received;
+      check(arrived.header.total == sizes[static_cast<std::size_t>(i)], "a message has another length");
+      const std::byte* data = receive.buffer ? receive.data.data() : arrived.owned.get();
+      check(std::all_of(data, data + arrived.header.total,
+                        [&](std::byte b) { return b == content(last, round, i); }),
+            "a message is wrong");
+    }
+    // What was on its way has come now.
+    news(2 * round + 1, 0, 0);
+    for (auto& receive : receives)
+      if (receive.cancelled)
+        check(std::all_of(receive.data.begin(), receive.data.end(),
+                          [](std::byte b) { return b == kGivenBack; }),
+              "memory that was given back was written to");
+    ++tally_.collectives;
+  }
+
+  // One rank loses all connections; false on that rank.
+  bool lose() {
+    desk_.doing("losing a rank", group_.get());
+    std::vector<std::byte> room(100), large(2 << 20);
+    if (rank_ == lost_) {
+      std::vector<std::byte> half(300'000);
+      auto unread = message(Kind::kSend, neighbour(1), kNever, &half);
+      for (int r = 0; r < world_.size(); ++r)
+        if (r != rank_) context().sever(r);
+      auto receive = message(Kind::kRecv, -1, kNever, nullptr);
+      check(!finish(receive) && receive->error().code == ErrorCode::kPeerLost,
+            "a rank without peers receives");
+      finish(unread);
+      // Until then it says no goodbye, which might be heard before the others notice.
+      while (noticed_ < world_.size() - 1) std::this_thread::yield();
+      return false;
+    }
+    const OperationPtr ops[] = {message(Kind::kRecv, lost_, kNever + 1, &room),
+                                message(Kind::kSend, lost_, kNever + 1, &large)};
+    auto any = message(Kind::kRecv, -1, kNever, nullptr);
+    for (const auto& op : ops) {
+      check(!finish(op) && op->error().code == ErrorCode::kPeerLost, "a message to a lost rank did not fail");
+      check(op->error().ranks == std::vector<int>{lost_}, "another rank is lost");
+    }
+    ++noticed_;
+    std::vector<std::byte> little(1);
+    auto later = message(Kind::kSend, lost_, 1, &little);
+    check(later->done() && !finish(later), "a message to a lost rank is not refused at once");
+    std::erase(ring_, lost_);
+    if (ring_.size() == 1) {
+      // What the lost rank sent last may have come whole.
+      check(finish(any) || any->error().code == ErrorCode::kPeerLost, "a receive from nobody goes on");
+      return true;
+    }
+    auto cheer = message(Kind::kSend, neighbour(1), kNever, &room);
+    check(finish(cheer) && finish(any), "a receive from anybody ended with one of them");
+    return true;
+  }
+
+  void leave() {
+    desk_.doing("closing");
+    group_->close(now_ns() + 20 * kSecond);
+    context().close(now_ns() + 2 * kSecond);
+    group_.reset();
+    desk_.doing("having finished");
+  }
+
+  World& world_;
+  Desk& desk_;
+  Tally& tally_;
+  Random script_, own_;
+  const int rank_;
+  const int rounds_;
+  const int lost_, lost_at_;
+  std::atomic<int>& noticed_;  // who has seen that the rank is lost
+  std::vector<int> ring_;      // who takes part
+  std::shared_ptr<Group> group_;
+};
+
+}  // namespace
+
+void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally) {
+  Random random(seed);
+  World world(random);
+  const int rounds = pick(random, 2, 12);
+  const int lost = pick(random, 0, world.size() - 1);
+  const int lost_at = chance(random, 2) ? pick(random, 0, rounds - 1) : -1;
+  std::atomic<int> noticed{0};
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world.size(); ++rank)
+    ranks.emplace_back([&, rank] {
+      PairRank(world, watchdog, tally, seed + 5, rank, rounds, lost, lost_at, noticed).run();
+    });
+  for (auto& rank : ranks) rank.join();
+}
+
+}  // namespace shoal::stress
