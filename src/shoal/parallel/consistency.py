@@ -1,4 +1,4 @@
-"""Have all ranks given the same?  Asked before anything is sent that would fit although it differs.
+"""Check that all ranks were given the same, before they send bytes that would fit although they differ.
 
 Every rank describes in words what it was given, and the ranks compare digests of these descriptions.  They
 exchange the descriptions themselves only if the digests differ, so that the error can say what differs.
@@ -48,7 +48,7 @@ def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]])
 
 
 def describe_parameter(parameter: torch.Tensor) -> str:
-    """What has to be the same on all ranks."""
+    """The properties of a parameter that must be equal on all ranks, in words."""
     return f"{describe_tensor(parameter)}, " + ("requires grad" if parameter.requires_grad else "frozen")
 
 

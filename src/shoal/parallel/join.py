@@ -47,7 +47,7 @@ _RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, OutOfStep, ModelMismat
 
 
 class JoinHook:
-    """What a rank that has run out of batches does for one joinable.  Override what is needed."""
+    """The functions that a rank without batches runs for one joinable.  Override those that are needed."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one step of the ranks that are still active, in the same order."""
@@ -87,7 +87,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where the Join's own tensors for communication live.  That of the first joinable counts."""
+        """The device of the Join's own tensors; the first joinable decides."""
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class Joinable(ABC):
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """What a joinable has to know of the Join that it is in.
+    """The Join that a joinable is in, as far as the joinable has to know it.
 
     It belongs to that Join and not to the joinable: in a copy or a file it is disabled.
 

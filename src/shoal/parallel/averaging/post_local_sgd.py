@@ -51,12 +51,12 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimiser inside."""
+        """The parameter groups of the optimiser inside."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the optimiser inside."""
+        """The state of the optimiser inside."""
         return self.optim.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -170,7 +170,7 @@ class Copies:
 
 
 class _Settings:
-    """What torch remembers for each thread and a copy's thread must know; taken from the calling one."""
+    """Settings that torch keeps for each thread, taken from the calling thread to that of a copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._grad = torch.is_grad_enabled()

@@ -29,7 +29,7 @@ from .mirror import Mirror
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """What :class:`DistributedDataParallel` does in a lower precision.
+    """The dtypes in which :class:`DistributedDataParallel` runs forward, backward and the reduction.
 
     Only floating-point tensors are cast.  None leaves things as they are.
 
@@ -101,7 +101,7 @@ class LowPrecision:
         self.in_backward = False
 
     def counterparts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What forward uses in the place of ``parameters``."""
+        """The tensors that forward uses in the place of ``parameters``."""
         return [self._counterparts[id(parameter)] for parameter in parameters]
 
     def refresh(self, step: int) -> None:

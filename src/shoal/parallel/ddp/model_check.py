@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model, and does it stay what it was when it was wrapped?
+"""Check that all ranks hold the same model, and that it stays what it was when it was wrapped.
 
 Ranks that wrap different models would average gradients of different parameters without any error: the bytes
 fit.
@@ -98,7 +98,7 @@ class ModelWatch:
 
 
 def _describe(module: nn.Module, settings: Mapping[str, object]) -> list[tuple[str, str]]:
-    """What is compared, each thing with a name of its own."""
+    """The properties of a model that must be equal on all ranks, by name."""
     items = [
         (f"parameter {name!r}", describe_parameter(parameter))
         for name, parameter in module.named_parameters()

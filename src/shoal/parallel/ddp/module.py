@@ -182,7 +182,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._divide_by_initial_world_size = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``module`` returns.  With gradients enabled, the backward pass through it will be reduced."""
+        """Run the model.  With gradients enabled, the backward pass through its output will be reduced."""
         if not torch.is_grad_enabled():
             return self._run(args, kwargs)
         inside = self._before()

@@ -22,7 +22,7 @@ from ..join import JoinHook
 
 
 class Intent(IntEnum):
-    """What a rank is about to do in this step."""
+    """The part that a rank is about to take in a step."""
 
     SHADOW = 0  # it has no batch
     LOCAL = 1  # forward and backward without communication (no_sync)
@@ -31,7 +31,7 @@ class Intent(IntEnum):
 
 
 class Intents:
-    """What all ranks are about to do in this step.
+    """The intents of all ranks in a step.
 
     Args:
         intents: one for each rank; at least one rank has a batch.

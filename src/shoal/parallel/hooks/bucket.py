@@ -1,4 +1,4 @@
-"""What a communication hook is given: one bucket of gradients."""
+"""The argument of a communication hook: one bucket of gradients."""
 
 from __future__ import annotations
 

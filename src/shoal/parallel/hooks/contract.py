@@ -1,4 +1,4 @@
-"""What hooks are given and what they owe: checks that name the hook and say what was expected."""
+"""Checks of the arguments and results of hooks, which name the hook and say what was expected."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ def unpacked(value: object) -> object:
 
 
 def name_of(hook: object) -> str:
-    """What error messages call ``hook``."""
+    """The name of ``hook`` in error messages."""
     return str(getattr(hook, "__qualname__", None) or repr(hook))

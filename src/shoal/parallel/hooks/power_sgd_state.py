@@ -1,4 +1,4 @@
-"""What PowerSGD remembers from step to step."""
+"""The state that PowerSGD keeps from step to step."""
 
 from __future__ import annotations
 

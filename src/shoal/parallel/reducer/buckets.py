@@ -127,7 +127,7 @@ def build_buckets(
 
 
 def reduced_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """What the gradient of ``parameter`` is reduced in; only real numbers have a choice."""
+    """The dtype in which the gradient of ``parameter`` is reduced; only real numbers have a choice."""
     return reduce_dtype if reduce_dtype and parameter.is_floating_point() else parameter.dtype
 
 

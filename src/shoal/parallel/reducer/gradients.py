@@ -1,4 +1,4 @@
-"""Where gradients are: with their parameters, or in a bucket; and how they get from one to the other.
+"""Moving gradients from their parameters into the buckets, and the averages back.
 
 A gradient is copied into its bucket when it arrives, while it is in the cache still and its memory can serve
 the next one.  So nothing is left to copy when a bucket is sent.  The hook itself (``cpp/bind/reducer.cc``)
@@ -214,7 +214,7 @@ class Gradients:
     # -- out of the buckets ----------------------------------------------------------------------
 
     def deliver(self, used: Sequence[bool], *, gaps: bool) -> None:
-        """Put the averages where the optimiser looks for them.
+        """Make the averages the gradients of the parameters.
 
         Args:
             used: which parameters had a gradient on any rank; the gradients of others are left alone.
@@ -242,7 +242,7 @@ class Gradients:
                 torch._foreach_copy_(into, out)
 
     def deliver_sparse(self, index: int, gradient: torch.Tensor) -> None:
-        """The same for one sparse gradient."""
+        """Give the average of a sparse gradient to its parameter."""
         parameter = self._parameters[index]
         parameter.grad = gradient.to(parameter.dtype)
 

@@ -32,7 +32,7 @@ class Participants:
         return self.resolve()[1]
 
     def resolve(self) -> tuple[int, float]:
-        """Both.
+        """The pair ``(first, scale)``; waits for the other ranks the first time.
 
         Raises:
             UsageError: the ranks treat a batch differently; on every rank that asks.

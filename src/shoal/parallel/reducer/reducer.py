@@ -103,7 +103,7 @@ class Reducer:
         self._hooks = watch_gradients(self, self._pass, self._gradients, trained)
 
     def _forget_pass(self) -> None:
-        """What is known here of the pass that comes or runs."""
+        """Begin to record the next pass: the part of its state that holds tensors and futures."""
         #: The graphs that backward went into.
         self._entered: list[Graph] = []
         #: What was reachable on any rank, one for each forward pass.
@@ -342,7 +342,7 @@ class Reducer:
             self.buckets[number].body.mul_(scale)
 
     def deliver(self, used: Sequence[bool]) -> None:
-        """Put the averages where the optimiser looks for them."""
+        """Make the averages the gradients of the parameters."""
         for number, sent in self._sent.items():
             (index, *_) = self.buckets[number].members
             if isinstance(sent, SparseReduction) and used[index]:

@@ -1,4 +1,4 @@
-"""What went wrong in a pass, in words; told by all ranks together, because each knows only its own part."""
+"""The error of a pass that went wrong, worded by all ranks together: each knows only its own part."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 20
 def explain(
     group: ProcessGroup, names: Sequence[str], missing: Sequence[int], interrupted: bool, extra: int
 ) -> None:
-    """Raise what went wrong, on every rank but those whose pass an exception ended.  Collective.
+    """Raise the error of a pass on every rank but those whose pass an exception ended.  Collective.
 
-    Those have had their exception.  So the ranks that catch theirs and skip the batch stay in step.
+    Those ranks have raised that exception.  A rank that catches it and skips the batch stays in step.
 
     Args:
         names: what to call the parameters.

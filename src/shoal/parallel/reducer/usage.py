@@ -24,7 +24,7 @@ def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
 
 
 class Graph:
-    """What is known of the graph behind the outputs of one forward pass.
+    """The graph behind the outputs of one forward pass, as far as it is known.
 
     Attributes:
         reached: the parameters that it may lead to.

@@ -1,4 +1,4 @@
-"""What the user gives: is it right, and is it the same on all ranks?"""
+"""Checks of the arguments of ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..consistency import describe_parameter
 
 
 def describe(group: Mapping[str, Any], index: int) -> list[tuple[str, str]]:
-    """What of parameter group ``index`` has to be the same on all ranks, each thing with its own name."""
+    """The properties of parameter group ``index`` that must be equal on all ranks, by name."""
     names = group.get("param_names")
     items = []
     for place, parameter in enumerate(group["params"]):

@@ -85,7 +85,7 @@ def part_of_state(
     groups: Sequence[Mapping[str, Any]],
     chosen: Callable[[torch.Tensor], bool],
 ) -> dict[str, Any]:
-    """What an optimiser of only the ``chosen`` parameters has to load of the state of all.
+    """The part of a state that an optimiser of only the ``chosen`` parameters has to load.
 
     Args:
         saved: a state dictionary of an optimiser of all parameters.

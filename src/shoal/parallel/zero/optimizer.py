@@ -246,7 +246,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
