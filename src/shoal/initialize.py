@@ -7,17 +7,17 @@ A rendezvous says who this process is, a backend from the registry connects it, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 from . import config
-from .backend.base import Backend, GroupSpec
+from .backend.arguments import check_options, lanes
+from .backend.base import GroupSpec
 from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
 from .group import ProcessGroup
 from .group.dumps import directory as dump_directory
-from .keywords import checked_seconds, misspelt, taken
+from .keywords import checked_seconds
 from .rendezvous import Membership, rendezvous
 from .spec import encodable
 from .world import World
@@ -115,34 +115,4 @@ def world_group(
         concurrency=concurrency,
         options=options,
     )
-    return ProcessGroup._in(world, spec, membership.store, timeout=timeout)
-
-
-def lanes(concurrency: int | None) -> int:
-    """The number of lanes that ``concurrency=`` or ``SHOAL_CONCURRENCY`` asks for."""
-    if concurrency is None:
-        return config.CONCURRENCY.get()
-    if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
-        raise UsageError(f"concurrency={concurrency!r}: expected a whole number from 1")
-    return concurrency
-
-
-def check_options(
-    factory: BackendFactory, options: Mapping[str, Any], where: str, others: Sequence[str]
-) -> None:
-    """Refuse options that a backend does not take, by name or by value.
-
-    Args:
-        where: the function that was given them, for the message.
-        others: what it takes beside them.
-
-    Raises:
-        UsageError: naming the option that is meant, if one is near.
-    """
-    own = taken(factory)
-    if own is not None:
-        known = [name for name in own if name not in ("membership", "timeout")]
-        if unknown := [name for name in options if name not in known]:
-            raise misspelt(where, unknown, [*others, *known])
-    if isinstance(factory, type) and issubclass(factory, Backend):
-        factory.check_options(options)
+    return ProcessGroup._in(world, world.links, spec, membership.store, timeout=timeout)

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from . import failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
+from .links import Links
 from .rendezvous.membership import Membership
 from .wording import in_words
 
@@ -52,8 +53,7 @@ class World:
 
     Attributes:
         membership: rank, size, job, secret, interface and store.
-        backend: connects this process to the others.
-        factory, options: how the backend was made.
+        links: connect this process to all others.
     """
 
     def __init__(
@@ -65,12 +65,10 @@ class World:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.membership = membership
-        self.backend = backend
-        self.factory = factory
-        self.options = dict(options or {})
+        self.links = Links(backend, tuple(range(membership.size)), factory, dict(options or {}))
         # Reentrant: the garbage collector may find a group inside a critical section of the same thread.
         self._lock = threading.RLock()
-        self._open: dict[int, weakref.ref[Any]] = {}
+        self._open: dict[int, tuple[weakref.ref[Any], Links]] = {}
         #: groups that the program dropped, until they are closed
         self._dropped: list[Any] = []
         self._ended = False
@@ -90,8 +88,10 @@ class World:
 
     # -- its groups ----------------------------------------------------------------------------
 
-    def make(self, make: Callable[[], M]) -> M | None:
+    def make(self, links: Links, make: Callable[[], M]) -> M | None:
         """Register the group that ``make`` returns; None if the world has ended, and nothing was made.
+
+        The group uses ``links``, which are closed with the last one that does.
 
         A world whose first group cannot be made is released.
         """
@@ -105,7 +105,7 @@ class World:
                     self._ended = True
                     self._release(_FAILED_TIMEOUT)
                 raise
-            self._open[id(member)] = weakref.ref(member)
+            self._open[id(member)] = weakref.ref(member), links
             _worlds.add(self)
             return member
 
@@ -113,22 +113,31 @@ class World:
         """The groups that are not closed, the oldest first."""
         with self._lock:
             dropped = {id(member): member for member in self._dropped}
-            found = [dropped.get(key, reference()) for key, reference in self._open.items()]
+            found = [dropped.get(key, reference()) for key, (reference, _) in self._open.items()]
         return [member for member in found if member is not None]
 
     def discard(self, member: Member, timeout: float) -> None:
         """``member`` is closed.  The last one closes the connections, which may take ``timeout`` seconds."""
         with self._lock:
-            del self._open[id(member)]
+            _, links = self._open.pop(id(member))
             self._dropped = [each for each in self._dropped if each is not member]
-            if self._open:
-                return
-            self._ended = True
+            in_use = self._in_use()
+            last = not self._open
+            self._ended |= last
+        deadline = time.monotonic() + timeout
         try:
-            self._release(timeout)
+            if links not in in_use and links is not self.links:
+                links.backend.close(timeout)
         finally:
-            # Not before: until now a forked child would have inherited connections.
-            _worlds.discard(self)
+            if last:
+                try:
+                    self._release(remaining(deadline))
+                finally:
+                    # Not before: until now a forked child would have inherited connections.
+                    _worlds.discard(self)
+
+    def _in_use(self) -> set[Links]:
+        return {self.links, *(links for _, links in self._open.values())}
 
     def dropped(self, member: Member) -> None:
         """The program has lost the last reference to ``member`` without having closed it: do so.
@@ -153,7 +162,7 @@ class World:
 
     def _release(self, timeout: float) -> None:
         try:
-            self.backend.close(timeout)
+            self.links.backend.close(timeout)
         finally:
             self.membership.release(timeout)
 
@@ -182,7 +191,8 @@ class World:
         self._lock = threading.RLock()  # a thread that the child does not have may have held it
         for member in self.members():
             member._become_forked()
-        self.backend.after_fork_in_child()
+        for links in self._in_use():
+            links.backend.after_fork_in_child()
 
 
 def remaining(deadline: float) -> float:

@@ -93,7 +93,12 @@ def _refused() -> None:
     with pytest.raises(shoal.UnsupportedOperation, match="nccl"):
         dist.new_group(backend="nccl")
     with pytest.raises(shoal.UsageError, match="pg_options"):
-        dist.new_group(pg_options={"concurrency": 2})
+        dist.new_group(pg_options=3)
+    own = dist.new_group(pg_options={"concurrency": 2, "transport": "tcp"})
+    assert own._spec.concurrency == 2
+    assert own._backend is not dist.group.WORLD._backend
+    assert own.all_reduce(torch.ones(1)).wait().item() == own.size
+    own.close()
     with pytest.raises(shoal.UnsupportedOperation, match="device_id"):
         dist.new_group(device_id=torch.device("cuda", 0))
     for size in (None, 0, 3, 8):

@@ -81,7 +81,7 @@ def null_group(rank: int = 1, size: int = 4, owner: Any = None) -> tuple[Process
     spec = GroupSpec("null", 77, rank, tuple(range(size)))
     world = World(membership, backend)
     _worlds.append(world)
-    return ProcessGroup._in(world, spec, membership.store, timeout=9.0), backend.channels[0]
+    return ProcessGroup._in(world, world.links, spec, membership.store, timeout=9.0), backend.channels[0]
 
 
 def close_all() -> None:

@@ -111,7 +111,7 @@ def test_a_second_group_is_looked_at_in_its_own_time(monkeypatch: pytest.MonkeyP
     watch = lists.ListWatch()
     pending: Future[None] = Future()
     for name, event in looked.items():
-        watch.first_operation(world, lists.Given(name, (0, 1), 1), world, pending)
+        watch.first_operation(world, lists.Given(name, "", (0, 1), 1), world, pending)
         assert event.wait(30), name
     watch.forget(world, 30)
     world.close()

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -170,6 +170,11 @@ class NativeBackend(Backend):
                 group.scope == "pair",
             )
         return NativeChannel(self, core, group)
+
+    def in_the_world(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks in the world of some of those that are connected."""
+        known = self._me.ranks
+        return [known[rank] for rank in ranks] if known else list(ranks)
 
     def lost(self) -> frozenset[int]:
         if self._context is not _CLOSED:
@@ -348,7 +353,7 @@ class NativeChannel(DataChannel):
     def error(self, error: tuple[int, str, list[int], int] | None) -> GroupError | None:
         """The exception for an error of the core, of which the launcher hears if another rank caused it."""
         if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
-            failure_report.told([self._spec.ranks[rank] for rank in error[2]])
+            failure_report.told(self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2]))
         return error_of(error)
 
     def abort(self, reason: str) -> None:

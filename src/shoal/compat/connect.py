@@ -17,11 +17,12 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.constants import default_pg_timeout
 
 from .. import config
+from ..backend.arguments import check_options, lanes
 from ..backend.registry import NATIVE, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import default_groups
-from ..initialize import check_options, lanes, world_group
+from ..initialize import world_group
 from ..rendezvous import Request, Venue, attend
 from ..rendezvous.caller_store import store_address
 from ..store import adopt

@@ -98,7 +98,7 @@ def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Duration | None = None,
     backend: str | None = None,
-    pg_options: None = None,
+    pg_options: Mapping[str, Any] | None = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
     device_id: torch.device | None = None,
@@ -112,8 +112,10 @@ def new_group(
     Args:
         ranks: global ranks; None: all.
         timeout: the new group's default for operations; None: that of the default group.
-        backend: None, or a name for the backend of the default group.
-        pg_options: must be None: a group has the options of the default group.
+        backend: None: that of the default group; with another one the members connect anew and wait for
+            one another, as with ``pg_options`` that concern connections.
+        pg_options: further arguments of :meth:`shoal.ProcessGroup.subgroup`, such as ``{"concurrency": 2}``
+            or ``{"transport": "tcp"}``, equal on all members.
         use_local_synchronization: changes what ranks that are not members get: None.
         group_desc: part of the group's name.
         device_id: None, or the CPU.
@@ -124,17 +126,19 @@ def new_group(
 
     Raises:
         UsageError: no default group, a rank that it does not have, a rank given twice.
-        UnsupportedOperation: another backend or device.
+        UnsupportedOperation: a backend or device that shoal has nothing for.
     """
     world = default_group("new_group")
-    _check_alike("new_group", world, backend, pg_options)
+    own = _own("new_group", world, backend, pg_options)
     refuse_device("new_group", device_id)
     members = list(range(world.size)) if ranks is None else list(ranks)
     _check_members("new_group", world, members)
     state.count()
     if world.rank not in members:
         return None if use_local_synchronization else NON_GROUP_MEMBER
-    return world.subgroup(sorted(members) if sort_ranks else members, group_desc, timeout=seconds(timeout))
+    return world.subgroup(
+        sorted(members) if sort_ranks else members, group_desc, timeout=seconds(timeout), **own
+    )
 
 
 def new_subgroups(
@@ -142,7 +146,7 @@ def new_subgroups(
     group: GroupLike = None,
     timeout: Duration | None = None,
     backend: str | None = None,
-    pg_options: None = None,
+    pg_options: Mapping[str, Any] | None = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
     """Cut a group into groups of ``group_size`` neighbours.
@@ -172,7 +176,7 @@ def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]],
     timeout: Duration | None = None,
     backend: str | None = None,
-    pg_options: None = None,
+    pg_options: Mapping[str, Any] | None = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
     """A group for each of several lists of global ranks that have no rank in common.
@@ -199,7 +203,7 @@ def split_group(
     parent_pg: GroupLike = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
     timeout: Duration | None = None,
-    pg_options: None = None,
+    pg_options: Mapping[str, Any] | None = None,
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
@@ -217,7 +221,7 @@ def split_group(
         UsageError: there is no list, or a rank that the group does not have or that stands in two.
     """
     parent = _a_group(parent_pg, "split_group")
-    _check_alike("split_group", parent, backend, pg_options)
+    own = _own("split_group", parent, backend, pg_options)
     lists = [list(ranks) for ranks in split_ranks or ()]
     if not lists or not all(lists):
         raise UsageError(
@@ -229,7 +233,7 @@ def split_group(
     mine = next((ranks for ranks in lists if parent.rank in ranks), None)
     if mine is None:
         return None
-    return parent.subgroup(sorted(mine), group_desc or "split", timeout=seconds(timeout))
+    return parent.subgroup(sorted(mine), group_desc or "split", timeout=seconds(timeout), **own)
 
 
 def _a_group(group: GroupLike, operation: str) -> ProcessGroup:
@@ -251,17 +255,16 @@ def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> No
         raise UsageError(f"{operation} on rank {pg.rank}: a rank stands twice in {list(ranks)}")
 
 
-def _check_alike(
+def _own(
     operation: str, pg: ProcessGroup, backend: str | None, options: Mapping[str, Any] | None
-) -> None:
-    """A group runs on the backend of the default group, with its options."""
-    if options is not None:
+) -> dict[str, Any]:
+    """What a new group has of its own, as arguments of ``subgroup``."""
+    if options is not None and not isinstance(options, Mapping):
         raise UsageError(
-            f"{operation} on rank {pg.rank}: pg_options={options!r}: a group has the options that "
-            "init_process_group was given; leave it out"
+            f"{operation} on rank {pg.rank}: pg_options={options!r}: expected a dict of arguments of "
+            'subgroup, such as {"concurrency": 2} or {"transport": "tcp"}'
         )
+    own = dict(options or {})
     if backend is not None and parse_backend(backend)[1] != parse_backend(state.backend)[1]:
-        raise UsageError(
-            f"{operation} on rank {pg.rank}: backend={backend!r}: a group runs on the backend of the default "
-            f"group, {state.backend!r}; leave it out"
-        )
+        own["backend"] = parse_backend(backend)[1]
+    return own

@@ -17,27 +17,37 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from ..errors import ShoalError
+from ..errors import ShoalError, UsageError
 from ..future import Future
 from .watched import Watched
 
 #: Seconds that the first operation of a subgroup may take before its rank looks, and until it looks again.
 PATIENCE = 0.5
 _LONGEST_INTERVAL = 8.0
+#: seconds until a group that connects is looked at by the thread: it looks itself
+_NEVER = 86400.0
 
 
 @dataclass(frozen=True)
 class Given:
-    """The list given to one call of ``subgroup``, which was the ``count``-th such call."""
+    """What one call of ``subgroup`` was given, which was the ``count``-th such call.
+
+    Attributes:
+        choices: on which all members must agree, in words.
+    """
 
     name: str | None
+    choices: str
     members: tuple[int, ...]
     count: int
+
+    def __str__(self) -> str:
+        return f"{list(self.members)}{self.choices and f' with {self.choices}'}"
 
 
 @dataclass
@@ -45,15 +55,15 @@ class _Wait:
     """A subgroup whose first operation is pending."""
 
     parent: Watched
-    group: Watched
+    group: Watched | None
     given: Given
-    future: ref[Future[Any]]
+    future: ref[Future[Any]] | None
     due: float
     interval: float = PATIENCE
 
     def over(self) -> bool:
-        future = self.future()
-        return future is None or self.group.state != "open" or future.done()
+        future = None if self.future is None else self.future()
+        return future is None or self.group is None or self.group.state != "open" or future.done()
 
 
 class ListWatch:
@@ -115,19 +125,50 @@ class ListWatch:
             wait.interval = min(2 * wait.interval, _LONGEST_INTERVAL)
             wait.due = time.monotonic() + wait.interval
             return False
-        reason, theirs = difference
+        self._end(wait, *difference)
+        return True
+
+    def _end(self, wait: _Wait, reason: str, theirs: Given) -> None:
+        """Abort the group of ``wait`` and the one of ``theirs`` with the reason."""
         # This rank may leave as soon as its own group is aborted, so the one that it never wanted is made
         # before.  It is aborted last: a rank that hears of that may leave, and the members of this rank's
         # group must have heard the reason by then.
-        foreign = None
-        with contextlib.suppress(ShoalError):
-            foreign = wait.parent._subgroup(list(theirs.members), theirs.name, None)
-        wait.group.abort(reason)
+        with contextlib.ExitStack() as stack:
+            foreign = None
+            with contextlib.suppress(ShoalError):
+                foreign = wait.parent._subgroup(list(theirs.members), theirs.name, None, asked=theirs.choices)
+                # Whoever hears of the first abort may close the whole world: not this one before its abort.
+                stack.enter_context(foreign._closing)
+            if wait.group is not None:
+                wait.group.abort(reason)
+            if foreign is not None:
+                foreign.abort(reason)
         if foreign is not None:
             with contextlib.suppress(ShoalError):
-                foreign.abort(reason)
                 foreign.close(PATIENCE)
-        return True
+
+    @contextlib.contextmanager
+    def connecting(self, parent: Watched, given: Given) -> Iterator[Callable[[], None]]:
+        """While the members of a group connect: gives what to call, which raises if they gave other lists."""
+        wait = _Wait(parent, None, given, None, time.monotonic() + _NEVER)
+        with self._condition:
+            self._waits.append(wait)
+        began = time.monotonic()
+
+        def look() -> None:
+            if time.monotonic() - began < PATIENCE:
+                return
+            difference = _difference(wait, self._exchange(wait))
+            if difference is not None:
+                self._end(wait, *difference)
+                raise UsageError(difference[0])
+
+        try:
+            yield look
+        finally:
+            with self._condition:
+                self._waits = [each for each in self._waits if each is not wait]
+                self._condition.notify()
 
     def _exchange(self, wait: _Wait) -> dict[int, Any]:
         """Publish the subgroups that this rank made; returns those that the other members have published."""
@@ -140,7 +181,10 @@ class ListWatch:
         with self._condition:
             waits = [other for other in self._waits if other.parent is wait.parent]
         made = [[*identity, count] for identity, count in wait.parent._made.copy().items()]
-        waiting = [[other.given.name, *other.given.members, other.given.count] for other in waits]
+        waiting = [
+            [other.given.name, other.given.choices, *other.given.members, other.given.count]
+            for other in waits
+        ]
         wait.parent.store.set(_key(wait.parent.rank), json.dumps({"made": made, "waiting": waiting}))
 
 
@@ -149,7 +193,7 @@ def _key(rank: int) -> str:
 
 
 def _parsed(entries: Iterable[list[Any]]) -> list[Given]:
-    return [Given(name, tuple(members), count) for name, *members, count in entries]
+    return [Given(name, choices, tuple(members), count) for name, choices, *members, count in entries]
 
 
 def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None:
@@ -159,16 +203,16 @@ def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None
         if any(_same(other, given) and other.count >= given.count for other in _parsed(theirs["made"])):
             continue
         for other in _parsed(theirs["waiting"]):
-            made = parent._made.get((other.name, *other.members), 0)
+            made = parent._made.get((other.name, other.choices, *other.members), 0)
             if other.name == given.name and parent.rank in other.members and made + 1 == other.count:
                 named = "" if given.name is None else f" {given.name!r}"
                 return (
                     f"the members of a subgroup{named} of group {parent.name!r} gave different lists: "
-                    f"rank {parent.rank} gave {list(given.members)}, rank {rank} gave {list(other.members)}; "
-                    "every member gives the same list, in the same order"
+                    f"rank {parent.rank} gave {given}, rank {rank} gave {other}; "
+                    "every member gives the same list, in the same order, with the same arguments"
                 ), other
     return None
 
 
 def _same(one: Given, other: Given) -> bool:
-    return (one.name, one.members) == (other.name, other.members)
+    return (one.name, one.choices, one.members) == (other.name, other.choices, other.members)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +28,14 @@ from .. import failure_report
 from ..backend.base import Backend, GroupSpec
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..keywords import explained
+from ..links import Links, connect_some
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
 from ..world import World, remaining
 from . import dumps
 from .batch import Batch
+from .choices import AS_PARENT, Choices
 from .in_order import channel_of
 from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
@@ -54,6 +57,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         self,
         spec: GroupSpec,
         world: World,
+        links: Links,
         store: Store,
         *,
         timeout: float,
@@ -63,13 +67,15 @@ class ProcessGroup(Objects, MonitoredBarrier):
 
         Args:
             spec: who the members are.
-            world: whose connections the group uses.
+            world: that the group belongs to.
+            links: the connections that it uses.
             store: for the members of this group alone.
             timeout: default of operations, in seconds.
             parent: the group that this one is made from; None: it is the first of its world.
         """
-        super().__init__(spec, channel_of(world.backend, spec, store), timeout=timeout)
+        super().__init__(spec, channel_of(links.backend, links.numbered(spec), store), timeout=timeout)
         self._world = world
+        self._links = links
         self._store = store
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
@@ -82,6 +88,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
     def _in(
         cls,
         world: World,
+        links: Links,
         spec: GroupSpec,
         store: Store,
         *,
@@ -89,7 +96,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         parent: ProcessGroup | None = None,
     ) -> ProcessGroup:
         """A group that its world knows."""
-        group = world.make(lambda: cls(spec, world, store, timeout=timeout, parent=parent))
+        group = world.make(links, lambda: cls(spec, world, links, store, timeout=timeout, parent=parent))
         if group is None:  # the world was closed meanwhile
             raise GroupClosed(f"{spec.name!r} cannot be made on rank {spec.rank}: its world is closed")
         dumps.watch(group)
@@ -220,7 +227,6 @@ class ProcessGroup(Objects, MonitoredBarrier):
 
     # -- groups made from this one -------------------------------------------------------------
 
-    @explained(called)
     def split(
         self,
         color: int | None,
@@ -228,6 +234,9 @@ class ProcessGroup(Objects, MonitoredBarrier):
         *,
         timeout: float | None = None,
         scope: str | None = None,
+        concurrency: int | None = None,
+        backend: str | None = None,
+        **options: Any,
     ) -> ProcessGroup | None:
         """Cut the group into groups of the ranks that give the same ``color``.
 
@@ -236,35 +245,44 @@ class ProcessGroup(Objects, MonitoredBarrier):
         Args:
             color: any integer, or None to be in no group.
             key: ranks in the new group follow it, and the order in this group where keys are equal.
-            scope: as of :meth:`subgroup`.
+            timeout: of this call, and the new group's default for operations, in seconds.
+            scope, concurrency, backend, options: as of :meth:`subgroup`.
 
         Returns:
             The new group that this rank is in, or None without a color.
 
         Raises:
+            UsageError: ranks of one color gave different values of these.
             GroupClosed: this rank or another one closed the group meanwhile.
         """
         call = self._call("split")
-        scope = self._checked_scope(call, scope)
+        choices = self._choices(call, scope, concurrency, backend, options)
+        seconds = None if timeout is None else self._checked_timeout(timeout)
         for what, value in (("color", color), ("key", key)):
             if value is not None and (not isinstance(value, int) or not -(2**63) <= value < 2**63):
                 call.refuse(f"{what} must be a 64-bit integer or None, got {value!r}")
-        mine = [color is not None, color or 0, self.rank if key is None else key]
+        mine = [color is not None, color or 0, self.rank if key is None else key, choices.code]
         device = self._scratch_device
-        table = torch.empty(self.size, 3, dtype=torch.int64, device=device)
+        table = torch.empty(self.size, len(mine), dtype=torch.int64, device=device)
         future = self.all_gather_single(table, torch.tensor(mine, device=device), timeout=timeout)
         rows = future.wait().tolist()
+        codes = {(their_color, code) for joins, their_color, _, code in rows if joins}
+        differing = {one for one, count in Counter(each for each, _ in codes).items() if count > 1}
+        # Every rank sees the same table, so all take part in this or none does.
+        given = self.all_gather_object(str(choices), timeout=timeout).wait() if differing else []
         if color is None:
             return None
         members = sorted(
             (their_key, rank)
-            for rank, (joins, their_color, their_key) in enumerate(rows)
+            for rank, (joins, their_color, their_key, _) in enumerate(rows)
             if joins and their_color == color
         )
+        if color in differing:
+            said = [f"rank {rank} gave {given[rank] or 'nothing'}" for rank in sorted(r for _, r in members)]
+            call.refuse(f"the ranks of color {color} asked for different groups: {'; '.join(said)}")
         # The key of the exchange tells this split from all others, and is equal on all ranks.
-        return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}", scope=scope)
+        return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}", seconds, choices)
 
-    @explained(called)
     def subgroup(
         self,
         ranks: Sequence[int],
@@ -272,6 +290,9 @@ class ProcessGroup(Objects, MonitoredBarrier):
         *,
         timeout: float | None = None,
         scope: str | None = None,
+        concurrency: int | None = None,
+        backend: str | None = None,
+        **options: Any,
     ) -> ProcessGroup:
         """A group of some members of this one.  No communication: only the members call it.
 
@@ -283,13 +304,20 @@ class ProcessGroup(Objects, MonitoredBarrier):
             scope: what a failure ends, the same on every member.  ``"all"``: the group.  ``"pair"``: what the
                 two ranks exchange between which it happened; such a group carries messages and no
                 collectives.  None: as in this group.
+            concurrency: its number of lanes; None: that of this group.
+            backend: the name of a backend of its own; None: that of this group.
+            options: of the backend, such as ``transport="tcp"``, in addition to those of this group.
 
-        Members that gave different lists wait for one another in different groups.  About a second after
-        the first collective of each, both raise GroupAborted with the two lists.
+        With another backend, or other options, the new group has connections of its own: its members meet
+        through this group's store, and the call waits for them, for ``timeout`` at most.
+
+        Members that gave different lists, or other values than the others, wait for one another in different
+        groups.  About a second after the first collective of each, both raise GroupAborted with what they
+        gave; a call that waits for the members raises UsageError.
         """
         call = self._call("subgroup")
-        scope = self._checked_scope(call, scope)
         seconds = None if timeout is None else self._checked_timeout(timeout)
+        choices = self._choices(call, scope, concurrency, backend, options)
         members = [call.root(rank, "every element of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             call.refuse(f"ranks names a rank twice: {members}")
@@ -298,57 +326,102 @@ class ProcessGroup(Objects, MonitoredBarrier):
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
                 self._raise_refusal()
-        return self._subgroup(members, name, seconds, scope)
+        return self._subgroup(members, name, seconds, choices)
 
     def _subgroup(
-        self, members: list[int], name: str | None, timeout: float | None, scope: str = "all"
+        self,
+        members: list[int],
+        name: str | None,
+        timeout: float | None,
+        choices: Choices = AS_PARENT,
+        *,
+        asked: str | None = None,
     ) -> ProcessGroup:
-        """:meth:`subgroup`, whatever became of this group."""
+        """:meth:`subgroup`, whatever became of this group; ``asked``: the choices of another rank."""
+        asked = str(choices) if asked is None else asked
         with self._submitting:
-            identity = (name, *members)
+            identity = (name, asked, *members)
             self._made[identity] += 1
-            count = self._made[identity]
+            given = Given(name, asked, tuple(members), self._made[identity])
         listed = ",".join(map(str, members))
-        group = self._make(members, f"{name or 'subgroup'}:{listed}:{count}", timeout, scope)
+        label = f"{name or 'subgroup'}:{listed}:{given.count}{asked and f':{asked}'}"
+        group = self._make(members, label, timeout, choices, given)
         if len(members) > 1:
-            given = Given(name, tuple(members), count)
             group._on_first = partial(self._lists.first_operation, self, given)
         return group
 
-    def _checked_scope(self, call: Call, scope: str | None) -> str:
-        if scope is None:
-            return self._spec.scope
+    def _choices(
+        self,
+        call: Call,
+        scope: str | None,
+        concurrency: int | None,
+        backend: str | None,
+        options: dict[str, Any],
+    ) -> Choices:
+        """What a new group has of its own, checked."""
+        scope = self._spec.scope if scope is None else scope
         if scope not in ("all", "pair"):
             call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
-        if scope not in self._backend.scopes:
-            raise UnsupportedOperation(
-                f"groups of the backend {self._backend.name!r} have no scope={scope!r}"
-            )
-        return scope
+        choices = Choices(None if scope == "all" else scope, concurrency, backend, options)
+        choices.checked(call.name, self._rank, self._links)
+        factory = choices.engine(self._links)[0] if choices.own_links else None
+        scopes = getattr(factory, "scopes", self._backend.scopes)
+        if scope not in scopes:
+            named = self._backend.name if backend is None else backend
+            raise UnsupportedOperation(f"groups of the backend {named!r} have no scope={scope!r}")
+        return choices
 
     def _make(
-        self, members: list[int], label: str, timeout: float | None = None, scope: str = "all"
+        self,
+        members: list[int],
+        label: str,
+        timeout: float | None,
+        choices: Choices,
+        given: Given | None = None,
     ) -> ProcessGroup:
-        # Ranks that give different scopes are in different groups.
-        label = encodable(label + (":pair" if scope == "pair" else ""))
+        label = encodable(label)
         name = f"{self.name}/{label}"
         digest = hashlib.blake2b(f"{self._spec.ident:x}/{label}".encode(), digest_size=8)
+        ranks = tuple(self.ranks[rank] for rank in members)
+        store = PrefixStore(f"{label}/", self._store)
+        seconds = self._timeout if timeout is None else timeout
+        links = self._connected(ranks, store, seconds, choices, given)
         spec = GroupSpec(
             name=name,
             ident=int.from_bytes(digest.digest(), "little"),
             rank=members.index(self.rank),
-            ranks=tuple(self.ranks[rank] for rank in members),
-            concurrency=self._spec.concurrency,
-            options=self._spec.options,
-            scope=scope,
+            ranks=ranks,
+            concurrency=choices.concurrency or self._spec.concurrency,
+            options=dict(links.options),
+            scope=choices.scope or "all",
         )
-        store = PrefixStore(f"{label}/", self._store)
-        seconds = self._timeout if timeout is None else timeout
-        return self._in(self._world, spec, store, timeout=seconds, parent=self)
+        return self._in(self._world, links, spec, store, timeout=seconds, parent=self)
+
+    def _connected(
+        self, ranks: tuple[int, ...], store: Store, timeout: float, choices: Choices, given: Given | None
+    ) -> Links:
+        """Connections as ``choices`` asks for: those of this group, or new ones."""
+        if not choices.own_links:
+            return self._links
+        factory, options = choices.engine(self._links)
+        if factory is self._links.factory and options == self._links.options:
+            return self._links
+        watching = nullcontext(_nothing) if given is None else self._lists.connecting(self, given)
+        with watching as look:
+            return connect_some(
+                self._world.membership,
+                ranks,
+                factory,
+                timeout=timeout,
+                options=options,
+                store=store,
+                lost=self._links.lost,
+                look=look,
+            )
 
     @property
     def _backend(self) -> Backend:
-        return self._world.backend
+        return self._links.backend
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -418,3 +491,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
     def __del__(self) -> None:
         if hasattr(self, "_lists") and self._state not in ("closed", "forked"):
             self._world.dropped(self)
+
+
+def _nothing() -> None:
+    """Nobody can have given another list: the ranks have compared what they asked for."""

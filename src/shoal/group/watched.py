@@ -5,6 +5,7 @@ A :class:`~shoal.ProcessGroup` starts that code, so it cannot import the class i
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ class Watched(Protocol):
     _channel: DataChannel
     _spec: GroupSpec
     _world: World
+    _closing: threading.Lock
     _on_first: Callable[[Any, Future[Any]], None] | None
     #: how many subgroups were made of each name and list
     _made: Counter[tuple[Any, ...]]
@@ -44,7 +46,9 @@ class Watched(Protocol):
     @property
     def recorder(self) -> FlightRecorder | None: ...
 
-    def _subgroup(self, members: list[int], name: str | None, timeout: float | None) -> Watched: ...
+    def _subgroup(
+        self, members: list[int], name: str | None, timeout: float | None, *, asked: str
+    ) -> Watched: ...
 
     def abort(self, reason: str = "") -> None: ...
 

@@ -23,6 +23,7 @@ class Membership:
         job, epoch: the job, and the number of its incarnation; traffic of another epoch is refused.
         secret: the job's secret; b"" at most for a group of one.
         interface: the address that listeners bind to (loopback unless ranks are elsewhere).
+        ranks: where only some ranks of the world connect, their ranks in the world; empty: all do.
         host: identity of the host; ranks with equal values try shared memory first.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in
             the store, closes it, and stops the server if this rank hosts it.
@@ -45,6 +46,7 @@ class Membership:
     secret: bytes = field(repr=False)
     interface: str
     host: str
+    ranks: tuple[int, ...] = ()
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=_nothing, compare=False, repr=False)
     look: Callable[..., None] = field(default=_nothing, compare=False, repr=False)

@@ -88,7 +88,7 @@ def sever(group: ProcessGroup, rank: int) -> None:
         rank: the other end, numbered in ``group``.
     """
     backend: Any = group._backend
-    backend.sever(group.ranks[rank])
+    backend.sever(group._links.ranks.index(group.ranks[rank]))
 
 
 def hush(group: ProcessGroup, silent: bool = True) -> None:

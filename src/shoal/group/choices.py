@@ -1,0 +1,78 @@
+"""What a group has of its own, and not from the group that it is made from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..backend.arguments import check_options, lanes
+from ..backend.registry import BackendFactory, backend_factory
+from ..keywords import misspelt
+from ..links import Links
+
+#: what the functions take beside the options of a backend
+_ARGUMENTS = {
+    "split": ("color", "key", "timeout", "scope", "concurrency", "backend"),
+    "subgroup": ("ranks", "name", "timeout", "scope", "concurrency", "backend"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The arguments of ``split`` and ``subgroup`` on which all members must agree; None: as the parent.
+
+    Attributes:
+        scope: "pair", or None for "all".
+        concurrency: number of lanes.
+        backend: name of another backend, or of the same one for connections of the group's own.
+        options: of the backend.
+    """
+
+    scope: str | None = None
+    concurrency: int | None = None
+    backend: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        given = {"backend": self.backend, "concurrency": self.concurrency, "scope": self.scope}
+        named = {name: value for name, value in given.items() if value is not None}
+        return ", ".join(f"{name}={value!r}" for name, value in sorted({**named, **self.options}.items()))
+
+    def checked(self, function: str, rank: int, parent: Links) -> Choices:
+        """Refuse what cannot be right.
+
+        Raises:
+            UsageError: naming what was expected.
+        """
+        if self.concurrency is not None:
+            lanes(self.concurrency)
+        if self.own_links:
+            where, others = f"{function} on rank {rank}", _ARGUMENTS[function]
+            if parent.factory is None and self.backend is None:
+                raise misspelt(where, list(self.options), others)
+            factory, options = self.engine(parent)
+            check_options(factory, options, where, others)
+        return self
+
+    @property
+    def code(self) -> int:
+        """A number that is equal where the choices are."""
+        digest = hashlib.blake2b(str(self).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    @property
+    def own_links(self) -> bool:
+        """Whether the group needs connections of its own."""
+        return self.backend is not None or bool(self.options)
+
+    def engine(self, parent: Links) -> tuple[BackendFactory, dict[str, Any]]:
+        """What makes the group's backend; the parent's options hold for the parent's backend."""
+        factory = parent.factory if self.backend is None else backend_factory(self.backend)
+        assert factory is not None  # checked
+        inherited = parent.options if factory is parent.factory else {}
+        return factory, {**inherited, **self.options}
+
+
+AS_PARENT = Choices()
