@@ -217,6 +217,29 @@ def test_training_goes_on_after_an_exception_that_ended_backward_on_all_ranks() 
     on_ranks(2, rank)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_backward_pass_is_reduced_that_follows_an_interrupted_one_without_a_forward_pass(
+    begun: bool,
+) -> None:
+    def stumble(_: torch.Tensor) -> None:
+        raise KeyError("stumbled")
+
+    def rank(group: shoal.ProcessGroup) -> list[float]:
+        model = shoal.DistributedDataParallel(TwoRoads(), group=group, bucket_cap_mb=SMALL_MB / 10)
+        x = torch.full((1, 4), float(group.rank))
+        first, second = model(x, True), model(x, True)
+        # Hooks on the output see backward before any gradient of a parameter has come.
+        handle = (model.module.main.weight if begun else first).register_hook(stumble)
+        with pytest.raises(KeyError, match="stumbled"):
+            first.sum().backward()
+        handle.remove()
+        second.sum().backward()
+        return [float(x) for x in model.module.spare.weight.grad.flatten()]
+
+    means = on_ranks(2, rank)
+    assert means[0] == means[1]
+
+
 @pytest.mark.parametrize("to_none", [False, True])
 def test_an_exception_that_ended_backward_on_one_rank_is_reported_by_the_others_alone(to_none: bool) -> None:
     zeroed = threading.Event()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ class Reducer:
         )
         self._outcome = OutcomeExchange(group, self._pass, count)
         self._use_tail()
-        self._finish_is_queued = False
+        #: What autograd calls at the end of the pass that runs; it is gone if an exception ended that one.
+        self._end_of_pass: Callable[[], Callable[[], None] | None] = lambda: None
         #: The graph of an output from which every parameter may be reached.
         self._whole = Graph(range(count))
         #: Of forward passes whose outputs live and did not go backward yet.
@@ -158,8 +160,11 @@ class Reducer:
             self._local_pass = None
             self._gradients.drop_copies()
         if self._pass.opened:
-            self._finish(interrupted=True)
-            self._gradients.drop()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._finish(interrupted=True)
+        self._gradients.drop()
 
     def expect(
         self,
@@ -229,6 +234,8 @@ class Reducer:
 
     def enter(self, graph: Graph) -> None:
         """A pass opens before its first gradient, or goes on to another graph."""
+        if self._pass.opened and self._end_of_pass() is None:
+            self._abandon()  # the pass before, after which no forward pass came that would have settled it
         self._entered.append(graph)
         if not self._pass.opened:
             self._hooks.come_last()
@@ -245,9 +252,10 @@ class Reducer:
     def _queue_finish(self) -> None:
         # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
         # tasks of their own; the hook on the output queues it in the outermost one.
-        if not self._finish_is_queued:
-            self._finish_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if self._end_of_pass() is None:
+            end = partial(self._finish)
+            self._end_of_pass = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def on_gradient(self, index: int, mark: int) -> None:
         """The gradient of parameter ``index`` has arrived, and there is something to do."""
@@ -375,7 +383,7 @@ class Reducer:
 
     def _finish(self, *, interrupted: bool = False, shadow: bool = False) -> None:
         """Wait for all buckets; unless the pass went well on every rank, raise."""
-        self._finish_is_queued = False
+        self._end_of_pass = lambda: None
         end = None
         try:
             end = self._pass.finish(self, interrupted, shadow)
