@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -111,15 +112,30 @@ def test_a_rank_0_that_closes_ends_what_it_will_not_issue(seen: Seen) -> None:
     run_threads(leave, 2, backend="ordered", timeout=60)
 
 
-def test_an_abort_ends_what_waits_for_its_turn(seen: Seen) -> None:
+@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("aborting", [0, 1])
+def test_an_abort_ends_what_waits_for_its_turn(seen: Seen, waiting: int, aborting: int) -> None:
+    issued, ended = threading.Event(), threading.Event()
+
     def abort(group: ProcessGroup) -> None:
         future = group.all_reduce(torch.ones(1))
         future.wait()
-        if group.rank == 1:
-            waits = future.then(lambda f: group.all_reduce(f.value()).wait())
+        if group.rank == waiting:
+
+            def issue(f: Future[torch.Tensor]) -> object:
+                waits = group.all_reduce(f.value())
+                issued.set()
+                return waits.wait()
+
+            waits = future.then(issue)
+        assert issued.wait(30)
+        if group.rank == aborting:
             group.abort("enough")
+        if group.rank == waiting:
             with pytest.raises(GroupAborted):
                 waits.wait(30)
+            ended.set()
+        assert ended.wait(40)  # before anybody closes the group
 
     run_threads(abort, 2, backend="ordered", timeout=60)
 

@@ -56,6 +56,7 @@ class InOrder(DataChannel):
         self._main = Lane(channel, f"{spec.name} on rank {spec.rank}") if channel.collective else None
         self._order = Order(PrefixStore("callbacks", store), spec.rank, len(spec.ranks))
         self._making = threading.Lock()
+        self._closed = False
         self._keyed: Lane | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
@@ -88,8 +89,10 @@ class InOrder(DataChannel):
 
     def abort(self, reason: str) -> None:
         self._channel.abort(reason)
-        if self._keyed is not None:
-            self._keyed.channel.abort(reason)
+        if self._channel.ordered:
+            # Others may have operations in that channel, though none was issued in a callback here.
+            with suppress(GroupError):  # the group is closed, or the backend has no connections left
+                self._keyed_lane().channel.abort(reason)
 
     def begin_close(self) -> None:
         self._channel.begin_close()
@@ -99,6 +102,7 @@ class InOrder(DataChannel):
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._making:
+            self._closed = True
             lanes = [lane for lane in (self._main, self._keyed) if lane is not None]
         for lane in lanes:
             lane.close()
@@ -113,6 +117,10 @@ class InOrder(DataChannel):
         with self._making:
             if self._keyed is None:
                 spec = self._spec
+                if self._closed:
+                    raise GroupClosed(
+                        f"{spec.name} on rank {spec.rank} was closed; make a new group to go on"
+                    )
                 own = replace(spec, name=f"{spec.name}/callbacks", ident=derive_key(b"callbacks", spec.ident))
                 channel = self._backend.channel(own)
                 channel.on_failure = self._failed
