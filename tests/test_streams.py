@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -233,6 +235,38 @@ def test_a_failure_of_the_device_is_that_of_the_future(runtime: FakeRuntime) -> 
     assert future.then(lambda f: f.exception()).wait(10) is broken
     with pytest.raises(RuntimeError, match="fell off"):
         derived.wait(10)
+
+
+def test_a_failure_of_the_device_leads_to_no_cycle(runtime: FakeRuntime) -> None:
+    references = []
+
+    def broken() -> Future[torch.Tensor]:
+        future = _engine_future(runtime, torch.empty(1, device=META))
+        runtime.stream_named("engine").fail(RuntimeError("the device fell off the bus"))
+        references.append(weakref.ref(future))
+        return future
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="fell off") as raised:
+            broken().wait(10)
+        del raised
+        assert [reference() for reference in references] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_collection_that_failed_waits_for_no_device(runtime: FakeRuntime) -> None:
+    first: Future[torch.Tensor] = Future()
+    second: Future[torch.Tensor] = Future()
+    collection = collect_all([first, second])
+    first.set_exception(PeerLost("rank 1 died", [1]))
+    second.set_result(torch.empty(1, device=META))  # on a stream that is held
+    with pytest.raises(PeerLost):
+        collection.wait(10)
+    assert collection.then(lambda f: f.exception()).wait(10) is first.exception()
+    assert runtime.pool == []
 
 
 def test_what_an_engine_finds_broken_after_the_events_fails_all_that_was_made_of_the_result(

@@ -73,6 +73,12 @@ class Future(Outcome[T]):
                     f"gave up waiting after {timeout} s for {self!r}; "
                     "the operation goes on, wait again for it"
                 )
+        device = self._device
+        if device is not None:
+            if blocking:
+                self._synchronize(device, begun, timeout)
+            else:
+                device.order(self._payload())
         error = self._error
         if error is not None:
             # Without this the traceback would refer to this frame, which refers to the future, which
@@ -83,12 +89,6 @@ class Future(Outcome[T]):
                 raise error.with_traceback(_traceback(origin))
             finally:
                 del error
-        device = self._device
-        if device is not None:
-            if blocking:
-                self._synchronize(device, begun, timeout)
-            else:
-                device.order(self._payload())
         return self._value
 
     #: The same as :meth:`wait`.
@@ -203,14 +203,16 @@ class Future(Outcome[T]):
     # -- inside --------------------------------------------------------------------------------
 
     def _synchronize(self, device: DeviceEvents, begun: float, timeout: float | None) -> None:
-        """Block until the work on devices is done, ``timeout`` seconds at most from ``begun`` on."""
+        """Block until the work on devices is done, ``timeout`` seconds at most from ``begun`` on.
+
+        A failure of that work is the future's own afterwards.
+        """
         left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
         try:
             in_time = device.synchronize(self._payload(), left)
         except Exception as failure:
             self._fail_late(failure.with_traceback(None))
-            del self  # see wait
-            raise
+            return
         if not in_time:
             raise WaitTimeout(
                 f"gave up waiting after {timeout} s for {self!r}, whose work on the device is not done; "

@@ -126,9 +126,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
 
 def _complete_collection(result: Future[list[Future[T]]], futures: list[Future[T]]) -> None:
     parts = [future._device for future in futures if future._device is not None]
-    if parts:
-        result._device = DeviceEvents.merged(parts)
-    result.set_result(futures)
+    result._set(futures, None, DeviceEvents.merged(parts) if parts else None)
 
 
 class Completion:
