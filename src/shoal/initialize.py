@@ -104,7 +104,6 @@ def world_group(
     options: dict[str, Any],
 ) -> ProcessGroup:
     """Connect to the others of ``membership`` by the backend that ``factory`` makes; the group of all."""
-    world = World.connect(membership, factory, timeout=timeout, options=options)
     name = encodable(name)
     identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
@@ -115,4 +114,5 @@ def world_group(
         concurrency=concurrency,
         options=options,
     )
+    world = World.connect(membership, factory, timeout=timeout, options=options)
     return ProcessGroup._in(world, world.links, spec, membership.store, timeout=timeout)

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from . import failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
+from .keywords import checked_seconds
 from .links import Links
 from .rendezvous.membership import Membership
 from .wording import in_words
@@ -80,10 +81,14 @@ class World:
         """The world of ``membership``, connected; when that fails, the other ranks are told."""
         try:
             backend = factory(membership, timeout=timeout, **options)
+            try:
+                membership.connected()
+            except BaseException:
+                backend.close(_FAILED_TIMEOUT)
+                raise
         except BaseException as error:
             membership.abandon(error)
             raise
-        membership.connected()
         return cls(membership, backend, factory=factory, options=options)
 
     # -- its groups ----------------------------------------------------------------------------
@@ -168,23 +173,27 @@ class World:
 
     def abort(self, reason: str) -> None:
         """Abort all groups; see :meth:`shoal.ProcessGroup.abort`."""
-        for member in self.members():
-            member.abort(reason)
+        with contextlib.ExitStack() as all_of_them:  # whatever one of them raises
+            for member in reversed(self.members()):
+                all_of_them.callback(member.abort, reason)
 
     def close(self, timeout: float) -> None:
         """Close all groups, the newest first, and with the last one the connections.
 
         Args:
             timeout: in seconds, for all together.
+
+        What the closing of one group raises is raised when all have been closed.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + checked_seconds("timeout", timeout)
         with self._lock:
             self._ended = True
         members = self.members()
-        for member in members:
-            member._begin_close()
-        for member in reversed(members):
-            member.close(remaining(deadline))
+        with contextlib.ExitStack() as all_of_them:  # the last that is pushed comes first
+            for member in members:
+                all_of_them.callback(lambda member: member.close(remaining(deadline)), member)
+            for member in reversed(members):
+                all_of_them.callback(member._begin_close)
 
     def become_forked(self) -> None:
         """In a forked child: nothing of this works, and nothing of the parent's is touched."""
@@ -229,9 +238,10 @@ def _close_at_exit() -> None:
     if error is not None:
         failure_report.ended(error)
     for world in list(_worlds):
-        with contextlib.suppress(Exception):
-            if error is not None:
+        if error is not None:
+            with contextlib.suppress(Exception):
                 world.abort(f"rank {world.membership.rank} ended with {in_words(error)}")
+        with contextlib.suppress(Exception):
             world.close(_EXIT_TIMEOUT)
 
 

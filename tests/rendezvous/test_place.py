@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal import ConfigurationError, MemoryStore, UsageError
+from shoal import ConfigurationError, MemoryStore, StoreError, UsageError
 from shoal.rendezvous import Venue, meet_at, open_place
 from shoal.rendezvous.host import LOOPBACK, is_mine
 from shoal.rendezvous.place import Place
@@ -76,3 +76,11 @@ def test_of_a_brief_meeting_only_the_groups_own_keys_stay() -> None:
     assert store.list_keys("job/0/") == ["job/0/ended/0", "job/0/room"]
     release_all(members)
     store.set("still", b"open")
+
+
+def test_who_cannot_connect_after_a_brief_meeting_closes_the_groups_own_keys_too() -> None:
+    store = MemoryStore()
+    member = meet_at(Place.at(Venue(store.clone(), 0, 1, job="job", epoch=0, brief=True), request(0, 1)))
+    member.abandon(OSError("no network"))
+    with pytest.raises(StoreError, match="closed"):
+        member.store.num_keys()

@@ -114,3 +114,23 @@ def test_all_keys_under_a_prefix_can_be_deleted_at_once() -> None:
 def test_the_least_that_a_backing_has_is_said_by_python() -> None:
     with pytest.raises(TypeError, match=r"abstract.*clone.*get_now.*list_keys.*swap"):
         Backing()  # type: ignore[abstract]
+
+
+def test_a_backing_that_cannot_be_closed_keeps_nobody_from_closing_the_rest() -> None:
+    class Broken(Dictionary):
+        def close(self) -> None:
+            raise OSError("the line is dead")
+
+    def fail() -> None:
+        done.append("first")
+        raise OSError("no such line")
+
+    done: list[str] = []
+    store = Store(Broken("name"), 5.0)
+    store.call_when_closed(lambda: done.append("second"))
+    store.call_when_closed(fail)
+    with pytest.raises(OSError, match="no such line"):
+        store.close()
+    assert done == ["first", "second"]
+    with pytest.raises(StoreError, match="closed"):
+        store.num_keys()

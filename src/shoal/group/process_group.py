@@ -483,8 +483,10 @@ class ProcessGroup(Objects, MonitoredBarrier):
         if not orderly and self._state == "open":
             reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
             if self._is_first:
-                self._world.abort(reason)
-                self._world.close(self._timeout)
+                try:
+                    self._world.abort(reason)
+                finally:
+                    self._world.close(self._timeout)
             self.abort(reason)
         self.close()
 

@@ -184,11 +184,19 @@ def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membersh
     """
     name = meeting.store.compare_set("lasting", b"", secrets.token_hex(8).encode()).decode()
     store = PrefixStore(name, venue.store.clone())
+
+    def abandon(error: BaseException) -> None:
+        try:
+            membership.abandon(error)
+        finally:
+            store.close()
+
     return replace(
         membership,
         store=store,
         connected=partial(membership.release, _LEAVING),
         release=lambda _: store.close(),
+        abandon=abandon,
     )
 
 

@@ -8,6 +8,7 @@ The operations are those of ``torch.distributed``'s stores, and have their meani
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -164,9 +165,10 @@ class Store:
         """Give up the connection; calls that are in progress in other threads raise ``StoreError``."""
         if os.getpid() == self._pid:
             self._backing.closed.set()
-            self._backing.close()
-            while self._when_closed:
-                self._when_closed.pop()()
+            with contextlib.ExitStack() as afterwards:  # whatever the backing or one of them raises
+                while self._when_closed:
+                    afterwards.callback(self._when_closed.pop(0))
+                self._backing.close()
 
     def call_when_closed(self, function: Callable[[], None]) -> None:
         """Have ``function`` called once, after the store was closed."""
