@@ -59,3 +59,24 @@ def test_gradients_stay_where_they_are_when_they_are_set_to_zero_in_place() -> N
             assert all(bool((gradient == 1.5).all()) for gradient in after)
 
     on_ranks(2, run)
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_a_gradient_that_is_conjugated_lazily_is_averaged(as_views: bool) -> None:
+    class Conjugated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight.conj() * x).imag.sum()
+
+    def run(group: shoal.ProcessGroup) -> None:
+        inner = Conjugated()
+        model = shoal.DistributedDataParallel(inner, group=group, gradient_as_bucket_view=as_views)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((3,), float(group.rank))).backward()
+            torch.testing.assert_close(inner.weight.grad, torch.full((3,), -0.5j), check_dtype=False)
+
+    on_ranks(2, run)

@@ -233,9 +233,11 @@ class Gradients:
         for index, (parameter, view) in enumerate(zip(self._parameters, self.set.views, strict=True)):
             if not used[index] or index in self._options.sparse:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            into.append(parameter.grad)
+            own = parameter.grad
+            # torch._foreach_copy_ writes to no tensor that is conjugated or negated lazily.
+            if own is None or own.is_conj() or own.is_neg():
+                parameter.grad = own = torch.empty_like(parameter)
+            into.append(own)
             out.append(view)
         if into:
             with torch.no_grad():  # backward(create_graph=True)
