@@ -1,6 +1,6 @@
 """The graph of what imports what in ``src/shoal``, read from the sources without importing them.
 
-``python tools/imports.py`` prints the circles.  Imports inside functions and under ``TYPE_CHECKING`` count:
+``python -m tools.imports`` prints the circles.  Imports inside functions and under ``TYPE_CHECKING`` count:
 two files that name each other cannot be understood one after the other, even where Python can load them.
 """
 

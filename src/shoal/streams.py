@@ -297,11 +297,6 @@ def _slice(deadline: float | None) -> float:
     return _SLICE if deadline is None else min(_SLICE, max(0.0, deadline - time.monotonic()))
 
 
-def has_streams(device: torch.device) -> bool:
-    """Whether work on ``device`` runs later than it is enqueued: the host does not see results at once."""
-    return device.type in _runtimes
-
-
 def _protect(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
     for tensor in tensors:
         if tensor.device == device:

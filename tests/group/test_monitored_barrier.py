@@ -63,7 +63,7 @@ def test_the_absence_of_rank_0_is_reported_too() -> None:
     run_threads(meet, 2, timeout=60)
 
 
-def test_an_early_rank_waits_for_the_verdict_of_a_late_rank_0() -> None:
+def test_an_early_rank_waits_for_the_answer_of_a_late_rank_0() -> None:
     early = threading.Event()
 
     def meet(group: ProcessGroup) -> None:

@@ -229,9 +229,9 @@ class Backend(abc.ABC):
     def lost(self) -> frozenset[int]:
         """The global ranks of all peers that are known to be dead or unreachable by now, for good.
 
-        Those that another rank has lost and said so count too.  It may ask the system who has died, and does
-        not wait.  Peers that left in good order do not count.  A
-        backend that cannot tell says that nobody is lost.
+        Peers count whose loss another rank has reported, and peers that left in good order do not.  The
+        backend may ask the system which processes have died; it does not wait.  A backend that cannot tell
+        returns an empty set.
         """
         return frozenset()
 

@@ -6,7 +6,7 @@ which rank 0 issues them.  Rank 0 writes their keys into the group's store, one 
 submit operation *n* when its key is known and it was issued here too.  Nothing deadlocks: where one
 operation is issued because another one is complete, that is so on rank 0 as well.
 
-The same lanes connect channels that need all members for that, in a thread, at their first operation.
+A feeder also connects a channel that needs all members for that, in a thread, at its first operation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..spec import Operation, OpKind, ReduceOp
 from ..store import PrefixStore, Store
 from ..streams import DeviceEvents, events_behind
 
-#: Seconds between two looks at deadlines and failures while a lane waits.
+#: Seconds between two looks at deadlines and failures while a feeder waits.
 _LOOK = 0.1
 #: Keys that are removed from the store together, when every rank has read them.
 _PAGE = 256
@@ -53,15 +53,15 @@ class InOrder(DataChannel):
         self._channel = channel
         self._backend, self._spec = backend, spec
         channel.on_failure = self._failed
-        self._main = Lane(channel, f"{spec.name} on rank {spec.rank}") if channel.collective else None
+        self._main = Feeder(channel, f"{spec.name} on rank {spec.rank}") if channel.collective else None
         self._order = Order(PrefixStore("callbacks", store), spec.rank, len(spec.ranks))
         self._making = threading.Lock()
         self._closed = False
-        self._keyed: Lane | None = None
+        self._keyed: Feeder | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
         if operation.key and self._channel.ordered:
-            return self._keyed_lane().submit(operation)
+            return self._feeder_of_callbacks().submit(operation)
         return self._channel.submit(operation) if self._main is None else self._main.submit(operation)
 
     def submit_all(self, operations: Sequence[Operation]) -> list[Future[Any]]:
@@ -92,28 +92,31 @@ class InOrder(DataChannel):
         if self._channel.ordered:
             # Others may have operations in that channel, though none was issued in a callback here.
             with suppress(GroupError):  # the group is closed, or the backend has no connections left
-                self._keyed_lane().channel.abort(reason)
+                self._feeder_of_callbacks().channel.abort(reason)
 
     def begin_close(self) -> None:
-        self._channel.begin_close()
-        if self._keyed is not None:
-            self._keyed.channel.begin_close()
+        for channel in self._channels():
+            channel.begin_close()
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._making:
             self._closed = True
-            lanes = [lane for lane in (self._main, self._keyed) if lane is not None]
-        for lane in lanes:
-            lane.close()
-        for channel in [self._channel, *(lane.channel for lane in lanes if lane is self._keyed)]:
+            feeders = [feeder for feeder in (self._main, self._keyed) if feeder is not None]
+        for feeder in feeders:
+            feeder.close()
+        for channel in self._channels():
             channel.close(max(deadline - time.monotonic(), 0.1))
-        for lane in lanes:
-            lane.join(max(deadline - time.monotonic(), 0.1))
+        for feeder in feeders:
+            feeder.join(max(deadline - time.monotonic(), 0.1))
         if self._channel.ordered:
             self._order.end()
 
-    def _keyed_lane(self) -> Lane:
+    def _channels(self) -> list[DataChannel]:
+        """The channel of numbered operations, and that of callbacks if there is one."""
+        return [self._channel] if self._keyed is None else [self._channel, self._keyed.channel]
+
+    def _feeder_of_callbacks(self) -> Feeder:
         with self._making:
             if self._keyed is None:
                 spec = self._spec
@@ -124,7 +127,7 @@ class InOrder(DataChannel):
                 own = replace(spec, name=f"{spec.name}/callbacks", ident=derive_key(b"callbacks", spec.ident))
                 channel = self._backend.channel(own)
                 channel.on_failure = self._failed
-                self._keyed = Lane(channel, f"{own.name} on rank {spec.rank}", self._order)
+                self._keyed = Feeder(channel, f"{own.name} on rank {spec.rank}", self._order)
             return self._keyed
 
     def _failed(self) -> None:
@@ -177,8 +180,8 @@ class Order:
                 self._store.set(str(self._next), str(_END))
 
 
-class Lane:
-    """A channel, and the operations that it cannot be given yet.
+class Feeder:
+    """Gives operations to a channel when it can take them; they wait in a queue until then.
 
     Args:
         order: of the operations; None: that in which they are submitted here.

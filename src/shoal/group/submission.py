@@ -22,14 +22,12 @@ from ..errors import ForkedProcess, GroupAborted, GroupClosed, UnsupportedOperat
 from ..future import Completion, Future, callback_scope
 from ..keywords import checked_seconds, misspelt
 from ..recorder import FlightRecorder
-from ..spec import SUM, Operation, OpKind, ReduceOp
+from ..spec import REDUCING, SUM, Operation, OpKind, ReduceOp
 from .validation import Call
 
 _MASK = 2**64 - 1
 #: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
 _ODD = 0x9E3779B97F4A7C15
-#: The kinds of operations that reduce.
-REDUCING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER})
 #: Stands for the tensor that an operation does not have, in its record.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

@@ -217,7 +217,6 @@ def test_missing_gradients_are_filled_sent_and_told_of(separate: bool) -> None:
     passes = Pass([[1], [0]], [1, 1])
     passes.separate = separate
     actions = Actions(passes)
-    arrive(passes, actions, [])
     passes.expect(True, 1)
     arrive(passes, actions, [1])
     assert passes.finish(actions) == TROUBLE

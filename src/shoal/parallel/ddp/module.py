@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     Raises:
         ModelMismatch: the ranks' models differ; the message says how.
         UsageError: there is nothing to train, or options contradict each other.
-        OutOfParticipantsdMemory: the buckets do not fit.
+        OutOfSharedMemory: the buckets do not fit.
 
     ``backward()`` on an output raises UnusedParameterError on every rank if a parameter of any rank got no
     gradient, OutOfStep if a rank left out a backward pass, and the GroupErrors that
