@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from shoal.wire import (
     frame_header,
     listen,
     listen_unix,
+    stream,
 )
+from shoal.wire.handshake import Handshake
 
 SECRET = b"secret"
 
@@ -122,6 +125,51 @@ def test_a_message_beyond_the_limit_ends_its_client(server: Echo) -> None:
 def test_another_secret_is_refused(server: Echo) -> None:
     with pytest.raises(AuthenticationError):
         _connect(server, b"other")
+
+
+class Choked(stream.SocketStream):
+    """Reads ahead, as a stream that decrypts does; its first answer finds no room for a while."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.ahead = bytearray()
+        self.refusals = 0
+        self.recv_into = self._recv_into
+        self.send = self._send
+
+    def _recv_into(self, view: memoryview) -> int:
+        if not self.ahead:
+            self.ahead += self.socket.recv(2**16)
+        count = len(self.ahead[: len(view)])
+        view[:count] = self.ahead[:count]
+        del self.ahead[:count]
+        return count
+
+    def _send(self, data: bytes | bytearray | memoryview) -> int:
+        if self.ahead and self.refusals < 3:
+            self.refusals += 1
+            raise BlockingIOError
+        return self.socket.send(data)
+
+    def pending(self) -> bool:
+        return bool(self.ahead)
+
+
+def test_a_message_that_came_with_a_wrong_proof_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while the refusal waits for room."""
+    monkeypatch.setattr(stream, "open_stream", Choked)
+    stranger = Handshake(connecting=True, secret=b"other", purpose="echo")
+    with Echo() as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+            sock.sendall(stranger.greeting)
+            greeting = b""
+            while len(greeting) < stranger.needed:
+                greeting += sock.recv(stranger.needed - len(greeting))
+            sock.sendall(stranger.feed(greeting) + frame_header(5) + b"hello")
+            assert sock.recv(1000) == bytes(32)
+            assert sock.recv(1000) == b""
+        assert server.threads == set()
+        assert server.all[0].stream.refusals == 3  # type: ignore[attr-defined]
 
 
 def test_a_server_listens_on_a_unix_socket_too() -> None:

@@ -351,8 +351,11 @@ class Server(abc.ABC, Generic[S]):
                 session.flush()
             elif (message := session.receive()) is not None:
                 self.received(session, message)
-            # Bytes that the stream holds already do not make its descriptor readable.
-            while session.stream.pending() and not (session.closed or session.clogged):
+            # Bytes that the stream holds already do not make its descriptor readable.  A stranger's are
+            # part of its handshake: nothing else is read before it has proved itself.
+            while (
+                session.authenticated and session.stream.pending() and not (session.closed or session.clogged)
+            ):
                 if (message := session.receive()) is not None:
                     self.received(session, message)
             self._watch(session)
