@@ -15,6 +15,8 @@ import pytest
 import shoal
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.cli import invoke
+from shoal.launch.environment import Job
+from shoal.launch.job_store import job_store
 from shoal.rendezvous import Venue, register_rendezvous, unregister_rendezvous
 from shoal.store import MemoryStore, Store, open_store, opener
 
@@ -86,6 +88,14 @@ def test_one_registration_serves_init_the_environment_the_launcher_and_open_stor
     with open_store(url, timeout=30) as store:
         left = {key.partition("/")[0] for key in store.list_keys()}
     assert left == {"arrivals", "other"}
+
+
+def test_a_launcher_that_fails_leaves_no_keys_in_a_store_that_was_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meet"
+    with pytest.raises(ZeroDivisionError), job_store(url, Job(2, secret="")):
+        raise ZeroDivisionError
+    with open_store(url, timeout=30) as store:
+        assert store.list_keys() == []
 
 
 def test_all_four_list_the_known_schemes_when_they_are_given_another(

@@ -80,10 +80,10 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
     try:
         store.multi_set(*zip(*job_record(job.size, job.ident).items(), strict=True))
         yield _Named(url, store)
+    finally:
         # The job's name is used once: nobody else will clear its keys.
         with suppress(StoreError, WireError):
             store.timeout = _PATIENCE
             root_of(store, job.ident, 0).delete_prefix("")
-    finally:
         store.close()
         venue.close()
