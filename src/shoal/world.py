@@ -96,23 +96,26 @@ class World:
     def make(self, links: Links, make: Callable[[], M]) -> M | None:
         """Register the group that ``make`` returns; None if the world has ended, and nothing was made.
 
-        The group uses ``links``, which are closed with the last one that does.
+        The group uses ``links``, which are closed with the last one that does, or at once if it is not made.
 
         A world whose first group cannot be made is released.
         """
-        with self._lock:
-            if self._ended:
-                return None
-            try:
-                member = make()
-            except BaseException:
-                if not self._open:
-                    self._ended = True
-                    self._release(_FAILED_TIMEOUT)
-                raise
-            self._open[id(member)] = weakref.ref(member), links
-            _worlds.add(self)
-            return member
+        try:
+            with self._lock:
+                if self._ended:
+                    return None
+                try:
+                    member = make()
+                except BaseException:
+                    if not self._open:
+                        self._ended = True
+                        self._release(_FAILED_TIMEOUT)
+                    raise
+                self._open[id(member)] = weakref.ref(member), links
+                _worlds.add(self)
+                return member
+        finally:
+            self._close_unused(links, _FAILED_TIMEOUT)
 
     def members(self) -> list[Any]:
         """The groups that are not closed, the oldest first."""
@@ -126,13 +129,11 @@ class World:
         with self._lock:
             _, links = self._open.pop(id(member))
             self._dropped = [each for each in self._dropped if each is not member]
-            in_use = self._in_use()
             last = not self._open
             self._ended |= last
         deadline = time.monotonic() + timeout
         try:
-            if links not in in_use and links is not self.links:
-                links.backend.close(timeout)
+            self._close_unused(links, timeout)
         finally:
             if last:
                 try:
@@ -143,6 +144,12 @@ class World:
 
     def _in_use(self) -> set[Links]:
         return {self.links, *(links for _, links in self._open.values())}
+
+    def _close_unused(self, links: Links, timeout: float) -> None:
+        with self._lock:
+            used = links in self._in_use()
+        if not used:
+            links.backend.close(timeout)
 
     def dropped(self, member: Member) -> None:
         """The program has lost the last reference to ``member`` without having closed it: do so.

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import shoal
-from shoal import ProcessGroup
+from shoal import MemoryStore, ProcessGroup
+from shoal.backend.base import GroupSpec
+from shoal.links import Links
 from shoal.testing import no_leaks, processes, run_threads
 
-from .null_backend import null_group
+from .null_backend import NullBackend, NullChannel, null_group
 
 PATIENCE = 30.0
 ENGINES: list[dict[str, Any]] = [{"transport": "shm"}, {"transport": "tcp"}, {"backend": "store"}]
@@ -161,6 +163,27 @@ def test_a_dropped_group_is_closed_with_its_world_where_no_thread_can_be_started
     assert len(group.world.members()) == 2
     group.world.close(5.0)
     assert (group.world.members(), len(released)) == ([], 1)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_connections_of_a_groups_own_are_closed_if_it_cannot_be_made(ended: bool) -> None:
+    closed: list[float] = []
+
+    class Exhausted(NullBackend):
+        def channel(self, group: GroupSpec) -> NullChannel:
+            raise shoal.OutOfSharedMemory("none is left")
+
+        def close(self, timeout: float) -> None:
+            closed.append(timeout)
+
+    group, _ = null_group()
+    if ended:
+        group.world.close(5.0)
+    links, spec = Links(Exhausted(), (1, 2)), GroupSpec("own", 78, 0, (1, 2))
+    with pytest.raises(shoal.GroupClosed if ended else shoal.OutOfSharedMemory):
+        ProcessGroup._in(group.world, links, spec, MemoryStore(), timeout=9.0)
+    assert len(closed) == 1
+    assert group.state == ("closed" if ended else "open")
 
 
 @pytest.mark.concurrency
