@@ -87,16 +87,17 @@ def test_the_first_operation_that_differs_and_the_first_failure_are_named(tmp_pa
 
 def test_the_place_is_the_programs_and_not_a_librarys(tmp_path: Path) -> None:
     frames = [
-        "/home/me/train.py:9 in step",
+        "/home/me/shoal/train.py:9 in step",  # a folder of that name does not make it the package
         "/usr/lib/python3.12/threading.py:1 in wait",
-        "/x/shoal/future/future.py:1 in wait",
+        "/venv/lib/python3.12/site-packages/shoal/future/future.py:1 in wait",
+        "/checkout/src/shoal/future/future.py:1 in wait",
     ]
     stacks = [
         {"thread": "MainThread", "frames": frames},
         {"thread": "other", "frames": ["/home/me/b.py:1 in f"]},
     ]
     (dump,) = written(tmp_path, content(0, stacks=stacks)).values()
-    assert dump.place == "/home/me/train.py:9 in step"
+    assert dump.place == "/home/me/shoal/train.py:9 in step"
 
 
 def test_of_several_files_of_a_rank_the_latest_counts(

@@ -18,7 +18,7 @@ from rich.table import Table
 from ..wording import counted, ranks_named
 
 #: frames of Python's own library and of installed packages, which hide where the program stands
-_INSTALLED = re.compile(r"/lib/python3|/(shoal|torch)/")
+_INSTALLED = re.compile(r"/lib/python3|/(site|dist)-packages/|/src/shoal/")
 
 #: columns of a file or a pipe, where no line is folded
 _WIDE = 1000
