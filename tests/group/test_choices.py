@@ -18,13 +18,16 @@ from .null_backend import null_group
 
 def _sockets() -> int:
     """TCP connections of this process between its own ranks."""
-    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_there(fd)}
+    held = {_target(fd) for fd in os.listdir("/proc/self/fd")}
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     return sum(f"socket:[{line.split()[9]}]" in held and line.split()[3] == "01" for line in lines)
 
 
-def _is_there(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # another thread has closed it meanwhile
+        return ""
 
 
 def _make(group: ProcessGroup, how: str, **own: Any) -> ProcessGroup:

@@ -85,11 +85,9 @@ def make() -> PretendRuntime:
     DEVICE = torch.device("pretend", 0)
     runtime = PretendRuntime()
     register_runtime("pretend", runtime)
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(
+    runtime.library.fallback(
         lambda operator, *args, **kwargs: _Call(runtime, operator, args, kwargs).run(), "PrivateUse1"
     )
-    runtime.library = library  # type: ignore[attr-defined]  # it holds as long as the registration
     return runtime
 
 
