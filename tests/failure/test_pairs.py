@@ -64,7 +64,6 @@ class Seen:
 
     ranks: list[tuple[int, ...]] = field(default_factory=list)
     at: float = 0.0
-    rounds_after: int = 0
     left: list[str] = field(default_factory=list)
 
 
@@ -94,22 +93,25 @@ def exchange(pairs: ProcessGroup, victim: int, ready: Callable[[], None]) -> See
         ready()
         signal.pause()
         raise AssertionError(f"a signal that does not kill, {doomed}")
-    round_, after = 0, [0] * pairs.size
-    while min(after[rank] for rank in (me, *others)) < 10:
+    # Every rank tells for how many rounds it has known of the death, and all stop after the same round: what
+    # they told in it decides.
+    round_, known, told = 0, 0, [0]
+    while min(told) < 10:
         x = torch.full((SIZES[round_ % 3],), float(round_))
-        x[0] = after[me]
+        x[0] = known
         futures: list[Future[Any]] = [pairs.send(x, rank, tag=round_ % 5) for rank in others]
         received = [pairs.recv(None, rank, tag=round_ % 5) for rank in others]
-        for rank, future in zip(others, received, strict=True):
+        told = [known]
+        for future in received:
             y = future.wait(PATIENCE)
-            after[rank] = int(y[0])
+            told.append(int(y[0]))
             assert len(y) == len(x)
             assert bool((y[1:] == round_).all())
         wait_all(futures)
-        if after[me]:
-            after[me] += 1
+        if known:
+            known += 1
         elif all(future.done() for future in doomed):
-            after[me], seen.at = 1, time.monotonic()
+            known, seen.at = 1, time.monotonic()
         if round_ == 20:
             ready()
         round_ += 1
