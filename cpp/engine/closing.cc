@@ -60,10 +60,9 @@ std::string departure(int rank, const Request& request) {
   const std::string text = "rank " + std::to_string(rank) + " has closed the group and left";
   if (request.kind >= Kind::kSend) return text;
   return text +
-         ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches, or "
-         "its "
-         "program ends, while others go on.  Give all ranks equally many, or train inside `with "
-         "model.join():` (see Join)";
+         ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches, "
+         "or its program ends, while others go on.  Give all ranks equally many, or train inside "
+         "`with model.join():` (see Join)";
 }
 
 // Why nobody will complete the operation any more, now that this member closes the group, if so.

@@ -154,6 +154,7 @@ def test_a_receive_from_anybody_ends_when_nobody_is_left(transport: str) -> None
     def rank(group: ProcessGroup) -> tuple[int, ...]:
         with group.subgroup([0, 1], scope="pair") as pairs:
             waiting = pairs.recv(None)
+            both.wait(PATIENCE)
             if group.rank == 0:
                 group._backend.sever(1)  # type: ignore[attr-defined]
             with pytest.raises(PeerLost) as caught:
