@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import shoal
+from shoal.parallel.core import Pass
+from shoal.parallel.reducer.arrivals import watch_gradients
 from tests.parallel.models import on_ranks
 
 
@@ -80,3 +86,39 @@ def test_a_gradient_that_is_conjugated_lazily_is_averaged(as_views: bool) -> Non
             torch.testing.assert_close(inner.weight.grad, torch.full((3,), -0.5j), check_dtype=False)
 
     on_ranks(2, run)
+
+
+def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() -> None:
+    heard = threading.Event()
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+    views = [torch.zeros_like(parameter) for parameter in parameters]
+    parameters[0].grad, parameters[1].grad = torch.ones(2), views[1]
+    passes = Pass([(0,), (1,)], [1, 1])
+    passes.expect(True, 1)
+
+    class Hearing:
+        def on_gradient(self, index: int, mark: int) -> None:
+            heard.set()
+
+    def hooked(index: int) -> None:
+        for hook in list(parameters[index]._post_accumulate_grad_hooks.values()):
+            hook(parameters[index])
+
+    threads: list[threading.Thread] = []
+    early: list[bool] = []
+
+    def take(index: int) -> None:
+        threads.append(threading.Thread(target=hooked, args=(1,)))  # autograd's thread of the other device
+        threads[0].start()
+        early.append(heard.wait(0.2))
+
+    gradients: Any = SimpleNamespace(
+        several=False, as_views=False, views=views, addresses=[view.data_ptr() for view in views], take=take
+    )
+    hearing: Any = Hearing()
+    hooks = watch_gradients(hearing, passes, gradients, [parameters])
+    hooked(0)
+    threads[0].join(30)
+    assert early == [False]
+    assert passes.arrived == 2
+    del hooks

@@ -86,13 +86,15 @@ def watch_gradients(
     """Tell ``reducer`` of every gradient of ``copies``, the ones that autograd gives gradients to."""
     lock = threading.Lock()
     put_in_place = _on_only_gradient(reducer, gradients)
+    on_several_devices = len({parameter.device for parameter in copies[0]}) > 1
 
     def hook(index: int, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         if gradients.several:
             return _copy_hook(reducer, passes, index, lock, gradients.is_further(index, parameter))
-        return gradient_hook(
+        only = gradient_hook(
             passes, index, gradients.views, gradients.addresses, gradients.as_views, put_in_place
         )
+        return _one_at_a_time(lock, only) if on_several_devices else only
 
     handles = [
         parameter.register_post_accumulate_grad_hook(hook(index, parameter))  # type: ignore[no-untyped-call]
@@ -101,6 +103,18 @@ def watch_gradients(
     ]
     weakref.finalize(reducer, _remove, handles)
     return Hooks(handles)
+
+
+def _one_at_a_time(
+    lock: threading.Lock, hook: Callable[[torch.Tensor], None]
+) -> Callable[[torch.Tensor], None]:
+    """For a model on several devices: autograd has a thread for each, and what is marked must be in place."""
+
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        with lock:
+            hook(parameter)
+
+    return gradient_is_ready
 
 
 def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int, int, bool], None]:
