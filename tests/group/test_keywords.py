@@ -38,7 +38,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "receive": (lambda g: g.recv(X, group_src=0), "recv on rank 0 takes no argument 'group_src'; 'src' is "),
     "timedelta": (
         lambda g: g.barrier(timeout=datetime.timedelta(seconds=1)),
-        "got datetime.timedelta(seconds=1) on rank 0; pass its total_seconds()",
+        "timeout=datetime.timedelta(seconds=1) on rank 0: expected a positive number of seconds; pass its ",
     ),
     "capitals": (lambda g: g.all_reduce(X, op="SUM"), "unknown reduction 'SUM'; 'sum' is meant"),
     "mean": (lambda g: g.all_reduce(X, op="mean"), "unknown reduction 'mean'; 'avg' is meant"),
