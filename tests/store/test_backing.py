@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -109,6 +109,35 @@ def test_all_keys_under_a_prefix_can_be_deleted_at_once() -> None:
         assert store.delete_prefix("a/") == 2
         assert store.list_keys() == ["ab", "b"]
         assert store.delete_prefix("a/") == 0
+
+
+class Textual(Dictionary):
+    """Gives text where bytes are due."""
+
+    def get_now(self, key: str) -> bytes | None:
+        value = super().get_now(key)
+        return value and value.decode()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.set("key", b"2"),
+        lambda store: store.add("key", 1),
+        lambda store: store.append("key", b"2"),
+        lambda store: store.compare_set("key", b"1", b"2"),
+        lambda store: store.delete("key"),
+    ],
+    ids=["set", "add", "append", "compare_set", "delete"],
+)
+def test_a_backing_whose_values_are_no_bytes_is_refused(change: Callable[[Store], object]) -> None:
+    """It would never find again what it holds, and try for ever."""
+    Dictionary("name").values["key"] = b"1"
+    with (
+        Store(Textual("name"), 30) as store,
+        pytest.raises(StoreError, match=r"Textual.get_now\('key'\) returned str"),
+    ):
+        change(store)
 
 
 def test_the_least_that_a_backing_has_is_said_by_python() -> None:

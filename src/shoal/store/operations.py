@@ -63,7 +63,7 @@ class Operations(abc.ABC):
 
     def set(self, key: str, value: bytes) -> None:
         """Store ``value`` under ``key``, whatever it held."""
-        while not self.swap(key, self.get_now(key), value):
+        while not self.swap(key, self._held(key), value):
             pass
 
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
@@ -74,7 +74,7 @@ class Operations(abc.ABC):
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """See :meth:`shoal.store.Store.compare_set`."""
         while True:
-            held = self.get_now(key)
+            held = self._held(key)
             if held is None and expected:
                 return expected
             if held is not None and held != expected:
@@ -85,7 +85,7 @@ class Operations(abc.ABC):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the sum; StoreError if the key holds no counter."""
         while True:
-            held = self.get_now(key)
+            held = self._held(key)
             total = counted(key, held, amount)
             if self.swap(key, held, b"%d" % total):
                 return total
@@ -93,7 +93,7 @@ class Operations(abc.ABC):
     def append(self, key: str, value: bytes) -> None:
         """Add ``value`` at the end of the value of ``key``; StoreError if that gets too long."""
         while True:
-            held = self.get_now(key)
+            held = self._held(key)
             joined = value if held is None else held + value
             check_length(key, joined, self.longest_value)
             if self.swap(key, held, joined):
@@ -101,7 +101,7 @@ class Operations(abc.ABC):
 
     def delete(self, key: str) -> bool:
         """Remove ``key``; whether it existed."""
-        while (held := self.get_now(key)) is not None:
+        while (held := self._held(key)) is not None:
             if self.swap(key, held, None):
                 return True
         return False
@@ -109,6 +109,15 @@ class Operations(abc.ABC):
     def delete_prefix(self, prefix: str) -> int:
         """Remove the keys that start with ``prefix``; how many there were."""
         return sum(self.delete(key) for key in self.list_keys(prefix))
+
+    def _held(self, key: str) -> bytes | None:
+        """What ``key`` holds, for :meth:`swap`, which would never find a value of another type."""
+        value = self.get_now(key)
+        if value is None or isinstance(value, bytes):
+            return value
+        raise StoreError(
+            f"{type(self).__name__}.get_now({key!r}) returned {type(value).__name__}, not bytes or None"
+        )
 
 
 class Table(Operations):
