@@ -160,17 +160,13 @@ class World:
             if id(member) not in self._open:
                 return
             self._dropped.append(member)
+        text = f"{member!r} was dropped and never closed: use it in a with block, or call close()"
         closer = threading.Thread(
             target=member.close, args=(_EXIT_TIMEOUT,), name="shoal-dropped", daemon=True
         )
         with contextlib.suppress(RuntimeError):  # no more threads: it is closed with the world
             closer.start()
-        warnings.warn(
-            f"{member!r} was dropped and never closed: use it in a with block, or call close()",
-            ResourceWarning,
-            stacklevel=3,
-            source=member,
-        )
+        warnings.warn(text, ResourceWarning, stacklevel=3, source=member)
 
     def _release(self, timeout: float) -> None:
         try:

@@ -271,8 +271,9 @@ class Server(abc.ABC, Generic[S]):
         self._strangers.pop(session, None)
         self.alarms.cancel(session)
         self._selector.unregister(session.stream)
-        session.stream.close()
+        # Before the client can see it.
         self.dropped(session)
+        session.stream.close()
         if not self._accepting and not self._stopping:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._accepting = True
