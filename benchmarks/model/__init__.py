@@ -1,1 +1,1 @@
-"""What all-reduce costs on paper, for more hosts than anybody here has: ``python -m benchmarks.model``."""
+"""The cost of all-reduce on thousands of hosts, computed and not measured: ``python -m benchmarks.model``."""

@@ -365,7 +365,7 @@ std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
 
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {
-    // Who is lost stays lost, though it may have been stopped only and go on.
+    // A peer that was given up stays lost, even if its process was only stopped and runs again.
     if (peers_[static_cast<std::size_t>(link.peer())].state.load() == Peer::kLost) return {};
     std::unique_lock lock(groups_mutex_);
     auto group = find(header.group);

@@ -35,7 +35,7 @@ struct Loss {
   ErrorCode code;
 };
 
-// What breaks when something goes wrong between two members: all of the group, or what these two exchange.
+// The scope of a failure between two members: it ends the whole group, or only what these two exchange.
 // A group of pairs carries messages only: ranks that went on after a collective which failed on one of them
 // would be at different operations, so there is no failure of a collective that ends nothing else.
 enum class Scope { kAll, kPair };

@@ -1,4 +1,4 @@
-// What the ranks tell one another about a pass besides the gradients: whether it went well.
+// The outcome of a pass: the ranks tell one another whether it went well, besides the gradients.
 //
 // Each rank says whether its own pass went well, and how many forward passes it ran since the last reduction,
 // beyond the first.  The numbers must be equal: a rank that left out a backward pass would otherwise average

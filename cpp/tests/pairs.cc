@@ -202,7 +202,7 @@ class PairRank {
                         [&](std::byte b) { return b == content(last, round, i); }),
             "a message is wrong");
     }
-    // What was on its way has come now.
+    // All messages that were on their way have arrived now.
     news(2 * round + 1, 0, 0);
     for (auto& receive : receives)
       if (receive.cancelled)
@@ -242,7 +242,7 @@ class PairRank {
     check(later->done() && !finish(later), "a message to a lost rank is not refused at once");
     std::erase(ring_, lost_);
     if (ring_.size() == 1) {
-      // What the lost rank sent last may have come whole.
+      // The last message of the lost rank may have arrived whole.
       check(finish(any) || any->error().code == ErrorCode::kPeerLost, "a receive from nobody goes on");
       return true;
     }

@@ -19,7 +19,7 @@ namespace {
 using namespace shoal::reducer;
 using Indices = std::vector<std::uint32_t>;
 
-// What a rank does in one pass.
+// The part of one rank in one pass.
 struct Plan {
   std::uint32_t forwards = 1;
   Indices gradients;  // in the order in which they come

@@ -197,7 +197,7 @@ class DeviceEvents:
             self._recorded.append((device, stream, runtime_of(device).record(stream)))
 
     def successor(self) -> DeviceEvents:
-        """Of the same devices, priority and checks, no event recorded yet: for a value made from this one."""
+        """Events for a value made from this one: the same devices, priority and checks, not recorded yet."""
         result = DeviceEvents(self._devices, high_priority=self._high_priority)
         result._checks = self._checks
         return result

@@ -234,7 +234,7 @@ def _after_fork_in_child() -> None:
 
 
 def _close_at_exit() -> None:
-    # What the interpreter printed as the uncaught exception; 3.12 renamed it.
+    # The uncaught exception that the interpreter printed; 3.12 renamed it.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if hasattr(sys, "ps1"):
         error = None

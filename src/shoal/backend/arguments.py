@@ -1,4 +1,4 @@
-"""What users may choose of a backend: checked before anybody waits for anybody."""
+"""Checks of the options of a backend, before this process waits for any other."""
 
 from __future__ import annotations
 

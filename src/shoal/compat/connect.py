@@ -72,7 +72,7 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
 
 
 def _timeout(given: timedelta) -> timedelta:
-    """What torch gives, or ``SHOAL_TIMEOUT`` if it is torch's default: torch does not tell who chose it."""
+    """The timeout from torch, or ``SHOAL_TIMEOUT`` if it is the default: torch does not tell who chose it."""
     if given == default_pg_timeout and config.TIMEOUT.is_set():
         return timedelta(seconds=config.TIMEOUT.get())
     return given

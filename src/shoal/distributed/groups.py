@@ -258,7 +258,7 @@ def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> No
 def _own(
     operation: str, pg: ProcessGroup, backend: str | None, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What a new group has of its own, as arguments of ``subgroup``."""
+    """The arguments of ``subgroup`` that a new group does not take from its parent."""
     if options is not None and not isinstance(options, Mapping):
         raise UsageError(
             f"{operation} on rank {pg.rank}: pg_options={options!r}: expected a dict of arguments of "

@@ -20,7 +20,7 @@ from .scope import derive_key
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: Of the streams that a callback runs under.
+#: The priority of the streams that a callback runs under.
 Priority = Literal["high", "low"]
 
 
@@ -232,7 +232,7 @@ class Future(Outcome[T]):
 
 
 def _traceback(value: object) -> TracebackType | None:
-    """Of a failed future's value: it lies there, unless the failure came from the device after completion."""
+    """The traceback of a failure: the failed future's value, unless a device failed after completion."""
     return value if isinstance(value, TracebackType) else None
 
 

@@ -44,7 +44,7 @@ WAIT_SLICE = 0.1
 
 
 class Outcome(Generic[T]):
-    """What a future is inside: its source, then its value or error, and those to be told.
+    """The inside of a future: its source, then its value or error, and its subscribers.
 
     Args: as for :class:`~shoal.Future`, whose only base this is.
     """
@@ -78,7 +78,7 @@ class Outcome(Generic[T]):
         device: DeviceEvents | None = None,
     ) -> None:
         self._done = False
-        #: What the threads brought that met the completion; the first of them settles it.
+        #: A list of each thread that met the completion; the thread of the first one publishes the outcome.
         self._claims: list[list[Any]] = []
         self._source = source
         self._finish = finish
@@ -214,7 +214,7 @@ class Outcome(Generic[T]):
         return value, own
 
     def _fail_late(self, failure: Exception) -> None:
-        """What the device met is the outcome of the future from now on; the first failure stays."""
+        """A device has failed after completion: the future fails from now on; the first failure stays."""
         with pool.lock:
             if self._error is None:
                 self._error = failure

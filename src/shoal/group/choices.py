@@ -1,4 +1,4 @@
-"""What a group has of its own, and not from the group that it is made from."""
+"""The choices that a group does not take from the group that it is made from."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Choices:
         return self.backend is not None or bool(self.options)
 
     def engine(self, parent: Links) -> tuple[BackendFactory, dict[str, Any]]:
-        """What makes the group's backend; the parent's options hold for the parent's backend."""
+        """The factory and options of the group's backend; the parent's options go with its backend."""
         factory = parent.factory if self.backend is None else backend_factory(self.backend)
         assert factory is not None  # checked
         inherited = parent.options if factory is parent.factory else {}

@@ -35,7 +35,7 @@ _NEVER = 86400.0
 
 @dataclass(frozen=True)
 class Given:
-    """What one call of ``subgroup`` was given, which was the ``count``-th such call.
+    """The arguments of one call of ``subgroup``, which was the ``count``-th such call.
 
     Attributes:
         choices: on which all members must agree, in words.

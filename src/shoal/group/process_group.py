@@ -131,7 +131,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
 
     @property
     def world(self) -> World:
-        """What connects this process to its job: all groups made of one :func:`shoal.init` share it."""
+        """The part of this process in its job; all groups made of one :func:`shoal.init` share it."""
         return self._world
 
     @property
@@ -358,7 +358,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
         backend: str | None,
         options: dict[str, Any],
     ) -> Choices:
-        """What a new group has of its own, checked."""
+        """The choices of a new group, checked."""
         scope = self._spec.scope if scope is None else scope
         if scope not in ("all", "pair"):
             call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")

@@ -164,7 +164,7 @@ class Submitter:
 
     @property
     def _scratch_device(self) -> torch.device:
-        """Where the small tensors of composed operations live."""
+        """The device of the small tensors of composed operations."""
         return torch.device("cpu" if self._cpu else min(self._channel.devices))
 
     def abort(self, reason: str = "") -> None:

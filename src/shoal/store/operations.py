@@ -54,7 +54,7 @@ class Operations(abc.ABC):
         return [self.get_now(key) for key in keys]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of ``keys`` that do not exist."""
+        """The keys among ``keys`` that do not exist."""
         return [key for key in keys if self.get_now(key) is None]
 
     def count(self, prefix: str) -> int:
@@ -111,7 +111,7 @@ class Operations(abc.ABC):
         return sum(self.delete(key) for key in self.list_keys(prefix))
 
     def _held(self, key: str) -> bytes | None:
-        """What ``key`` holds, for :meth:`swap`, which would never find a value of another type."""
+        """The value of ``key``, for :meth:`swap`, which would never find a value of another type."""
         value = self.get_now(key)
         if value is None or isinstance(value, bytes):
             return value

@@ -29,7 +29,7 @@ class PendingHandshake:
 
     @property
     def events(self) -> int:
-        """What to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
+        """The events to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def step(self) -> bool:

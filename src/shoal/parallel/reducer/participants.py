@@ -1,4 +1,4 @@
-"""Which ranks give gradients in a pass, where not all of them do (within a Join)."""
+"""The ranks that give gradients in a pass, where not all of them do (within a Join)."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ class Reducer:
         )
         self._outcome = OutcomeExchange(group, self._pass, count)
         self._use_tail()
-        #: What autograd calls at the end of the pass that runs; it is gone if an exception ended that one.
+        #: The callback at the end of backward, which autograd drops when an exception ends the pass.
         self._end_of_pass: Callable[[], Callable[[], None] | None] = lambda: None
         #: The graph of an output from which every parameter may be reached.
         self._whole = Graph(range(count))
-        #: Of forward passes whose outputs live and did not go backward yet.
+        #: The graphs of forward passes whose outputs live and did not go backward yet.
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._forget_pass()
         self.after_pass: list[Callable[[], None]] = []
@@ -108,7 +108,7 @@ class Reducer:
         """Begin to record the next pass: the part of its state that holds tensors and futures."""
         #: The graphs that backward went into.
         self._entered: list[Graph] = []
-        #: What was reachable on any rank, one for each forward pass.
+        #: The parameters that are reachable on any rank, one future for each forward pass.
         self._reaches: list[Future[torch.Tensor]] = []
         self._participants = Participants()
         #: The reductions that were started, by bucket.
