@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +14,9 @@ import shoal
 from shoal import MixedPrecision
 from shoal.errors import UnusedParameterError
 from shoal.future import Future
+from shoal.parallel.core import OUTCOME
 from shoal.parallel.hooks import GradBucket, allreduce_hook, hook_then_optimizer
+from shoal.parallel.reducer.reducer import Reducer
 from shoal.testing import run_threads
 from tests.parallel.ddp.half import BF16, HALF, assert_gradients, batches, by_hand, loss_of, wrap
 from tests.parallel.models import assert_all_equal, fixed, mlp, on_ranks, part
@@ -85,6 +91,63 @@ def test_an_optimiser_in_backward_steps_in_full_precision(
                     optimizer.step()
             results.append(own)
         assert_all_equal(results)
+
+    on_ranks(2, rank)
+
+
+def test_a_gradient_of_an_optimiser_in_backward_outlives_its_place() -> None:
+    """Torch would free it before it forgets where it was, and backward reads there from another thread."""
+    seen: list[torch.Tensor | None] = []
+    watches = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                ends = weakref.ref(parameter.grad, lambda _, owner=parameter: seen.append(owner.grad))
+                watches.append(ends)
+            super().step(closure)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        own = mlp().float()
+        model = wrap(own, group, HALF)
+        optimizer = Watching(own.parameters(), lr=0.1)
+        model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
+        loss_of(model, part(batches(1)[0], group)).backward()
+
+    on_ranks(2, rank)
+    assert len(seen) == len(watches) == 2 * len(list(mlp().parameters()))
+    assert all(gradient is None for gradient in seen)
+
+
+def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it steps, the whole bucket has gradients; ranks tell each other just then what they used."""
+    x, y = batches(1)[0]
+    of_rank = threading.local()
+    send = Reducer.send
+
+    def send_during_the_step(reducer: Reducer, number: int) -> None:
+        if number == OUTCOME:
+            assert of_rank.stepping.wait(20)
+        send(reducer, number)
+        if number == OUTCOME:
+            of_rank.told.set()
+
+    monkeypatch.setattr(Reducer, "send", send_during_the_step)
+
+    def rank(group: shoal.ProcessGroup) -> None:
+        stepping = of_rank.stepping = threading.Event()
+        told = of_rank.told = threading.Event()
+
+        class Slow(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                stepping.set()
+                assert told.wait(20)
+
+        own = Gated()
+        model = wrap(own, group, HALF, find_unused_parameters=True, bucket_cap_mb=1)
+        model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, Slow(own.parameters(), lr=0.1)))
+        ((model(x, group.rank).float() - y) ** 2).mean().backward()
+        assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
 
     on_ranks(2, rank)
 
