@@ -257,6 +257,8 @@ void bind_engine(nb::module_& m) {
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def("program_ends", &Context::program_ends,
+           "The program ends: the peers are told so of what is closed from now on.")
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
       .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
            "All ranks that are lost by now.")

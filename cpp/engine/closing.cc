@@ -55,14 +55,25 @@ void Group::on_peer_closing(int rank, std::uint64_t next_number, bool has_read) 
   context_->bell().wake();
 }
 
-// A collective lacks a rank most often because that ran out of batches before the others.
-std::string departure(int rank, const Request& request) {
-  const std::string text = "rank " + std::to_string(rank) + " has closed the group and left";
+// A collective lacks a rank that closed the group most often because that ran out of batches before the
+// others.
+std::string Group::departure(int rank, const Request& request) {
+  bool ended;
+  {
+    std::lock_guard lock(state_mutex_);
+    ended = program_ended_[static_cast<std::size_t>(rank)];
+  }
+  std::string text = "rank " + std::to_string(rank);
+  text +=
+      ended ? " has left without closing the group: its program has ended" : " has closed the group and left";
   if (request.kind >= Kind::kSend) return text;
-  return text +
-         ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches, "
-         "or its program ends, while others go on.  Give all ranks equally many, or train inside "
-         "`with model.join():` (see Join)";
+  text +=
+      ended
+          ? ", and will not take part.  What it wrote tells why; if it ran out of batches before the others, "
+            "the ranks have uneven inputs."
+          : ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches "
+            "while others go on.";
+  return text + "  Give all ranks equally many, or train inside `with model.join():` (see Join)";
 }
 
 // Why nobody will complete the operation any more, now that this member closes the group, if so.
@@ -130,6 +141,7 @@ void Group::close(std::int64_t deadline) {
     all_told_.store(true);
   }
   FrameHeader header = frame(FrameType::kGroupClosed);
+  header.code = context_->departure();
   {
     std::lock_guard lock(recent_mutex_);
     header.channel = std::min(next_number_, abandoned);  // from here on we take no part

@@ -212,7 +212,7 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
       group->on_peers_lost(
           {{static_cast<int>(p), "it was lost before the group was made", ErrorCode::kPeerLost}});
     else
-      group->on_peer_closed(rank, 0);
+      group->on_peer_closed(rank, 0, state == Peer::kEnded ? kProgramEnded : kByChoice);
   }
   return group;
 }
@@ -401,7 +401,7 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       link.credited(header.total);
       return;
     case FrameType::kBye:
-      departed(link.peer());
+      departed(link.peer(), static_cast<Departure>(header.code));
       return;
     case FrameType::kHeartbeat:
       return;
@@ -477,7 +477,7 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
       break;
     case FrameType::kGroupClosed:
       messenger_.left(group.ident(), peer);
-      group.on_peer_closed(source, header.channel);
+      group.on_peer_closed(source, header.channel, static_cast<Departure>(header.code));
       drop_groups();
       break;
     default:

@@ -63,6 +63,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::vector<std::uint64_t> completions(std::int64_t timeout);
   void announce(std::uint64_t ticket);
   void close(std::int64_t deadline);
+  // The program ends: the peers are told so of what is closed from now on.
+  void program_ends() { program_ends_.store(true); }
+  Departure departure() const { return program_ends_.load() ? kProgramEnded : kByChoice; }
   void disown();                                // in a forked child
   void sever(int peer);                         // fault injection: cut the connection
   void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
@@ -103,7 +106,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   // What an epoll event is about.
   static constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
   struct Peer {
-    enum State : int { kAlive, kDeparted, kLost };
+    enum State : int { kAlive, kDeparted, kEnded, kLost };  // kEnded: departed with its program
     std::unique_ptr<Link> link;
     RingLink* ring = nullptr;
     TcpLink* tcp = nullptr;
@@ -138,7 +141,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void tell_groups(const std::vector<Loss>& losses);
   bool bury(int peer, std::string& why);
   std::vector<Loss> ended();
-  void departed(int peer);
+  void departed(int peer, Departure why);
   std::vector<std::shared_ptr<Group>> groups();
   std::shared_ptr<Group> find(std::uint64_t ident);  // under groups_mutex_
   void keep_early(int peer, const FrameHeader& header, std::string text);
@@ -189,6 +192,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<std::int64_t> gap_{0};             // how long the last one was
   bool started_ = false, forked_ = false;
   std::atomic<bool> closed_{false};
+  std::atomic<bool> program_ends_{false};
 
   std::mutex completions_mutex_;
   std::condition_variable completions_ready_;

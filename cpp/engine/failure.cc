@@ -182,11 +182,14 @@ Error Group::with_all_lost(Error error) {
   return error;
 }
 
-void Group::on_peer_closed(int rank, std::uint64_t next_number) {
+void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
   {
     std::lock_guard lock(state_mutex_);
     std::uint64_t& departed = departed_[static_cast<std::size_t>(rank)];
-    if (departed == ~0ULL) departed = next_number;
+    if (departed == ~0ULL) {
+      departed = next_number;
+      program_ended_[static_cast<std::size_t>(rank)] = why == kProgramEnded;
+    }
     any_departed_.store(true, std::memory_order_release);
   }
   context_->bell().wake();

@@ -18,6 +18,7 @@ constexpr std::size_t kRecent = 256;
 Group::Group(std::shared_ptr<Context> context, Options options)
     : context_(std::move(context)), options_(std::move(options)), recent_(kRecent) {
   departed_.assign(options_.ranks.size(), ~0ULL);
+  program_ended_.assign(options_.ranks.size(), false);
   leaving_members_.resize(options_.ranks.size());
   std::vector<int> seen;
   for (int rank = 0; rank < size(); ++rank) {

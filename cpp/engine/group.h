@@ -94,7 +94,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool on_peers_lost(const std::vector<Loss>& losses);
   // A group of pairs has lost this member.
   bool lost(int rank);
-  void on_peer_closed(int rank, std::uint64_t next_number);
+  void on_peer_closed(int rank, std::uint64_t next_number, Departure why);
   void on_peer_closing(int rank, std::uint64_t next_number, bool has_read);
   void on_broken(int rank, ErrorCode code, const std::string& text);
   void on_call_query(int rank, const FrameHeader& query);
@@ -145,6 +145,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void settle(Operation& op);
   std::optional<Error> lost_for(Operation& op);
   std::optional<Error> in_vain(Operation& op);
+  std::string departure(int rank, const Request& request);
   void give_up_from(std::uint64_t channel);
   void tell_closing(int rank, Closing what);
   FrameHeader frame(FrameType type) const;
@@ -176,7 +177,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::mutex state_mutex_;
   Error error_;
   std::vector<std::uint64_t>
-      departed_;  // per rank: the first number it will not submit; ~0 while it is there
+      departed_;                     // per rank: the first number it will not submit; ~0 while it is there
+  std::vector<bool> program_ended_;  // per rank: that is why it departed
   std::atomic<bool> any_departed_{false};
   std::map<int, Loss> lost_;           // members
   std::atomic<bool> any_lost_{false};  // of a group of pairs
@@ -200,6 +202,5 @@ class Group : public std::enable_shared_from_this<Group> {
 std::string seconds(std::int64_t nanoseconds);
 std::string describe(const Fingerprint& call);
 std::string describe(const Request& request);
-std::string departure(int rank, const Request& request);
 
 }  // namespace shoal

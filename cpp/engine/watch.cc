@@ -239,11 +239,12 @@ void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
   sever(link.peer());  // it hears at once, though nobody reads what it goes on sending
 }
 
-void Context::departed(int rank) {
+void Context::departed(int rank, Departure why) {
   int alive = Peer::kAlive;
-  if (!peers_[static_cast<std::size_t>(rank)].state.compare_exchange_strong(alive, Peer::kDeparted)) return;
+  const int state = why == kProgramEnded ? Peer::kEnded : Peer::kDeparted;
+  if (!peers_[static_cast<std::size_t>(rank)].state.compare_exchange_strong(alive, state)) return;
   for (auto& group : groups())
-    if (int member = group->rank_of(rank); member >= 0) group->on_peer_closed(member, 0);
+    if (int member = group->rank_of(rank); member >= 0) group->on_peer_closed(member, 0, why);
   messenger_.gone(rank);
   drop_groups();
 }
@@ -253,6 +254,7 @@ void Context::close(std::int64_t deadline) {
   closed_ = true;
   FrameHeader bye;
   bye.type = FrameType::kBye;
+  bye.code = departure();
   for (Peer& peer : peers_)
     if (peer.link && !peer.link->broken()) peer.link->send_control(bye);
   auto flushed = [&] {

@@ -32,16 +32,16 @@ const Limits* limits_of(FrameType type) {
   static constexpr Limits kTable[] = {
       {{0, kWithheld}, kEager, true, true, true, kLongest, true, Content::kCallOrShape},
       {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage},
-      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing},      // grant
-      {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},         // query
-      {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},        // reply
-      {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},  // broken
-      {{0, 0}, 0, true, true, false, 0, false, Content::kNothing},                     // closed
-      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                   // bye
-      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                   // beat
-      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing},        // credit
-      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},        // closing
-      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing},                      // withdrawn
+      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing},         // grant
+      {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},            // query
+      {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},           // reply
+      {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},     // broken
+      {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false, Content::kNothing},    // closed
+      {{kByChoice, kProgramEnded}, 0, false, false, false, 0, false, Content::kNothing},  // bye
+      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                      // beat
+      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing},           // credit
+      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},           // closing
+      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing},                         // withdrawn
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;

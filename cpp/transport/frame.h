@@ -35,8 +35,8 @@ enum class FrameType : std::uint16_t {
   kCallQuery = 4,  // "what did you call as operation `channel`?"
   kCallReply = 5,
   kBroken = 6,       // the sender's group ended; payload: why
-  kGroupClosed = 7,  // orderly end of a group
-  kBye = 8,          // orderly end of the process
+  kGroupClosed = 7,  // the sender left the group in good order; code: Departure
+  kBye = 8,          // the sender closed its connections in good order; code: Departure
   kHeartbeat = 9,
   kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
@@ -47,6 +47,12 @@ enum class FrameType : std::uint16_t {
 enum Answer : std::uint16_t {
   kWanted = 0,
   kDeclined = 1,  // the receiver drops the message: the rest need not come
+};
+
+// The code of a kGroupClosed and of a kBye: why the sender left.
+enum Departure : std::uint16_t {
+  kByChoice = 0,      // its program closed the group
+  kProgramEnded = 1,  // its program ended without closing the group
 };
 
 // The code of a kGroupClosing.
