@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "collectives/messages.h"
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "engine/context.h"
+#include "engine/messages.h"
 
 namespace shoal {
 
@@ -66,7 +66,7 @@ std::string Group::departure(int rank, const Request& request) {
   std::string text = "rank " + std::to_string(rank);
   text +=
       ended ? " has left without closing the group: its program has ended" : " has closed the group and left";
-  if (request.kind >= Kind::kSend) return text;
+  if (!request.collective()) return text;
   text +=
       ended
           ? ", and will not take part.  What it wrote tells why; if it ran out of batches before the others, "
@@ -89,7 +89,7 @@ std::optional<Error> Group::in_vain(Operation& op) {
     return Error{ErrorCode::kClosed, "rank " + std::to_string(r) + " closes the group too" + so, {r}};
   };
   if (request.kind == Kind::kSend) {
-    if (!member(request.peer).has_read || !collectives::Messages::ungranted(op)) return std::nullopt;
+    if (!member(request.peer).has_read || !Messages::ungranted(op)) return std::nullopt;
     return closing(request.peer, " and does not receive the message");
   }
   if (request.kind == Kind::kRecv) {
@@ -102,7 +102,7 @@ std::optional<Error> Group::in_vain(Operation& op) {
       if (r != rank() && !leaves(r)) return std::nullopt;
     return Error{ErrorCode::kClosed, "all ranks close the group, and none has sent such a message", {}};
   }
-  for (int r = 0; !request.keyed && r < size(); ++r)
+  for (int r = 0; !request.keyed() && r < size(); ++r)
     if (r != rank() && member(r).next_number <= request.channel) return closing(r, " and does not take part");
   return std::nullopt;
 }

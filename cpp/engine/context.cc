@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "transport/check.h"
 
 namespace shoal {

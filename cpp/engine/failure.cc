@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <sstream>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "engine/context.h"
 #include "engine/group.h"
 
@@ -63,8 +63,8 @@ std::string describe(const Fingerprint& call) {
 
 std::string describe(const Request& request) {
   std::string name = kind_name(static_cast<std::uint8_t>(request.kind));
-  if (request.kind < Kind::kSend) {
-    if (request.keyed) return name + " issued in a callback";
+  if (request.collective()) {
+    if (request.keyed()) return name + " issued in a callback";
     return name + " (operation " + std::to_string(request.channel) + ")";
   }
   std::string peer = request.peer < 0 ? "any rank" : "rank " + std::to_string(request.peer);
@@ -309,8 +309,8 @@ std::string Group::different_lanes(const Inquiry& inquiry) const {
 
 std::string Group::table(const Inquiry& inquiry) const {
   std::string text = "the ranks called different things as " +
-                     (inquiry.channel >> 62 ? std::string("one operation of a callback")
-                                            : "operation " + std::to_string(inquiry.channel)) +
+                     (inquiry.channel & kKeyed ? std::string("one operation of a callback")
+                                               : "operation " + std::to_string(inquiry.channel)) +
                      ":";
   for (std::size_t r = 0; r < inquiry.replies.size(); ++r) {
     const auto& reply = inquiry.replies[r];

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <limits>
 
-#include "collectives/messages.h"
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "engine/context.h"
+#include "engine/messages.h"
 
 namespace shoal {
 namespace {
@@ -54,10 +54,10 @@ int Group::rank_of(int global) const {
 Link* Group::link(int rank) const { return context_->link(global(rank)); }
 
 // Remembers the call, for peers that ask.
-void Group::note(Operation& op, bool numbered) {
+void Group::note(Operation& op) {
   const std::uint64_t channel = op.request().channel;
   std::lock_guard lock(recent_mutex_);
-  if (numbered) {
+  if (op.request().numbered()) {
     op.call_.history = history_;
     std::uint64_t words[sizeof(Fingerprint) / 8];
     std::memcpy(words, &op.call_, sizeof words);
@@ -68,12 +68,10 @@ void Group::note(Operation& op, bool numbered) {
 }
 
 OperationPtr Group::submit(Request request) {
-  const bool numbered = !request.keyed && request.kind < Kind::kSend;
-  const bool loose = !numbered;
   auto op = std::make_shared<Operation>(shared_from_this(), std::move(request));
   const std::uint64_t channel = op->request().channel;
-  if (op->request().kind < Kind::kSend) note(*op, numbered);
-  if (loose) {
+  if (op->request().collective()) note(*op);
+  if (!op->request().numbered()) {
     auto lane = std::make_shared<Lane>();
     lane->queue.push_back(op);
     run(*lane, Effort::kBegin);
@@ -144,7 +142,7 @@ void Group::settle(Operation& op) {
     op.step();
     if (op.done()) return;
     // A message that needs only our own buffers to get through does so.
-    if (op.request().kind == Kind::kSend && collectives::Messages::hand_over(op)) op.step();
+    if (op.request().kind == Kind::kSend && Messages::hand_over(op)) op.step();
     if (!op.done()) op.fail(op.cause_);
     return;
   }
@@ -165,7 +163,7 @@ void Group::settle(Operation& op) {
     if (auto error = in_vain(op)) {
       op.step();
       if (op.done()) return;
-      if (op.numbered()) give_up_from(op.request().channel);
+      if (op.request().numbered()) give_up_from(op.request().channel);
       op.fail(std::move(*error));
     }
     return;
@@ -198,8 +196,8 @@ std::optional<int> Group::departed_for(Operation& op) {
     }
     return last < 0 ? std::nullopt : std::optional(last);
   }
-  if (request.kind == Kind::kRecv || request.keyed) {
-    for (int source : collectives::Messages::sources_of(op))
+  if (request.kind == Kind::kRecv || request.keyed()) {
+    for (int source : Messages::sources_of(op))
       if (is_gone(source)) return source;
     return std::nullopt;
   }
@@ -210,7 +208,7 @@ std::optional<int> Group::departed_for(Operation& op) {
 
 bool Group::drive(Operation& op) {
   const Request& request = op.request();
-  if (!request.keyed && request.kind < Kind::kSend) return run(lanes_[request.channel % lanes_.size()]);
+  if (request.numbered()) return run(lanes_[request.channel % lanes_.size()]);
   std::shared_ptr<Lane> lane;
   {
     std::lock_guard lock(loose_mutex_);
@@ -229,7 +227,7 @@ bool Group::drive(Operation& op) {
 
 void Group::attend(Operation& op, int change) {
   const Request& request = op.request();
-  if (request.keyed || request.kind >= Kind::kSend) return;
+  if (!request.numbered()) return;
   Lane& lane = lanes_[request.channel % lanes_.size()];
   lane.attended.fetch_add(change, std::memory_order_relaxed);
   if (change > 0) return;
@@ -283,7 +281,7 @@ void Group::check(std::int64_t now, std::int64_t& next) {
       next = std::min(next, op->deadline());
   };
   auto ask = [&](const OperationPtr& op) {
-    if (op->request().kind >= Kind::kSend || op->done()) return;
+    if (!op->request().collective() || op->done()) return;
     if (op->ask_at_ <= now) {
       op->ask_at_ = std::numeric_limits<std::int64_t>::max();
       stalled.push_back(op);
@@ -305,7 +303,7 @@ void Group::check(std::int64_t now, std::int64_t& next) {
   for (auto& op : stalled) compare_with_neighbour(*op);
   for (auto& op : late) {
     const Request& request = op->request();
-    if (request.kind < Kind::kSend) {
+    if (request.collective()) {
       begin_inquiry(request.channel, false, describe(request), request.timeout);
       continue;
     }

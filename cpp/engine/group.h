@@ -133,7 +133,7 @@ class Group : public std::enable_shared_from_this<Group> {
   enum class Effort { kBegin, kWhole };
   bool run(Lane& lane, Effort effort = Effort::kWhole);
   bool run_held(Lane& lane, Effort effort);
-  void note(Operation& op, bool numbered);
+  void note(Operation& op);
   void begin_inquiry(std::uint64_t channel, bool mismatch, const std::string& operation,
                      std::int64_t timeout);
   void finish_inquiry();

@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <new>
 
-#include "collectives/collectives.h"
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "engine/context.h"
 #include "engine/group.h"
 
@@ -15,12 +14,6 @@ namespace {
 
 constexpr std::int64_t kStall = 1'000'000'000;
 constexpr std::uint64_t kLarge = (4 << 20) + 1;
-
-std::uint64_t bytes(const std::vector<Span>& spans) {
-  std::uint64_t sum = 0;
-  for (const Span& span : spans) sum += span.bytes;
-  return sum;
-}
 
 Fingerprint fingerprint(const Request& request, int lanes) {
   Fingerprint call;
@@ -44,7 +37,7 @@ Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
       call_(fingerprint(request_, group_->lanes())),
-      large_(std::max(bytes(request_.in), bytes(request_.out)) >= kLarge),
+      large_(std::max(total(request_.in), total(request_.out)) >= kLarge),
       deadline_(now_ns() + request_.timeout),
       ask_at_(deadline_ - request_.timeout + kStall) {}
 
@@ -63,10 +56,11 @@ bool Operation::step() {
   if (!task_.handle()) {
     // One before it may have been given up between two phases: what this one published would be taken for the
     // rest of that, and for a mismatch, by members that have not heard yet why the group is broken.
-    if (request_.kind < Kind::kSend && group_->broken()) return false;
+    if (request_.collective() && group_->broken()) return false;
     if (request_.kind == Kind::kSend && group_->lost(request_.peer)) return false;
-    if (numbered() && request_.channel >= group_->given_up_.load(std::memory_order_relaxed)) return false;
-    task_ = collectives::start(*this);
+    if (request_.numbered() && request_.channel >= group_->given_up_.load(std::memory_order_relaxed))
+      return false;
+    task_ = request_.algorithm(*this);
     resume_ = task_.handle();
     moved = true;
     resume_.resume();
@@ -105,7 +99,7 @@ bool Operation::begin() {
 void Operation::complete() {
   if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
-  if (numbered() && error_.code == ErrorCode::kNone) {
+  if (request_.numbered() && error_.code == ErrorCode::kNone) {
     const std::size_t lanes = group_->lanes_.size();
     group_->lanes_[request_.channel % lanes].next.store(request_.channel + lanes, std::memory_order_relaxed);
   }
@@ -130,7 +124,8 @@ void Operation::fail(Error error) {
   Arena& arena = *group_->context().arena();
   for (const auto* spans : {&request_.in, &request_.out})
     for (const Span& span : *spans)
-      if (numbered() && group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes))
+      if (request_.numbered() && group_->team() != nullptr && span.bytes > 0 &&
+          arena.contains(span.data, span.bytes))
         arena.abandon(span.data);
   complete();
 }
@@ -143,7 +138,7 @@ void Operation::end(Error error) {
 }
 
 bool Operation::cancel() {
-  if (request_.kind < Kind::kSend || done() || group_->context().forked()) return false;
+  if (request_.collective() || done() || group_->context().forked()) return false;
   end({ErrorCode::kCancelled, describe(request_) + " was cancelled here", {}});
   while (!done())
     if (!group_->drive(*this)) sched_yield();  // another thread holds the token

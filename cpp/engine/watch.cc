@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "engine/context.h"
 
 namespace shoal {

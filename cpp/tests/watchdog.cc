@@ -79,7 +79,7 @@ void print_stacks() {
 void print_lane(const Operation& operation) {
   Group& group = operation.group();
   const Request& request = operation.request();
-  if (request.keyed || request.kind >= Kind::kSend || group.team() == nullptr) return;
+  if (!request.numbered() || group.team() == nullptr) return;
   const int index = static_cast<int>(request.channel % static_cast<std::uint64_t>(group.lanes()));
   const TeamLane& lane = group.team()->lane(index);
   std::fprintf(stderr, ", lane %d at phase %llu", index, static_cast<unsigned long long>(lane.phase));

@@ -9,8 +9,8 @@
 namespace shoal {
 namespace {
 
-constexpr std::uint8_t kLastCollective = 9;  // enum Kind of engine/operation.h
-constexpr std::uint16_t kLastError = 8;      // enum ErrorCode of the same
+constexpr auto kLastCollective = static_cast<std::uint8_t>(Kind::kBarrier);
+constexpr auto kLastError = static_cast<std::uint16_t>(ErrorCode::kWire);
 constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };

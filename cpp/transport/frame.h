@@ -28,6 +28,35 @@ constexpr std::uint64_t kHeaderCharge = 256;     // what a message is charged be
 constexpr std::uint64_t kLongest = 1ULL << 48;   // bytes of a message: no address space holds more
 constexpr std::uint16_t kWithheld = 1;           // code of a kMessage that waits for a grant as a whole
 
+// What an operation does.
+enum class Kind : std::uint8_t {
+  kAllReduce = 1,
+  kReduce = 2,
+  kBroadcast = 3,
+  kAllGather = 4,
+  kReduceScatter = 5,
+  kGather = 6,
+  kScatter = 7,
+  kAllToAll = 8,
+  kBarrier = 9,
+  kSend = 10,
+  kRecv = 11,
+};
+
+// Why a group or an operation ended.
+enum class ErrorCode : std::uint16_t {
+  kNone = 0,
+  kPeerLost = 1,
+  kMismatch = 2,
+  kTimeout = 3,
+  kAborted = 4,
+  kClosed = 5,
+  kOutOfMemory = 6,
+  kForked = 7,
+  kWire = 8,  // a peer sent, or wrote into shared memory, what cannot be
+  kCancelled = 9,
+};
+
 enum class FrameType : std::uint16_t {
   kMessage = 1,
   kMore = 2,

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from .mesh import lacking
 
-#: by code, as in enum ErrorCode of cpp/engine/operation.h
+#: by code, as in enum ErrorCode of cpp/transport/frame.h
 _ERRORS: dict[int, type[GroupError]] = {
     1: PeerLost,
     2: CollectiveMismatch,

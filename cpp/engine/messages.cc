@@ -1,12 +1,12 @@
-#include "collectives/messages.h"
+#include "engine/messages.h"
 
 #include "engine/context.h"
 
-namespace shoal::collectives {
+namespace shoal {
 
 Messages::Messages(Operation& op) : op_(op), group_(op.group()) {
   op_.messages.push_back(this);
-  if (op.request().kind >= Kind::kSend) return;
+  if (!op.request().collective()) return;
   for (const Fingerprint& call :
        group_.context().messenger().early_calls(group_.ident(), op.request().channel))
     group_.on_call_seen(op.request().channel, call);
@@ -123,4 +123,4 @@ std::vector<int> Messages::sources_of(const Operation& op) {
   return sources;
 }
 
-}  // namespace shoal::collectives
+}  // namespace shoal
