@@ -18,11 +18,12 @@ from torch import nn
 import shoal
 from shoal.parallel import hooks
 from shoal.parallel.averaging import average_parameters
-from tests.parallel.models import SMALL_MB, batches, fixed, loss_of, mlp
 from tests.support import pretend_device
 from tests.support.pretend_device import PretendRuntime
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "backend" / "thirdparty"))
+from tests.parallel.models import batches, fixed, loss_of, mlp
+from tests.parallel.training import SMALL_MB, wrapped
 from tests.support.device_engine import use_device_engine
 
 STEPS = 3
@@ -62,7 +63,7 @@ def train(
 ) -> list[torch.Tensor]:
     net = make().to(device)
     net.skips = bool(group.rank % 2) and options.get("find_unused_parameters", False)
-    model = shoal.DistributedDataParallel(net, group=group, bucket_cap_mb=SMALL_MB, **options)
+    model = wrapped(group, net, **options)
     if zero is None:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     else:

@@ -17,6 +17,7 @@ from shoal import Join, Joinable, JoinHook
 from shoal.errors import GroupAborted, UnevenInputs, UnusedParameterError, UsageError
 from shoal.parallel.join import JoinConfig
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks
 
 
 class Counter(Joinable):
@@ -292,15 +293,16 @@ def _alone(group: shoal.ProcessGroup) -> shoal.ProcessGroup:
         ),
     ],
 )
-def test_wrong_joinables_are_refused(make: Callable[[shoal.ProcessGroup], Any], message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=message):
-            Join(make(group))
+@on_ranks(1)
+def test_wrong_joinables_are_refused(
+    group: shoal.ProcessGroup, make: Callable[[shoal.ProcessGroup], Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Join(make(group))
 
-    run_threads(rank, 1)
 
-
-def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named() -> None:
+@on_ranks(1)
+def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named(group: shoal.ProcessGroup) -> None:
     class Forgetful(nn.Module, Joinable):
         def __init__(self, group: shoal.ProcessGroup) -> None:
             super().__init__()
@@ -312,12 +314,9 @@ def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named() -> Non
         join_device = property(lambda self: torch.device("cpu"))
         join_process_group = property(lambda self: None)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        for use in (Join.notify_join_context, lambda joinable: Join([joinable])):
-            with pytest.raises(UsageError, match=r"Forgetful.*call Joinable.__init__\(self\)"):
-                use(Forgetful(group))
-
-    run_threads(rank, 1)
+    for use in (Join.notify_join_context, lambda joinable: Join([joinable])):
+        with pytest.raises(UsageError, match=r"Forgetful.*call Joinable.__init__\(self\)"):
+            use(Forgetful(group))
 
 
 def test_a_joinable_is_in_one_join_at_a_time() -> None:
@@ -334,15 +333,13 @@ def test_a_joinable_is_in_one_join_at_a_time() -> None:
     assert run_threads(rank, 2) == [2, 2]
 
 
-def test_what_is_no_hook_is_refused_before_anything_is_sent() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        counter = Counter(group)
-        counter.join_hook = lambda **_: print  # type: ignore[method-assign, assignment, return-value]
-        with pytest.raises(UsageError, match="join_hook of Counter must return a JoinHook, got builtin"):
-            Join([counter]).__enter__()
-        group.barrier().wait()
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_what_is_no_hook_is_refused_before_anything_is_sent(group: shoal.ProcessGroup) -> None:
+    counter = Counter(group)
+    counter.join_hook = lambda **_: print  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(UsageError, match="join_hook of Counter must return a JoinHook, got builtin"):
+        Join([counter]).__enter__()
+    group.barrier().wait()
 
 
 # -- saving, and warnings ----------------------------------------------------------------------------
@@ -368,25 +365,25 @@ class Model(nn.Linear, Joinable):
 
 
 @pytest.mark.parametrize("duplicate", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
-def test_saving_within_a_join_warns_and_forgets_the_join(duplicate: Callable[[Model], Model]) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        Model.group = group
-        model = Model()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            outside = duplicate(model)
-        with Join([model]):
-            with pytest.warns(UserWarning, match="saved or copied inside an active Join"):
-                inside = duplicate(model)
-            assert model._join_config.enable
-            weights = model.state_dict()  # the better way, of which nobody needs to be warned
-        for saved in (outside, inside):
-            assert saved._join_config == JoinConfig(False, False, False)
-            assert torch.equal(saved.weight, weights["weight"])
-            assert Join.notify_join_context(saved) is None
-        del Model.group
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_saving_within_a_join_warns_and_forgets_the_join(
+    group: shoal.ProcessGroup, duplicate: Callable[[Model], Model]
+) -> None:
+    Model.group = group
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outside = duplicate(model)
+    with Join([model]):
+        with pytest.warns(UserWarning, match="saved or copied inside an active Join"):
+            inside = duplicate(model)
+        assert model._join_config.enable
+        weights = model.state_dict()  # the better way, of which nobody needs to be warned
+    for saved in (outside, inside):
+        assert saved._join_config == JoinConfig(False, False, False)
+        assert torch.equal(saved.weight, weights["weight"])
+        assert Join.notify_join_context(saved) is None
+    del Model.group
 
 
 def test_a_rank_that_shadows_more_than_a_thousand_steps_warns_once() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal import MixedPrecision
-from tests.parallel.models import SMALL_MB
+from tests.parallel.training import SMALL_MB
 
 BF16 = torch.bfloat16
 HALF = MixedPrecision(param_dtype=BF16)

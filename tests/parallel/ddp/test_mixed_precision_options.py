@@ -19,7 +19,8 @@ from shoal.parallel.hooks import GradBucket, allreduce_hook, hook_then_optimizer
 from shoal.parallel.reducer.reducer import Reducer
 from shoal.testing import run_threads
 from tests.parallel.ddp.half import BF16, HALF, assert_gradients, batches, by_hand, loss_of, wrap
-from tests.parallel.models import assert_all_equal, fixed, mlp, on_ranks, part
+from tests.parallel.models import fixed, mlp, part
+from tests.parallel.training import assert_same_bits, on_ranks, values
 
 
 class Gated(nn.Module):
@@ -32,22 +33,20 @@ class Gated(nn.Module):
         return self.experts[expert](x)
 
 
-def test_unused_parameters_keep_no_gradient() -> None:
+@on_ranks(2)
+def test_unused_parameters_keep_no_gradient(group: shoal.ProcessGroup) -> None:
     x, y = batches(1)[0]
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = Gated()
-        model = wrap(own, group, HALF, find_unused_parameters=True)
-        for _ in range(2):
-            own.zero_grad()
-            ((model(x, group.rank).float() - y) ** 2).mean().backward()
-            assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
-            assert own.experts[0].weight.grad.dtype == torch.float32
-        strict = wrap(Gated(), group, HALF)
-        with pytest.raises(UnusedParameterError, match=r"rank 1: 'experts\.0\.weight'"):
-            strict(x, group.rank).sum().backward()
-
-    on_ranks(2, rank)
+    own = Gated()
+    model = wrap(own, group, HALF, find_unused_parameters=True)
+    for _ in range(2):
+        own.zero_grad()
+        ((model(x, group.rank).float() - y) ** 2).mean().backward()
+        assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
+        assert own.experts[0].weight.grad.dtype == torch.float32
+    strict = wrap(Gated(), group, HALF)
+    with pytest.raises(UnusedParameterError, match=r"rank 1: 'experts\.0\.weight'"):
+        strict(x, group.rank).sum().backward()
 
 
 def test_a_communication_hook_gets_low_precision() -> None:
@@ -65,34 +64,32 @@ def test_a_communication_hook_gets_low_precision() -> None:
         loss_of(model, part(batch, group)).backward()
         assert_gradients(own, by_hand(own, batch, 2, HALF))
 
-    on_ranks(2, rank)
+    run_threads(rank, 2)
     assert set(map(str, seen)) == {str((BF16, {torch.float32}))}
 
 
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks(2)
 def test_an_optimiser_in_backward_steps_in_full_precision(
-    reduce_dtype: torch.dtype | None, copies: int
+    group: shoal.ProcessGroup, reduce_dtype: torch.dtype | None, copies: int
 ) -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        results = []
-        for inside in (True, False):
-            own = mlp().float()
-            model = wrap(own, group, precision, device_ids=["cpu"] * copies)
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
-            if inside:
-                model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
-            for batch in batches(3):
-                optimizer.zero_grad()
-                loss_of(model, part(batch, group)).backward()
-                if not inside:
-                    optimizer.step()
-            results.append(own)
-        assert_all_equal(results)
-
-    on_ranks(2, rank)
+    results = []
+    for inside in (True, False):
+        own = mlp().float()
+        model = wrap(own, group, precision, device_ids=["cpu"] * copies)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+        if inside:
+            model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
+        for batch in batches(3):
+            optimizer.zero_grad()
+            loss_of(model, part(batch, group)).backward()
+            if not inside:
+                optimizer.step()
+        results.append(own)
+    assert_same_bits(*map(values, results))
 
 
 def test_a_gradient_of_an_optimiser_in_backward_outlives_its_place() -> None:
@@ -114,7 +111,7 @@ def test_a_gradient_of_an_optimiser_in_backward_outlives_its_place() -> None:
         model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
         loss_of(model, part(batches(1)[0], group)).backward()
 
-    on_ranks(2, rank)
+    run_threads(rank, 2)
     assert len(seen) == len(watches) == 2 * len(list(mlp().parameters()))
     assert all(gradient is None for gradient in seen)
 
@@ -149,11 +146,14 @@ def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.Mo
         ((model(x, group.rank).float() - y) ** 2).mean().backward()
         assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
 
-    on_ranks(2, rank)
+    run_threads(rank, 2)
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_sparse_gradients_come_in_full_precision(reduce_dtype: torch.dtype | None) -> None:
+@on_ranks(2)
+def test_sparse_gradients_come_in_full_precision(
+    group: shoal.ProcessGroup, reduce_dtype: torch.dtype | None
+) -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,19 +166,16 @@ def test_sparse_gradients_come_in_full_precision(reduce_dtype: torch.dtype | Non
 
     words = torch.randint(0, 20, (6, 5), generator=torch.Generator().manual_seed(3))
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = Words()
-        precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
-        model = wrap(own, group, precision, find_unused_parameters=True)
-        model(words, group.rank == 0).float().square().sum().backward()
-        low = Words().to(BF16)
-        low(words, True).float().square().sum().backward()
-        assert own.table.weight.grad.is_sparse
-        assert own.table.weight.grad.dtype == torch.float32
-        exact = low.table.weight.grad.to_dense().float() / 2
-        torch.testing.assert_close(own.table.weight.grad.to_dense(), exact, rtol=0.02, atol=1e-4)
-
-    on_ranks(2, rank)
+    own = Words()
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    model = wrap(own, group, precision, find_unused_parameters=True)
+    model(words, group.rank == 0).float().square().sum().backward()
+    low = Words().to(BF16)
+    low(words, True).float().square().sum().backward()
+    assert own.table.weight.grad.is_sparse
+    assert own.table.weight.grad.dtype == torch.float32
+    exact = low.table.weight.grad.to_dense().float() / 2
+    torch.testing.assert_close(own.table.weight.grad.to_dense(), exact, rtol=0.02, atol=1e-4)
 
 
 def test_mixed_precision_within_a_join() -> None:
@@ -195,6 +192,5 @@ def test_mixed_precision_within_a_join() -> None:
                 optimizer.step()
         return own
 
-    first, second = run_threads(rank, 2, timeout=60)
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b)
+    first, second = run_threads(rank, 2)
+    assert_same_bits(values(first), values(second))

@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import ModelMismatch
-from tests.parallel.models import on_ranks
+from shoal.testing import run_threads
 
 
 def _message(make: Callable[[int], nn.Module], size: int = 3, **options: Callable[[int], object]) -> str:
@@ -23,7 +23,7 @@ def _message(make: Callable[[int], nn.Module], size: int = 3, **options: Callabl
         group.barrier().wait()  # the group is as good as before
         return str(caught.value).replace(f"seen by rank {group.rank}", "")
 
-    (message,) = set(on_ranks(size, rank))
+    (message,) = set(run_threads(rank, size))
     return message
 
 

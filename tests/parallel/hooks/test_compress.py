@@ -10,6 +10,7 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks
 
 from .buckets import Model, gradient, same_on_all
 
@@ -84,19 +85,17 @@ def test_sums_above_the_range_of_halves_are_no_trouble() -> None:
         assert bool((own == 60000).all())
 
 
-def test_hooks_that_return_futures_of_torch_can_be_wrapped() -> None:
+@on_ranks(1)
+def test_hooks_that_return_futures_of_torch_can_be_wrapped(group: shoal.ProcessGroup) -> None:
     def foreign(state: object, bucket: hooks.GradBucket) -> Any:
         future: Any = torch.futures.Future()
         future.set_result([bucket.buffer() * 2])
         return future
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = Model(group, gap=0)
-        for index, own in enumerate(model.reduce(hooks.fp16_compress_wrapper(foreign))):
-            expected = gradient(group.rank, 0, index, own.shape).half().double() * 2
-            assert torch.equal(own, expected)
-
-    run_threads(rank, 1)
+    model = Model(group, gap=0)
+    for index, own in enumerate(model.reduce(hooks.fp16_compress_wrapper(foreign))):
+        expected = gradient(group.rank, 0, index, own.shape).half().double() * 2
+        assert torch.equal(own, expected)
 
 
 def test_memory_is_taken_once() -> None:

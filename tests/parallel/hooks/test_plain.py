@@ -10,6 +10,7 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks
 
 from .buckets import Model, gradient, same_on_all
 
@@ -40,13 +41,11 @@ def test_a_group_as_state_may_be_smaller_than_that_of_the_model() -> None:
         torch.testing.assert_close(own[0], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_without_communication_gradients_stay_what_they_are() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = Model(group, dtype=torch.float64)
-        for index, own in enumerate(model.reduce(hooks.noop_hook)):
-            assert torch.equal(own, gradient(group.rank, 0, index, own.shape))
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_without_communication_gradients_stay_what_they_are(group: shoal.ProcessGroup) -> None:
+    model = Model(group, dtype=torch.float64)
+    for index, own in enumerate(model.reduce(hooks.noop_hook)):
+        assert torch.equal(own, gradient(group.rank, 0, index, own.shape))
 
 
 @pytest.mark.parametrize(
@@ -63,12 +62,10 @@ def test_without_communication_gradients_stay_what_they_are() -> None:
     ],
     ids=lambda hook: hook.__name__,
 )
-def test_a_wrong_state_is_refused_with_the_name_of_the_hook(hook: Any) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(shoal.UsageError, match=rf"the state of {hook.__name__} is a .* got int"):
-            hook(3, Model(group).buckets[0])
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_a_wrong_state_is_refused_with_the_name_of_the_hook(group: shoal.ProcessGroup, hook: Any) -> None:
+    with pytest.raises(shoal.UsageError, match=rf"the state of {hook.__name__} is a .* got int"):
+        hook(3, Model(group).buckets[0])
 
 
 @pytest.mark.parametrize(
@@ -79,18 +76,16 @@ def test_wrappers_refuse_what_is_no_function(wrapper: Any) -> None:
         wrapper(3)
 
 
-def test_wrappers_say_which_hook_returned_no_future_or_no_tensor() -> None:
+@on_ranks(1)
+def test_wrappers_say_which_hook_returned_no_future_or_no_tensor(group: shoal.ProcessGroup) -> None:
     def careless(state: object, bucket: hooks.GradBucket) -> Any:
         return state
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        (bucket,) = Model(group).buckets
-        wrapped = hooks.fp16_compress_wrapper(careless)
-        with pytest.raises(shoal.UsageError, match=r"careless must return a Future of a tensor, got str"):
-            wrapped("nothing", bucket)
-        future: shoal.Future[Any] = shoal.Future()
-        future.set_result([1, 2])
-        with pytest.raises(shoal.UsageError, match=r"careless must have a tensor as its value, got list"):
-            wrapped(future, bucket).wait()
-
-    run_threads(rank, 1)
+    (bucket,) = Model(group).buckets
+    wrapped = hooks.fp16_compress_wrapper(careless)
+    with pytest.raises(shoal.UsageError, match=r"careless must return a Future of a tensor, got str"):
+        wrapped("nothing", bucket)
+    future: shoal.Future[Any] = shoal.Future()
+    future.set_result([1, 2])
+    with pytest.raises(shoal.UsageError, match=r"careless must have a tensor as its value, got list"):
+        wrapped(future, bucket).wait()

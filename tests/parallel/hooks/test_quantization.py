@@ -11,6 +11,7 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks
 
 from .buckets import Model, gradient, same_on_all
 
@@ -91,19 +92,17 @@ def _shapes() -> Any:
     return SHAPES
 
 
-def test_zeros_stay_zeros_and_equal_values_stay_themselves() -> None:
+@on_ranks(2)
+def test_zeros_stay_zeros_and_equal_values_stay_themselves(group: shoal.ProcessGroup) -> None:
     def constant(rank: int, step: int, index: int, shape: torch.Size) -> torch.Tensor:
         return torch.full(shape, (0.0, -3.5, 1e-30)[step], dtype=torch.float64)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = Model(group, gradients=constant)
-        for expected in (0.0, -3.5, 1e-30):
-            for own in model.reduce(hooks.quantization_perchannel_hook):
-                torch.testing.assert_close(own, torch.full_like(own, expected), rtol=1e-6, atol=0)
-            (bucket,) = model.buckets
-            assert bucket.buffer()[-1] == 0  # a gap
-
-    run_threads(rank, 2)
+    model = Model(group, gradients=constant)
+    for expected in (0.0, -3.5, 1e-30):
+        for own in model.reduce(hooks.quantization_perchannel_hook):
+            torch.testing.assert_close(own, torch.full_like(own, expected), rtol=1e-6, atol=0)
+        (bucket,) = model.buckets
+        assert bucket.buffer()[-1] == 0  # a gap
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -120,14 +119,10 @@ def test_what_is_not_finite_on_one_rank_is_seen_on_all(bad: float) -> None:
         assert not sound[2]
 
 
-def test_bad_sizes_and_complex_gradients_are_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(
-            shoal.UsageError, match="bucket_size must be a positive number of gradients, got 0"
-        ):
-            hooks.quantization_perchannel_hook(None, Model(group).buckets[0], 0)
-        (bucket,) = Model(group, dtype=torch.complex64).buckets
-        with pytest.raises(shoal.UsageError, match=r"torch\.complex64 have no order"):
-            hooks.quantization_pertensor_hook(None, bucket)
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_bad_sizes_and_complex_gradients_are_refused(group: shoal.ProcessGroup) -> None:
+    with pytest.raises(shoal.UsageError, match="bucket_size must be a positive number of gradients, got 0"):
+        hooks.quantization_perchannel_hook(None, Model(group).buckets[0], 0)
+    (bucket,) = Model(group, dtype=torch.complex64).buckets
+    with pytest.raises(shoal.UsageError, match=r"torch\.complex64 have no order"):
+        hooks.quantization_pertensor_hook(None, bucket)

@@ -21,7 +21,8 @@ from shoal.parallel.hooks import (
     hook_with_zero_step_interleaved,
 )
 from shoal.testing import run_threads
-from tests.parallel.models import SMALL_MB, batches, loss_of, mlp, part
+from tests.parallel.models import batches, loss_of, mlp, part
+from tests.parallel.training import on_ranks, wrapped
 
 HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
 DATA = batches(6)
@@ -46,7 +47,7 @@ class Training:
     ) -> None:
         self.group = group
         self.module = mlp()
-        self.model = shoal.DistributedDataParallel(self.module, group=group, bucket_cap_mb=SMALL_MB)
+        self.model = wrapped(group, self.module)
         self.optimizer = ZeroRedundancyOptimizer(
             groups_of(self.module),
             optimizer_class,
@@ -121,41 +122,37 @@ def test_ranks_without_a_batch_update_what_they_own(make_hook: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
 
 
-def test_parameters_of_others_are_only_reduced() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = mlp()
-        model = shoal.DistributedDataParallel(module, group=group, bucket_cap_mb=SMALL_MB)
-        first, *rest = module.parameters()
-        optimizer = ZeroRedundancyOptimizer(rest, SGD, group=group, overlap_with_ddp=True, lr=0.1)
-        model.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, model, optimizer))
-        before = [parameter.detach().clone() for parameter in (first, *rest)]
-        loss_of(model, DATA[0]).backward()
-        changed = [not torch.equal(a, b) for a, b in zip((first, *rest), before, strict=True)]
-        assert changed == [False] + [True] * len(rest)
-        assert first.grad is not None
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_parameters_of_others_are_only_reduced(group: shoal.ProcessGroup) -> None:
+    module = mlp()
+    model = wrapped(group, module)
+    first, *rest = module.parameters()
+    optimizer = ZeroRedundancyOptimizer(rest, SGD, group=group, overlap_with_ddp=True, lr=0.1)
+    model.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, model, optimizer))
+    before = [parameter.detach().clone() for parameter in (first, *rest)]
+    loss_of(model, DATA[0]).backward()
+    changed = [not torch.equal(a, b) for a, b in zip((first, *rest), before, strict=True)]
+    assert changed == [False] + [True] * len(rest)
+    assert first.grad is not None
 
 
-def test_what_is_put_together_wrongly_is_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = mlp()
-        model = shoal.DistributedDataParallel(module, group=group)
-        plain = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group)
-        overlapping = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group, overlap_with_ddp=True)
-        for make_hook in HOOKS:
-            for other in (plain, SGD(module.parameters())):
-                with pytest.raises(UsageError, match="made with overlap_with_ddp=True, got"):
-                    make_hook(allreduce_hook, model, other)  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="of one group: Sequential has None"):
-                make_hook(allreduce_hook, module, overlapping)  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="takes a communication hook"):
-                make_hook(None, model, overlapping)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="by a hook that is missing"):
-            overlapping.step()
-        with pytest.raises(UsageError, match="leave parameters_as_bucket_view out"):
-            ZeroRedundancyOptimizer(
-                module.parameters(), SGD, group=group, overlap_with_ddp=True, parameters_as_bucket_view=True
-            )
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_what_is_put_together_wrongly_is_refused(group: shoal.ProcessGroup) -> None:
+    module = mlp()
+    model = shoal.DistributedDataParallel(module, group=group)
+    plain = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group)
+    overlapping = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group, overlap_with_ddp=True)
+    for make_hook in HOOKS:
+        for other in (plain, SGD(module.parameters())):
+            with pytest.raises(UsageError, match="made with overlap_with_ddp=True, got"):
+                make_hook(allreduce_hook, model, other)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="of one group: Sequential has None"):
+            make_hook(allreduce_hook, module, overlapping)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="takes a communication hook"):
+            make_hook(None, model, overlapping)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="by a hook that is missing"):
+        overlapping.step()
+    with pytest.raises(UsageError, match="leave parameters_as_bucket_view out"):
+        ZeroRedundancyOptimizer(
+            module.parameters(), SGD, group=group, overlap_with_ddp=True, parameters_as_bucket_view=True
+        )

@@ -8,7 +8,9 @@ from torch import nn
 
 import shoal
 from shoal.errors import OutOfStep
-from tests.parallel.models import mlp, on_ranks
+from shoal.testing import run_threads
+from tests.parallel.models import mlp
+from tests.parallel.training import on_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -29,7 +31,7 @@ def test_a_forward_pass_without_backward_on_one_rank_is_named_on_all(
         model(x).abs().sum().backward()  # the group is well
         return str(caught.value)
 
-    for message in on_ranks(3, rank):
+    for message in run_threads(rank, 3):
         assert "rank 0: 1\n  rank 1: 2\n  rank 2: 1\n" in message
 
 
@@ -44,7 +46,7 @@ def test_passes_that_all_ranks_leave_out_or_run_twice_are_fine(size: int, dtype:
             outputs = [model(x) for _ in range(count)]
             outputs[-1].sum().backward()
 
-    on_ranks(size, rank)
+    run_threads(rank, size)
 
 
 @pytest.mark.parametrize("size", [3, 8])
@@ -57,21 +59,19 @@ def test_one_pass_more_among_many_is_noticed(size: int) -> None:
             with pytest.raises(OutOfStep):
                 outputs[-1].sum().backward()
 
-    on_ranks(size, rank)
+    run_threads(rank, size)
 
 
-def test_a_rank_may_run_forward_by_itself_to_evaluate() -> None:
+@on_ranks(2)
+def test_a_rank_may_run_forward_by_itself_to_evaluate(group: shoal.ProcessGroup) -> None:
     x = torch.ones(1, 6, dtype=torch.float64)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        for _ in range(2):
-            if group.rank == 0:
-                with torch.no_grad():
-                    model(x)
-                model.eval()
+    model = shoal.DistributedDataParallel(mlp(), group=group)
+    for _ in range(2):
+        if group.rank == 0:
+            with torch.no_grad():
                 model(x)
-                model.train()
-            model(x).sum().backward()
-
-    on_ranks(2, rank)
+            model.eval()
+            model(x)
+            model.train()
+        model(x).sum().backward()
