@@ -8,6 +8,8 @@ several times) and ``Checkpointed`` around another.  All take ``batches()``, but
 **Ranks** are threads.  ``@on_ranks(2)`` runs a whole test on two ranks; it takes the group as its first
 argument.  A test that compares what the ranks found calls ``shoal.testing.run_threads`` itself.  Where ranks
 must be processes (another wrapper over Gloo, a device), ``run_processes`` starts them once for all cases.
+``@pairwise(size=[2, 3], dtype=[...])`` takes all combinations under ``stress``, and otherwise so many that
+each pair of values is among them.
 
 **A program** is what one rank does with its model: a generator that yields after each backward pass that is
 reduced.  It knows its rank from ``place.rank`` and ``place.size``, of a group or of a :class:`Place`, and
@@ -28,11 +30,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import nn
 
@@ -82,6 +86,39 @@ def wrapped(
     """``module``, or else :func:`mlp`, wrapped with small buckets, on several copies if told so."""
     options = {"bucket_cap_mb": SMALL_MB, "device_ids": ["cpu"] * copies or None, **options}
     return shoal.DistributedDataParallel(mlp() if module is None else module, group=group, **options)
+
+
+def pairwise(**axes: Iterable[Any]) -> Any:
+    """``parametrize`` with all combinations of the values of each name.
+
+    Some in which every pair of values occurs run always, the others under ``stress``.
+    """
+    values = [tuple(axis) for axis in axes.values()]
+    rows = list(itertools.product(*(range(len(axis)) for axis in values)))
+    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
+    left = set().union(*pairs)
+    chosen = set()
+    while left:
+        best = max(range(len(rows)), key=lambda number: len(pairs[number] & left))
+        chosen.add(best)
+        left -= pairs[best]
+
+    def name(value: Any, index: int) -> str:
+        if isinstance(value, dict):
+            return ",".join(value) or "plain"
+        return f"{index}" if isinstance(value, tuple) else getattr(value, "__name__", str(value))
+
+    return pytest.mark.parametrize(
+        tuple(axes),
+        [
+            pytest.param(
+                *(axis[index] for axis, index in zip(values, row, strict=True)),
+                id=" ".join(name(axis[index], index) for axis, index in zip(values, row, strict=True)),
+                marks=[] if number in chosen else [pytest.mark.stress],
+            )
+            for number, row in enumerate(rows)
+        ],
+    )
 
 
 # -- programs ----------------------------------------------------------------------------------------

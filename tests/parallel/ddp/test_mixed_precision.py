@@ -14,25 +14,23 @@ import shoal
 from shoal import MixedPrecision
 from shoal.errors import ModelMismatch, UsageError
 from shoal.testing import run_threads
-from tests.parallel.ddp.half import BF16, HALF, assert_gradients, batches, by_hand, loss_of, wrap
-from tests.parallel.models import fixed, mlp, part
-from tests.parallel.training import on_ranks
+from tests.parallel.ddp.half import BF16, HALF, by_hand, wrap
+from tests.parallel.models import Normed, batches, fixed, loss_of, mlp, part
+from tests.parallel.training import assert_close, assert_same_bits, gradients, on_ranks, pairwise, sgd, values
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pairwise(size=[1, 2], dtype=[BF16, torch.float16], reduce_dtype=[None, torch.float32])
 def test_training_equals_casting_by_hand(
     size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None
 ) -> None:
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype)
-    data = batches(1) * 10
+    data = batches(1, dtype=torch.float32) * 10
 
     def rank(group: shoal.ProcessGroup) -> tuple[nn.Module, list[float]]:
-        own = mlp().float()
+        own = mlp(torch.float32)
         model = wrap(own, group, precision)
-        reference = mlp().float()
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (own, reference)]
+        reference = mlp(torch.float32)
+        optimizers = [sgd(own), sgd(reference)]
         losses = []
         for batch in data:
             optimizers[0].zero_grad()
@@ -40,7 +38,7 @@ def test_training_equals_casting_by_hand(
             loss.backward()
             losses.append(loss.item())
             expected = by_hand(reference, batch, size, precision)
-            assert_gradients(own, expected)
+            assert_same_bits(gradients(own), expected)
             for parameter, gradient in zip(reference.parameters(), expected, strict=True):
                 parameter.grad = gradient
             for optimizer in optimizers:
@@ -50,8 +48,7 @@ def test_training_equals_casting_by_hand(
     results = run_threads(rank, size)
     for own, losses in results:
         assert losses[-1] < 0.7 * losses[0]
-        for a, b in zip(own.parameters(), results[0][0].parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert_same_bits(values(own), values(results[0][0]))
 
 
 @on_ranks(1)
@@ -93,7 +90,7 @@ def test_whoever_looks_between_the_passes_sees_full_precision(group: shoal.Proce
 
 @on_ranks(1)
 def test_full_precision_is_back_after_failures(group: shoal.ProcessGroup) -> None:
-    own = mlp().float()
+    own = mlp(torch.float32)
     model = wrap(own, group, HALF)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(4, 7))
@@ -105,9 +102,9 @@ def test_full_precision_is_back_after_failures(group: shoal.ProcessGroup) -> Non
     assert own[0].weight.dtype == torch.float32
     handle.remove()
     own.zero_grad()
-    batch = batches(1)[0]
+    batch = batches(1, dtype=torch.float32)[0]
     loss_of(model, batch).backward()
-    assert_gradients(own, by_hand(own, batch, 1, HALF))
+    assert_same_bits(gradients(own), by_hand(own, batch, 1, HALF))
 
 
 class Tied(nn.Module):
@@ -136,8 +133,7 @@ class Tied(nn.Module):
         return self.head(hidden) * self.scale
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("reentrant", "copies"), [(None, 1), (True, 1), (True, 2), (False, 2)])
 @on_ranks(1)
 def test_tied_recurrent_and_checkpointed_models(
     group: shoal.ProcessGroup, reentrant: bool | None, copies: int
@@ -146,18 +142,15 @@ def test_tied_recurrent_and_checkpointed_models(
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 
     own = Tied(reentrant)
-    model = wrap(own, group, precision, device_ids=["cpu"] * copies, static_graph=reentrant is True)
+    model = wrap(own, group, precision, copies=copies, static_graph=reentrant is True)
     for _ in range(2):
         model.zero_grad()
         model(words).float().square().mean().backward()
         low = Tied(None).to(BF16)
         for part_of_words in words.chunk(copies):
             (low(part_of_words).float().square().mean() / copies).backward()
-        for a, b in zip(own.parameters(), low.parameters(), strict=True):
-            assert (a.grad is None) == (b.grad is None)
-            if a.grad is not None:
-                assert a.grad.dtype == torch.float32
-                torch.testing.assert_close(a.grad, b.grad.float(), rtol=0.02, atol=2e-4)
+        for a, b in zip(gradients(own), gradients(low.float()), strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=2e-4)
     assert own.head.weight is own.table.weight
     with torch.no_grad():
         own.reentrant = None
@@ -166,10 +159,10 @@ def test_tied_recurrent_and_checkpointed_models(
 
 @on_ranks(2)
 def test_accumulation_is_in_full_precision_and_zero_grad_forgets_it(group: shoal.ProcessGroup) -> None:
-    data = batches(3)
+    data = batches(3, dtype=torch.float32)
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 
-    own = mlp().float()
+    own = mlp(torch.float32)
     model = wrap(own, group, precision)
     with model.no_sync():
         loss_of(model, part(data[0], group)).backward()
@@ -184,19 +177,18 @@ def test_accumulation_is_in_full_precision_and_zero_grad_forgets_it(group: shoal
         loss_of(low, (part(batch, group)[0].to(BF16), part(batch, group)[1])).backward()
         for one, parameter in zip(total, low.parameters(), strict=True):
             one += parameter.grad.float()
-    assert_gradients(own, total)
+    assert_same_bits(gradients(own), total)
     loss_of(model, part(data[2], group)).backward()
     together = [by_hand(own, batch, 2, precision) for batch in data]
-    for parameter, same in zip(own.parameters(), zip(*together, strict=True), strict=True):
-        torch.testing.assert_close(parameter.grad, sum(same))
+    assert_close(gradients(own), [sum(same) for same in zip(*together, strict=True)])
 
 
 @on_ranks(2)
 def test_the_reduction_alone_may_be_lower(group: shoal.ProcessGroup) -> None:
-    batch = batches(1)[0]
+    batch = batches(1, dtype=torch.float32)[0]
     precision = MixedPrecision(reduce_dtype=torch.float16)
 
-    own = mlp().float()
+    own = mlp(torch.float32)
     model = wrap(own, group, precision)
     for _ in range(2):
         own.zero_grad()
@@ -209,12 +201,9 @@ def test_the_reduction_alone_may_be_lower(group: shoal.ProcessGroup) -> None:
             torch.testing.assert_close(parameter.grad, exact, rtol=2e-3, atol=1e-4)
 
 
-class Buffered(nn.Module):
+class Buffered(Normed):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 3)
         self.register_buffer("constant", torch.tensor([1.0001]))
         self.register_buffer("replaced", torch.zeros(1))
         self.seen: list[torch.dtype] = []
@@ -223,22 +212,21 @@ class Buffered(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += [buffer.dtype for buffer in self.buffers()]
         self.replaced = self.replaced + 1
-        return self.last(torch.tanh(self.norm(self.first(x)))) * self.constant
+        return super().forward(x) * self.constant
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("param_dtype", [BF16, None])
+@pytest.mark.parametrize(("copies", "param_dtype"), [(1, BF16), (2, BF16), (2, None)])
 @on_ranks(1)
 def test_buffers_are_cast_and_keep_their_digits(
     group: shoal.ProcessGroup, copies: int, param_dtype: torch.dtype | None
 ) -> None:
     precision = MixedPrecision(param_dtype=param_dtype, buffer_dtype=param_dtype or torch.float64)
-    batch = batches(1)[0]
+    batch = batches(1, dtype=torch.float32)[0]
 
     own = Buffered()
     if param_dtype is None:
         own.norm = nn.Identity()
-    model = wrap(own, group, precision, device_ids=["cpu"] * copies)
+    model = wrap(own, group, precision, copies=copies)
     reference = copy.deepcopy(own).to(param_dtype)
     for _ in range(3):
         loss_of(model, batch).backward()
@@ -277,10 +265,10 @@ def test_only_floating_point_inputs_are_cast_and_only_if_wanted(group: shoal.Pro
 
 @on_ranks(2)
 def test_loss_scaling_with_float16(group: shoal.ProcessGroup) -> None:
-    batch = batches(1)[0]
+    batch = batches(1, dtype=torch.float32)[0]
     precision = MixedPrecision(param_dtype=torch.float16)
 
-    own = mlp().float()
+    own = mlp(torch.float32)
     model = wrap(own, group, precision)
     optimizer = torch.optim.Adam(own.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
@@ -301,8 +289,8 @@ def test_loss_scaling_with_float16(group: shoal.ProcessGroup) -> None:
 
 @on_ranks(1)
 def test_a_backward_pass_through_old_weights_is_refused(group: shoal.ProcessGroup) -> None:
-    model = wrap(mlp().float(), group, HALF)
-    loss = loss_of(model, batches(1)[0])
+    model = wrap(mlp(torch.float32), group, HALF)
+    loss = loss_of(model, batches(1, dtype=torch.float32)[0])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
@@ -336,4 +324,4 @@ def test_parameters_that_the_module_hides_are_refused(group: shoal.ProcessGroup)
 def test_ranks_with_other_precisions_are_told(group: shoal.ProcessGroup) -> None:
     precision = MixedPrecision(param_dtype=BF16 if group.rank else torch.float16)
     with pytest.raises(ModelMismatch, match="option mixed_precision is MixedPrecision"):
-        wrap(mlp().float(), group, precision)
+        wrap(mlp(torch.float32), group, precision)

@@ -18,39 +18,33 @@ from shoal.parallel.core import OUTCOME
 from shoal.parallel.hooks import GradBucket, allreduce_hook, hook_then_optimizer
 from shoal.parallel.reducer.reducer import Reducer
 from shoal.testing import run_threads
-from tests.parallel.ddp.half import BF16, HALF, assert_gradients, batches, by_hand, loss_of, wrap
-from tests.parallel.models import fixed, mlp, part
-from tests.parallel.training import assert_same_bits, on_ranks, values
+from tests.parallel.ddp.half import BF16, HALF, by_hand, wrap
+from tests.parallel.models import Experts, Words, batches, fixed, loss_of, mlp, part, sentences
+from tests.parallel.training import assert_same_bits, gradients, on_ranks, values
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
-        fixed(self)
-
-    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        return self.experts[expert](x)
+def experts() -> Any:
+    return fixed(Experts(3))
 
 
 @on_ranks(2)
 def test_unused_parameters_keep_no_gradient(group: shoal.ProcessGroup) -> None:
-    x, y = batches(1)[0]
+    x, y = batches(1, dtype=torch.float32)[0]
 
-    own = Gated()
+    own = experts()
     model = wrap(own, group, HALF, find_unused_parameters=True)
     for _ in range(2):
         own.zero_grad()
-        ((model(x, group.rank).float() - y) ** 2).mean().backward()
+        ((model(x, (group.rank,)).float() - y) ** 2).mean().backward()
         assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
         assert own.experts[0].weight.grad.dtype == torch.float32
-    strict = wrap(Gated(), group, HALF)
+    strict = wrap(experts(), group, HALF)
     with pytest.raises(UnusedParameterError, match=r"rank 1: 'experts\.0\.weight'"):
-        strict(x, group.rank).sum().backward()
+        strict(x, (group.rank,)).sum().backward()
 
 
 def test_a_communication_hook_gets_low_precision() -> None:
-    batch = batches(1)[0]
+    batch = batches(1, dtype=torch.float32)[0]
     seen = []
 
     def hook(group: shoal.ProcessGroup, bucket: GradBucket) -> Future:
@@ -58,11 +52,11 @@ def test_a_communication_hook_gets_low_precision() -> None:
         return group.all_reduce(bucket.buffer(), op="avg")
 
     def rank(group: shoal.ProcessGroup) -> None:
-        own = mlp().float()
+        own = mlp(torch.float32)
         model = wrap(own, group, HALF)
         model.register_comm_hook(group, hook)
         loss_of(model, part(batch, group)).backward()
-        assert_gradients(own, by_hand(own, batch, 2, HALF))
+        assert_same_bits(gradients(own), by_hand(own, batch, 2, HALF))
 
     run_threads(rank, 2)
     assert set(map(str, seen)) == {str((BF16, {torch.float32}))}
@@ -78,12 +72,12 @@ def test_an_optimiser_in_backward_steps_in_full_precision(
 
     results = []
     for inside in (True, False):
-        own = mlp().float()
-        model = wrap(own, group, precision, device_ids=["cpu"] * copies)
+        own = mlp(torch.float32)
+        model = wrap(own, group, precision, copies=copies)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
         if inside:
             model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
-        for batch in batches(3):
+        for batch in batches(3, dtype=torch.float32):
             optimizer.zero_grad()
             loss_of(model, part(batch, group)).backward()
             if not inside:
@@ -105,11 +99,11 @@ def test_a_gradient_of_an_optimiser_in_backward_outlives_its_place() -> None:
             super().step(closure)
 
     def rank(group: shoal.ProcessGroup) -> None:
-        own = mlp().float()
+        own = mlp(torch.float32)
         model = wrap(own, group, HALF)
         optimizer = Watching(own.parameters(), lr=0.1)
         model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, optimizer))
-        loss_of(model, part(batches(1)[0], group)).backward()
+        loss_of(model, part(batches(1, dtype=torch.float32)[0], group)).backward()
 
     run_threads(rank, 2)
     assert len(seen) == len(watches) == 2 * len(list(mlp().parameters()))
@@ -118,7 +112,7 @@ def test_a_gradient_of_an_optimiser_in_backward_outlives_its_place() -> None:
 
 def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it steps, the whole bucket has gradients; ranks tell each other just then what they used."""
-    x, y = batches(1)[0]
+    x, y = batches(1, dtype=torch.float32)[0]
     of_rank = threading.local()
     send = Reducer.send
 
@@ -140,10 +134,10 @@ def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.Mo
                 stepping.set()
                 assert told.wait(20)
 
-        own = Gated()
+        own = experts()
         model = wrap(own, group, HALF, find_unused_parameters=True, bucket_cap_mb=1)
         model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, Slow(own.parameters(), lr=0.1)))
-        ((model(x, group.rank).float() - y) ** 2).mean().backward()
+        ((model(x, (group.rank,)).float() - y) ** 2).mean().backward()
         assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
 
     run_threads(rank, 2)
@@ -154,24 +148,13 @@ def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.Mo
 def test_sparse_gradients_come_in_full_precision(
     group: shoal.ProcessGroup, reduce_dtype: torch.dtype | None
 ) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(20, 4, sparse=True)
-            self.head = nn.Linear(4, 2)
-            fixed(self)
-
-        def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-            return self.head(self.table(x).mean(1) if use else x[:, :4].to(self.head.weight.dtype))
-
-    words = torch.randint(0, 20, (6, 5), generator=torch.Generator().manual_seed(3))
-
-    own = Words()
+    own = fixed(Words())
+    batch = sentences(1)[0]
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
     model = wrap(own, group, precision, find_unused_parameters=True)
-    model(words, group.rank == 0).float().square().sum().backward()
-    low = Words().to(BF16)
-    low(words, True).float().square().sum().backward()
+    loss_of(model, batch, group.rank == 0).backward()
+    low = fixed(Words()).to(BF16)
+    loss_of(low, batch, True).backward()
     assert own.table.weight.grad.is_sparse
     assert own.table.weight.grad.dtype == torch.float32
     exact = low.table.weight.grad.to_dense().float() / 2
@@ -179,10 +162,10 @@ def test_sparse_gradients_come_in_full_precision(
 
 
 def test_mixed_precision_within_a_join() -> None:
-    data = batches(4)
+    data = batches(4, dtype=torch.float32)
 
     def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = mlp().float()
+        own = mlp(torch.float32)
         model = wrap(own, group, HALF)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
         with model.join():

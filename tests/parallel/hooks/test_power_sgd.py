@@ -11,22 +11,20 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
-from tests.parallel.training import on_ranks
+from tests.parallel.training import on_ranks, pairwise
 
 from .buckets import SHAPES, Model, gradient, norm, same_on_all
 
-BOTH = pytest.mark.parametrize(
-    "hook", [hooks.powerSGD_hook, hooks.batched_powerSGD_hook], ids=lambda hook: hook.__name__
-)
+HOOKS = [hooks.powerSGD_hook, hooks.batched_powerSGD_hook]
+SETTINGS = {"batch_tensors_with_same_shape": True, "use_error_feedback": False, "warm_start": False}
+BOTH = pytest.mark.parametrize("hook", HOOKS)
 
 
 def state_of(**settings: Any) -> hooks.PowerSGDState:
     return hooks.PowerSGDState(**{"start_powerSGD_iter": 0, "min_compression_rate": 0.1, **settings})
 
 
-@BOTH
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pairwise(size=[1, 2, 3, 4], warm=[True, False], hook=HOOKS)
 def test_at_full_rank_it_is_the_all_reduce(hook: Any, size: int, warm: bool) -> None:
     def rank(group: shoal.ProcessGroup) -> Any:
         model = Model(group, count=2, dtype=torch.float64)
@@ -40,13 +38,11 @@ def test_at_full_rank_it_is_the_all_reduce(hook: Any, size: int, warm: bool) -> 
             torch.testing.assert_close(own, mean, rtol=1e-9, atol=1e-9)
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"batch_tensors_with_same_shape": True}, {"use_error_feedback": False}, {"warm_start": False}],
-    ids=["plain", "batched", "no feedback", "cold"],
+@pairwise(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    settings=[{}, *({name: value} for name, value in SETTINGS.items())],
+    hook=HOOKS,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_all_ranks_have_bitwise_the_same_gradients(hook: Any, settings: Any, dtype: torch.dtype) -> None:
     shapes = [*SHAPES, SHAPES[0], SHAPES[2], SHAPES[0]]
 
@@ -253,8 +249,7 @@ def test_gradients_of_zeros_are_no_trouble_and_compression_recovers(
         assert norm(model.reduce(hook, state)) > 0.1 * norm(model.mean())
 
 
-@BOTH
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("hook", "bad"), [*zip(HOOKS, [float("nan"), float("inf")], strict=True)])
 @on_ranks(2)
 def test_a_step_that_overflows_is_seen_by_all_and_forgotten(
     group: shoal.ProcessGroup, hook: Any, bad: float

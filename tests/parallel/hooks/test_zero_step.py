@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import shoal
@@ -22,16 +21,13 @@ from shoal.parallel.hooks import (
 )
 from shoal.testing import run_threads
 from tests.parallel.models import batches, loss_of, mlp, part
-from tests.parallel.training import on_ranks, wrapped
+from tests.parallel.training import assert_same_bits, on_ranks, pairwise, values, wrapped
+from tests.parallel.zero.training import groups_of
+
+from .buckets import same_on_all
 
 HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
 DATA = batches(6)
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [{"params": weights}, {"params": others, "lr": 0.02}]
 
 
 class Training:
@@ -69,24 +65,24 @@ class Training:
         self.schedule.step()
 
 
-@pytest.mark.parametrize("make_hook", HOOKS)
-@pytest.mark.parametrize(
-    ("optimizer_class", "inner", "options"),
-    [(SGD, allreduce_hook, {"momentum": 0.9}), (Adam, allreduce_hook, {}), (Adam, fp16_compress_hook, {})],
-    ids=["SGD", "Adam", "Adam of halves"],
+@pairwise(
+    size=[1, 3],
+    inside=[(SGD, allreduce_hook), (Adam, allreduce_hook), (Adam, fp16_compress_hook)],
+    make_hook=HOOKS,
 )
-@pytest.mark.parametrize("size", [1, 3])
 def test_it_equals_steps_after_backward_from_the_first_one_on(
-    make_hook: Any, optimizer_class: Any, inner: CommHook, options: dict[str, Any], size: int
+    size: int, inside: tuple[Any, CommHook], make_hook: Any
 ) -> None:
+    optimizer_class, inner = inside
+    options = {"momentum": 0.9} if optimizer_class is SGD else {}
+
     def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
         plain = Training(group, None, inner, optimizer_class, **options)
         overlapped = Training(group, make_hook, inner, optimizer_class, **options)
         for index in range(len(DATA)):
             plain.step(index)
             overlapped.step(index)
-            for a, b in zip(overlapped.module.parameters(), plain.module.parameters(), strict=True):
-                assert torch.equal(a, b), f"step {index}"
+            assert_same_bits(values(overlapped.module), values(plain.module), f"step {index}")
         states = []
         for training in (plain, overlapped):
             training.optimizer.consolidate_state_dict()
@@ -94,11 +90,9 @@ def test_it_equals_steps_after_backward_from_the_first_one_on(
                 states.append(training.optimizer.state_dict())
         if group.rank == 0:
             assert str(states[0]) == str(states[1])
-        return [parameter.detach() for parameter in overlapped.module.parameters()]
+        return values(overlapped.module)
 
-    first, *others = run_threads(rank, size)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
+    same_on_all(run_threads(rank, size))
 
 
 @pytest.mark.parametrize("make_hook", HOOKS)
@@ -112,14 +106,11 @@ def test_ranks_without_a_batch_update_what_they_own(make_hook: Any) -> None:
                     training.optimizer.zero_grad()
                     loss_of(training.model, batch).backward()
                     training.optimizer.step()
-            results.append([parameter.detach() for parameter in training.module.parameters()])
-        plain, overlapped = results
-        assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
-        return overlapped
+            results.append(values(training.module))
+        assert_same_bits(*results)
+        return results[0]
 
-    first, *others = run_threads(rank, 3)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
+    same_on_all(run_threads(rank, 3))
 
 
 @on_ranks(2)

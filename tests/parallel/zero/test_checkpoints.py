@@ -13,10 +13,9 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import run_threads
-from tests.parallel.training import on_ranks
+from tests.parallel.training import assert_same_bits, on_ranks, values
 
-from .test_equality import groups_of, named
-from .training import STEPS, assert_bitwise, mixed, train, values, zero
+from .training import STEPS, groups_of, mixed, named, train, zero
 
 
 def _saved(model: nn.Module, optimizer: shoal.ZeroRedundancyOptimizer, to: int) -> tuple[Any, bytes | None]:
@@ -58,7 +57,7 @@ def test_training_goes_on_with_another_number_of_ranks() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=7)
     optimizer.load_state_dict(_load(saved[1]))
     train(model, optimizer, range(3 * STEPS, 4 * STEPS))
-    assert_bitwise(values(model), values(alone))
+    assert_same_bits(values(model), values(alone))
 
 
 @pytest.mark.parametrize("groups", [groups_of, named])
@@ -80,7 +79,7 @@ def test_the_state_is_that_of_the_optimiser_inside(groups: Any, size: int) -> No
     assert list(actual["state"]) == list(expected["state"])
     for number, state in expected["state"].items():
         assert list(actual["state"][number]) == list(state)
-        assert_bitwise(actual["state"][number].values(), state.values())
+        assert_same_bits(actual["state"][number].values(), state.values())
 
 
 def test_each_rank_keeps_only_its_part_of_a_loaded_state() -> None:

@@ -15,9 +15,9 @@ import shoal
 from shoal import ZeroRedundancyOptimizer
 from shoal.errors import ModelMismatch, UsageError
 from shoal.testing import run_threads
-from tests.parallel.training import on_ranks
+from tests.parallel.training import assert_same_bits, on_ranks, values
 
-from .training import assert_bitwise, gradients, mixed, train, values, zero
+from .training import gradients, mixed, train, zero
 
 
 def _parameter() -> nn.Parameter:
@@ -160,7 +160,7 @@ def test_parameters_whose_data_is_replaced_are_taken_in_again() -> None:
     alone = mixed()
     train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), [0, 1])
     for trained in run_threads(rank, 2):
-        assert_bitwise(trained, values(alone))
+        assert_same_bits(trained, values(alone))
 
 
 @on_ranks(2)
