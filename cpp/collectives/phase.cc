@@ -11,7 +11,7 @@ Phase::Phase(Operation& op)
     : op_(op),
       team_(*op.group().team()),
       lane_(team_.lane(
-          static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lanes())))),
+          static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lane_count())))),
       number_(++lane_.phase) {}
 
 Task Phase::open(std::vector<Span> parts, std::uint64_t window) {

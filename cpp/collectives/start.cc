@@ -1,5 +1,6 @@
 #include "collectives/phase.h"
 #include "engine/context.h"
+#include "engine/describe.h"
 #include "engine/messages.h"
 
 namespace shoal::collectives {

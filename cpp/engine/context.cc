@@ -255,7 +255,7 @@ bool Context::poll_rings() {
 
 bool Context::progress(bool& waiting) {
   bool moved = poll_rings();
-  for (auto& group : groups()) moved |= group->progress(waiting);
+  for (auto& group : groups()) moved |= group->lanes().progress(waiting);
   return moved;
 }
 
@@ -272,14 +272,14 @@ bool Context::wait(Operation& op, std::int64_t until) {
   if (op.done()) return true;
   struct Attention {
     Operation& op;
-    explicit Attention(Operation& o) : op(o) { op.group().attend(op, 1); }
-    ~Attention() { op.group().attend(op, -1); }
+    explicit Attention(Operation& o) : op(o) { op.group().lanes().add_waiter(op); }
+    ~Attention() { op.group().lanes().remove_waiter(op); }
   } attention(op);
   Driving driving(*this);
   int idle = 0;
   std::int64_t give_up = 0;
   while (true) {
-    bool moved = op.group().drive(op);
+    bool moved = op.group().lanes().drive(op);
     if (op.done()) return true;
     if ((idle & 15) == 0) moved |= poll_rings();
     if ((idle & 15) == 0 || idle > spins_) moved |= poll_sockets();
@@ -303,7 +303,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
     op.group().check(now, next);
     Doorbell::Sleeper sleeper(bell(), Wake::Any);
     driving.pause();
-    moved = op.group().drive(op) || poll_rings();
+    moved = op.group().lanes().drive(op) || poll_rings();
     if (op.done()) return true;
     if (!moved) sleeper.sleep(next - now);
     driving.resume();
@@ -376,7 +376,7 @@ Destination Context::on_header(Link& link, const FrameHeader& header) {
       link.refuse(flaw);
       return {};
     }
-    if ((header.channel & kPointToPoint) == 0) group->on_call_seen(header.channel, header.call);
+    if ((header.channel & kPointToPoint) == 0) group->inquiry().seen(header.channel, header.call);
     return messenger_.on_message(link, header);
   }
   if (header.type == FrameType::kMore) return messenger_.on_more(link, header);
@@ -464,10 +464,10 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
   const int source = static_cast<int>(header.source);
   switch (header.type) {
     case FrameType::kCallQuery:
-      group.on_call_query(source, header);
+      group.inquiry().on_query(source, header);
       break;
     case FrameType::kCallReply:
-      group.on_call_reply(source, header);
+      group.inquiry().on_reply(source, header);
       break;
     case FrameType::kBroken:
       group.on_broken(source, static_cast<ErrorCode>(header.code), text);

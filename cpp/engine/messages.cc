@@ -9,7 +9,7 @@ Messages::Messages(Operation& op) : op_(op), group_(op.group()) {
   if (!op.request().collective()) return;
   for (const Fingerprint& call :
        group_.context().messenger().early_calls(group_.ident(), op.request().channel))
-    group_.on_call_seen(op.request().channel, call);
+    group_.inquiry().seen(op.request().channel, call);
 }
 
 Messages::~Messages() {

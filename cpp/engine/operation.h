@@ -26,7 +26,7 @@ struct Error {
   ErrorCode code = ErrorCode::kNone;
   std::string text;
   std::vector<int> ranks;       // in the group
-  std::int64_t completed = -1;  // Group::last_completed() when the operation failed
+  std::int64_t completed = -1;  // Lanes::last_completed() when the operation failed
 };
 
 // Says that a peer wrote into shared memory what cannot be; it ends the group of the operation that throws
@@ -89,6 +89,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
   const Error& error() const { return error_; }  // once done
+  // Whether its time has run out; and whether it has not come to its end for so long that calls should be
+  // compared with a neighbour, once.  The next time to look is written to `next` if earlier.
+  bool overdue(std::int64_t now, std::int64_t& next) const;
+  bool stalls(std::int64_t now, std::int64_t& next);
   // True if the operation is already done; otherwise its completion will be announced to
   // Context::completions.
   bool announce(std::uint64_t ticket);

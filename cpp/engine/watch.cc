@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "engine/context.h"
+#include "engine/describe.h"
 
 namespace shoal {
 namespace {
@@ -100,7 +101,7 @@ bool Context::poll_sockets() {
   }
   if (!moved) return false;
   bool waiting = false;
-  for (auto& group : groups()) group->progress(waiting);
+  for (auto& group : groups()) group->lanes().progress(waiting);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (asleep_.load(std::memory_order_relaxed) > 0) bell().wake();
   return true;

@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstring>
 
+#include "engine/describe.h"
+
 namespace shoal::stress {
 namespace {
 
