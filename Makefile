@@ -31,8 +31,9 @@ help:  ## this list
 demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ranks
 	$(BIN)/shoal run -n 2 examples/digits.py
 
+# Two processes share the files among them, because many tests wait for processes, deadlines and the network.
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" --durations=20 $(ARGS)
+	$(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile --durations=20 $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
