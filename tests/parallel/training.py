@@ -41,6 +41,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.errors import ModelMismatch
 from shoal.testing import run_threads
 from tests.parallel.models import Batch, loss_of, mlp, part
 
@@ -64,16 +65,24 @@ Program: TypeAlias = "Callable[[Any, Place | shoal.ProcessGroup], Iterator[None]
 # -- ranks -------------------------------------------------------------------------------------------
 
 
-def on_ranks(size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: run a test on ranks that are threads; ``options`` are those of ``run_threads``."""
+def on_ranks(size: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: run a test on ranks that are threads.
+
+    Args:
+        size: how many; or the name of a parameter of pytest that says it, which the test does not take.
+        options: those of ``run_threads``.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def on_all(**arguments: Any) -> None:
-            run_threads(lambda group: test(group, **arguments), size, **options)
+            count = arguments.pop(size) if isinstance(size, str) else size
+            run_threads(lambda group: test(group, **arguments), count, **options)
 
         group, *fixtures = inspect.signature(test).parameters.values()
         assert group.name == "group", "the first argument of a test on ranks is its group"
+        if isinstance(size, str):
+            fixtures.append(inspect.Parameter(size, inspect.Parameter.KEYWORD_ONLY))
         on_all.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
         return on_all
 
@@ -119,6 +128,19 @@ def pairwise(**axes: Iterable[Any]) -> Any:
             for number, row in enumerate(rows)
         ],
     )
+
+
+def told_alike(call: Callable[[shoal.ProcessGroup], object], size: int) -> str:
+    """What ``call`` says of a mismatch on every rank, which must be the same but for who says it."""
+
+    def rank(group: shoal.ProcessGroup) -> str:
+        with pytest.raises(ModelMismatch) as caught:
+            call(group)
+        group.barrier().wait()  # the group is as good as before
+        return str(caught.value).replace(f"seen by rank {group.rank}", "")
+
+    (message,) = set(run_threads(rank, size))
+    return message
 
 
 # -- programs ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 import shoal
 from shoal.parallel.averaging import average_parameters
 from shoal.testing import run_threads
+from tests.parallel.hooks.buckets import count_sent, same_on_all
 from tests.parallel.training import on_ranks
 
 
@@ -43,64 +44,36 @@ def test_all_trained_parameters_become_their_mean_on_all_ranks(size: int) -> Non
         torch.testing.assert_close(strided.detach(), (sum(own(r, (4, 6)) for r in range(size)) / size).t())
         return [p.detach() for p in parameters]
 
-    results = run_threads(rank, size)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
-    precision = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-    for averaged in results[0]:
-        tolerance = precision.get(averaged.dtype, 1e-6)
+    for averaged in same_on_all(run_threads(rank, size)):
+        tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(averaged.dtype, 1e-6)
         expected = mean(range(size)).to(averaged.dtype)
         torch.testing.assert_close(averaged, expected, rtol=tolerance, atol=tolerance)
 
 
+@on_ranks(3)
 def test_large_models_go_in_several_messages_and_the_groups_of_an_optimiser_are_taken_too(
-    monkeypatch: pytest.MonkeyPatch,
+    group: shoal.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.parallel.averaging.parameters.MESSAGE_BYTES", 300)
-
-    def rank(group: shoal.ProcessGroup) -> Any:
-        parameters = [parameter(group.rank) for _ in range(7)]
-        optimizer = torch.optim.SGD(
-            [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}], lr=1.0
-        )
-        sent: list[int] = []
-        all_reduce = group.all_reduce
-
-        def counted(x: torch.Tensor, *args: Any, **how: Any) -> Any:
-            sent.append(x.numel())
-            return all_reduce(x, *args, **how)
-
-        group.all_reduce = counted  # type: ignore[method-assign]
-        average_parameters(optimizer.param_groups, group)
-        assert sent == [30, 30, 30, 15]
-        return parameters
-
-    for parameters in run_threads(rank, 3):
-        for averaged in parameters:
-            torch.testing.assert_close(averaged.detach(), mean(range(3)))
+    parameters = [parameter(group.rank) for _ in range(7)]
+    optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}], lr=1.0)
+    sent = count_sent(group)
+    average_parameters(optimizer.param_groups, group)
+    assert sent == [30, 30, 30, 15]
+    for averaged in parameters:
+        torch.testing.assert_close(averaged.detach(), mean(range(3)))
 
 
-def when(averager: Any, steps: int, rank: int) -> list[int]:
-    """The steps in which a parameter changed."""
-    mine = parameter(rank)
-    changed = []
-    for step in range(steps):
+@on_ranks(2)
+def test_the_period_begins_right_after_the_warm_up(group: shoal.ProcessGroup) -> None:
+    averager = shoal.PeriodicModelAverager(3, 2, group=group)
+    mine = parameter(group.rank)
+    for step in range(12):
         with torch.no_grad():
-            mine.copy_(own(rank))
+            mine.copy_(own(group.rank))
         averager.average_parameters([mine])
-        if not torch.equal(mine, own(rank)):
-            changed.append(step)
-    return changed
-
-
-def test_the_period_begins_right_after_the_warm_up() -> None:
-    def rank(group: shoal.ProcessGroup) -> Any:
-        averager = shoal.PeriodicModelAverager(3, 2, group=group)
-        steps = when(averager, 12, group.rank)
-        assert averager.step == 12
-        return steps
-
-    assert run_threads(rank, 2) == [[2, 5, 8, 11]] * 2
+        assert torch.equal(mine, own(group.rank)) == (step not in (2, 5, 8, 11))
+    assert averager.step == 12
 
 
 @on_ranks(8)

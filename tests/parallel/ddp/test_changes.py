@@ -71,7 +71,6 @@ def test_training_goes_on_from_a_state_dict() -> None:
 @on_ranks(2)
 def test_layers_frozen_and_thawed_between_steps_get_gradients_again(group: shoal.ProcessGroup) -> None:
     """Parameters that were trained when the model was wrapped may be frozen where unused ones are allowed."""
-
     data = batches(5)
     model = wrapped(group, find_unused_parameters=True)
     plain = mlp()
@@ -88,7 +87,6 @@ def test_layers_frozen_and_thawed_between_steps_get_gradients_again(group: shoal
 @on_ranks(2)
 def test_a_module_whose_memory_changes_is_still_reduced(group: shoal.ProcessGroup) -> None:
     """``Module.to`` exchanges the memory of gradients behind the tensors that were there before."""
-
     model = wrapped(group, fixed(nn.Conv2d(2, 3, 3, bias=False)))
     x = torch.full((1, 2, 3, 3), float(group.rank))
     for layout in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
@@ -115,7 +113,6 @@ def test_copied_gradients_that_are_kept_are_not_overwritten(group: shoal.Process
 @on_ranks(2)
 def test_gradients_that_the_user_replaces_are_reduced_with_the_next_pass(group: shoal.ProcessGroup) -> None:
     """Accumulation continues from whatever ``grad`` holds, if it is the same on all ranks."""
-
     data = batches(2)
     model = wrapped(group)
     loss_of(model, part(data[0], group)).backward()

@@ -16,6 +16,7 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.parallel.ddp.copies import Copies, pick_devices
+from shoal.parallel.ddp.mirror import Mirror
 from tests.parallel.models import Normed, batches, fixed, loss_of, mlp, part
 from tests.parallel.training import (
     assert_as_simulated,
@@ -225,7 +226,6 @@ class Asking(nn.Module):
 @on_ranks(1)
 def test_threads_of_copies_have_the_settings_of_the_caller(group: shoal.ProcessGroup) -> None:
     x = torch.ones(4, 2)
-
     model = wrapped(group, Asking(), copies=2)
     usual = model(x)
     assert (usual["grad"], usual["inference"], usual["autocast"], usual["cache"]) == (
@@ -313,3 +313,24 @@ def test_other_dimensions_can_be_split(group: shoal.ProcessGroup) -> None:
     model = wrapped(group, Turned(), copies=2, dim=1)
     loss_of(model, (x.t(), y.t())).backward()
     assert_gradients(model, (x, y))
+
+
+def test_followers_are_written_to_only_after_a_change() -> None:
+    source = torch.ones(2, requires_grad=True)
+    follower = torch.zeros(2, requires_grad=True)
+    mirror = Mirror([source], [[follower]])
+    mirror.refresh(0)
+    version = follower._version
+    mirror.refresh(0)
+    assert follower._version == version
+    with torch.no_grad():
+        source.mul_(2)
+    source.requires_grad_(False)
+    mirror.refresh(0)
+    assert follower.tolist() == [2, 2]
+    assert not follower.requires_grad
+    version = follower._version
+    source.data.mul_(2)  # torch does not notice
+    mirror.refresh(1)
+    assert follower.tolist() == [4, 4]
+    assert follower._version == version

@@ -140,7 +140,6 @@ def test_tied_recurrent_and_checkpointed_models(
 ) -> None:
     words = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(5))
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-
     own = Tied(reentrant)
     model = wrap(own, group, precision, copies=copies, static_graph=reentrant is True)
     for _ in range(2):
@@ -161,7 +160,6 @@ def test_tied_recurrent_and_checkpointed_models(
 def test_accumulation_is_in_full_precision_and_zero_grad_forgets_it(group: shoal.ProcessGroup) -> None:
     data = batches(3, dtype=torch.float32)
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-
     own = mlp(torch.float32)
     model = wrap(own, group, precision)
     with model.no_sync():
@@ -187,7 +185,6 @@ def test_accumulation_is_in_full_precision_and_zero_grad_forgets_it(group: shoal
 def test_the_reduction_alone_may_be_lower(group: shoal.ProcessGroup) -> None:
     batch = batches(1, dtype=torch.float32)[0]
     precision = MixedPrecision(reduce_dtype=torch.float16)
-
     own = mlp(torch.float32)
     model = wrap(own, group, precision)
     for _ in range(2):
@@ -222,7 +219,6 @@ def test_buffers_are_cast_and_keep_their_digits(
 ) -> None:
     precision = MixedPrecision(param_dtype=param_dtype, buffer_dtype=param_dtype or torch.float64)
     batch = batches(1, dtype=torch.float32)[0]
-
     own = Buffered()
     if param_dtype is None:
         own.norm = nn.Identity()
@@ -267,7 +263,6 @@ def test_only_floating_point_inputs_are_cast_and_only_if_wanted(group: shoal.Pro
 def test_loss_scaling_with_float16(group: shoal.ProcessGroup) -> None:
     batch = batches(1, dtype=torch.float32)[0]
     precision = MixedPrecision(param_dtype=torch.float16)
-
     own = mlp(torch.float32)
     model = wrap(own, group, precision)
     optimizer = torch.optim.Adam(own.parameters(), lr=0.01)

@@ -30,7 +30,6 @@ def experts() -> Any:
 @on_ranks(2)
 def test_unused_parameters_keep_no_gradient(group: shoal.ProcessGroup) -> None:
     x, y = batches(1, dtype=torch.float32)[0]
-
     own = experts()
     model = wrap(own, group, HALF, find_unused_parameters=True)
     for _ in range(2):
@@ -69,7 +68,6 @@ def test_an_optimiser_in_backward_steps_in_full_precision(
     group: shoal.ProcessGroup, reduce_dtype: torch.dtype | None, copies: int
 ) -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
-
     results = []
     for inside in (True, False):
         own = mlp(torch.float32)

@@ -32,7 +32,7 @@ def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0(group: shoal.
             self.register_buffer("nothing", torch.empty(0))
             self.register_buffer("absent", None)
 
-    model = shoal.DistributedDataParallel(Everything(group.rank), group=group).module
+    model = wrapped(group, Everything(group.rank)).module
     assert model.weight.tolist() == [[0.0, 0.0]] * 3
     assert model.frozen.tolist() == [0.0] * 5
     assert model.count.item() == 0
@@ -61,7 +61,7 @@ def test_arguments_and_outputs_pass_through(group: shoal.ProcessGroup) -> None:
         def forward(self, x: torch.Tensor, *more: int, flag: bool) -> dict[str, object]:
             return {"out": [self.layer(x)], "more": more, "flag": flag}
 
-    model = shoal.DistributedDataParallel(Picky(), group=group)
+    model = wrapped(group, Picky())
     result = model(torch.ones(1, 2), 3, 4, flag=True)
     assert result["more"] == (3, 4)
     assert result["flag"] is True
@@ -91,7 +91,7 @@ def test_a_rank_may_run_forward_alone_where_nothing_is_synchronised(group: shoal
 def test_within_no_sync_gradients_stay_local_until_the_next_synchronised_backward(
     group: shoal.ProcessGroup,
 ) -> None:
-    model = shoal.DistributedDataParallel(nn.Linear(1, 1, bias=False), group=group)
+    model = wrapped(group, nn.Linear(1, 1, bias=False))
     x = torch.full((1, 1), float(group.rank + 1))
     with model.no_sync():
         with model.no_sync():
@@ -104,7 +104,7 @@ def test_within_no_sync_gradients_stay_local_until_the_next_synchronised_backwar
 
 @on_ranks(2)
 def test_a_no_sync_block_that_raises_ends(group: shoal.ProcessGroup) -> None:
-    model = shoal.DistributedDataParallel(nn.Linear(1, 1, bias=False), group=group)
+    model = wrapped(group, nn.Linear(1, 1, bias=False))
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
     model(torch.full((1, 1), float(group.rank))).sum().backward()
@@ -120,9 +120,7 @@ def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -
     data = batches(3)
 
     def rank(group: shoal.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        model = shoal.DistributedDataParallel(
-            _batch_normed(), group=group, broadcast_buffers=broadcast_buffers
-        )
+        model = wrapped(group, _batch_normed(), broadcast_buffers=broadcast_buffers)
         seen = []
         norm = model.module[1]
         norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean.clone()))
@@ -138,8 +136,7 @@ def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -
 @on_ranks(2)
 def test_two_forward_passes_through_batch_norm_before_backward_work(group: shoal.ProcessGroup) -> None:
     """Overwriting buffers between them would make autograd refuse to go back through the first."""
-
-    model = shoal.DistributedDataParallel(_batch_normed(), group=group)
+    model = wrapped(group, _batch_normed())
     for one, two in (batches(2), batches(2)):
         (loss_of(model, part(one, group)) + loss_of(model, part(two, group))).backward()
 
@@ -156,7 +153,7 @@ def test_buffers_that_the_module_replaces_are_followed() -> None:
             return self.layer(x)
 
     def rank(group: shoal.ProcessGroup) -> float:
-        model = shoal.DistributedDataParallel(Replacing(), group=group)
+        model = wrapped(group, Replacing())
         for _ in range(3):
             model(torch.full((1, 1), 10.0**group.rank)).sum().backward()
         return model.module.seen.item()
@@ -202,7 +199,6 @@ def test_a_copy_computes_and_says_that_it_belongs_to_no_group_when_it_is_trained
     group: shoal.ProcessGroup,
 ) -> None:
     x = torch.ones(1, 6, dtype=torch.float64)
-
     module = fixed(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double())
     model = wrapped(group, module)
     model(x).sum().backward()
@@ -214,43 +210,28 @@ def test_a_copy_computes_and_says_that_it_belongs_to_no_group_when_it_is_trained
             assert torch.equal(other(x), model(x))
         with pytest.raises(UsageError, match="belongs to no group"):
             other(x)
-        again = shoal.DistributedDataParallel(other.module, group=group)
+        again = wrapped(group, other.module)
         again(x).sum().backward()
-
-
-def _thaw(module: nn.Module) -> None:
-    module[0].bias.requires_grad_()
-
-
-def _replace(module: nn.Module) -> None:
-    module[2].weight = nn.Parameter(torch.zeros(2, 3))
-
-
-def _remove(module: nn.Module) -> None:
-    module[2].bias = None
-
-
-def _add(module: nn.Module) -> None:
-    module[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-def _add_layer(module: nn.Module) -> None:
-    module.append(nn.Linear(2, 2))
-
-
-def _widen(module: nn.Module) -> None:
-    module[2].double()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_thaw, r"'0\.bias' was frozen when it was wrapped and requires a gradient now"),
-        (_replace, r"'2\.weight' was replaced"),
-        (_remove, r"'2\.bias' was taken out of the module"),
-        (_add, r"'2\.scale' was added"),
-        (_add_layer, r"'3\.weight' was added"),
-        (_widen, r"'2\.weight' was torch\.float32 when it was wrapped and is torch\.float64 now"),
+        (
+            lambda layers: layers[0].bias.requires_grad_(),
+            r"'0\.bias' was frozen when it was wrapped and requires a gradient now",
+        ),
+        (
+            lambda layers: setattr(layers[2], "weight", nn.Parameter(torch.zeros(2, 3))),
+            r"'2\.weight' was replaced",
+        ),
+        (lambda layers: setattr(layers[2], "bias", None), r"'2\.bias' was taken out of the module"),
+        (lambda layers: setattr(layers[2], "scale", nn.Parameter(torch.ones(1))), r"'2\.scale' was added"),
+        (lambda layers: layers.append(nn.Linear(2, 2)), r"'3\.weight' was added"),
+        (
+            lambda layers: layers[2].double(),
+            r"'2\.weight' was torch\.float32 when it was wrapped and is torch\.float64 now",
+        ),
     ],
 )
 @on_ranks(2)
@@ -278,7 +259,7 @@ def test_other_changes_of_the_model_are_no_matter(group: shoal.ProcessGroup) -> 
 
 @on_ranks(1)
 def test_a_model_within_a_wrapped_model_is_refused(group: shoal.ProcessGroup) -> None:
-    inner = shoal.DistributedDataParallel(nn.Linear(4, 3), group=group)
+    inner = wrapped(group, nn.Linear(4, 3))
     for module, where in ((inner, ""), (nn.Sequential(nn.Tanh(), inner), ", '1'")):
         with pytest.raises(UsageError, match=f"holds a DistributedDataParallel already{where}: two"):
             wrapped(group, module)
@@ -287,7 +268,6 @@ def test_a_model_within_a_wrapped_model_is_refused(group: shoal.ProcessGroup) ->
 @on_ranks(2)
 def test_parameters_that_are_reduced_late_have_buckets_of_their_own(group: shoal.ProcessGroup) -> None:
     data = batches(3)
-
     module = mlp()
     named = dict(module.named_parameters())
     late = [(name, named[name]) for name in ("7.weight", "7.bias")]

@@ -103,9 +103,9 @@ def same_bits(kind: type[Case], size: int) -> bool:
 
 def _outcome(kind: type[Case], group: shoal.ProcessGroup) -> Outcome:
     outcome = Outcome()
-    trainings = {"shoal": _train_by_shoal, "torch": _train_by_torch, "exact": _train_in_double}
-    if same_bits(kind, group.size):
-        del trainings["exact"]
+    trainings: dict[str, Callable[..., Training]] = {"shoal": _train_by_shoal, "torch": _train_by_torch}
+    if not same_bits(kind, group.size):
+        trainings["exact"] = lambda *both: _train_by_torch(*both, None, in_double)
     for name, train in trainings.items():
         try:
             setattr(outcome, name, train(kind, group))
@@ -123,16 +123,10 @@ def _train_by_shoal(kind: type[Case], group: shoal.ProcessGroup) -> Training:
         return _train(kind, group, partial(shoal.DistributedDataParallel, group=own), shoal.parallel.hooks)
 
 
-def _train_by_torch(kind: type[Case], group: shoal.ProcessGroup) -> Training:
+def _train_by_torch(kind: type[Case], group: shoal.ProcessGroup, *exactly: Any) -> Training:
     with warnings.catch_warnings():  # broadcast_buffers has another name from torch 2.13 on
         warnings.simplefilter("ignore", FutureWarning)
-        return _train(kind, group, TorchWrapper, default_hooks)
-
-
-def _train_in_double(kind: type[Case], group: shoal.ProcessGroup) -> Training:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return _train(kind, group, TorchWrapper, None, in_double)
+        return _train(kind, group, TorchWrapper, *(exactly or (default_hooks,)))
 
 
 def in_double(tensor: torch.Tensor) -> torch.Tensor:

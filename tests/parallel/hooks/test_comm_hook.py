@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.parallel.hooks import GradBucket
-from tests.parallel.models import Experts, Words, batches, fixed, loss_of, mlp, part, sentences
+from tests.parallel.models import Experts, Words, batches, fixed, loss_of, part, sentences
 from tests.parallel.training import assert_as_simulated, on_ranks, steps, wrapped
 
 
@@ -116,7 +116,7 @@ def test_unused_and_sparse_gradients_beside_a_hook() -> None:
 def test_hooks_of_the_wrong_kind_are_refused_at_once(
     group: shoal.ProcessGroup, hook: object, message: str
 ) -> None:
-    model = shoal.DistributedDataParallel(mlp(), group=group)
+    model = wrapped(group)
     with pytest.raises(UsageError, match=r"hook\(state, bucket\) that returns.*" + message):
         model.register_comm_hook(None, hook)
 
@@ -137,7 +137,7 @@ def test_hooks_of_the_wrong_kind_are_refused_at_once(
 def test_hooks_that_return_something_else_are_named(
     group: shoal.ProcessGroup, hook: object, message: str
 ) -> None:
-    model = shoal.DistributedDataParallel(mlp(), group=group)
+    model = wrapped(group)
     model.register_comm_hook(None, hook)
     with pytest.raises(UsageError, match=rf"hook .*<lambda> on rank {group.rank}, for bucket 0, .*{message}"):
         loss_of(model, batches(1)[0]).backward()
@@ -152,7 +152,7 @@ def test_an_exception_of_a_hook_or_of_its_callback_ends_backward(group: shoal.Pr
         return average(None, bucket).then(lambda future: {}["in the callback"])
 
     for hook, message in ((fails, "in the hook"), (fails_later, "in the callback")):
-        model = shoal.DistributedDataParallel(mlp(), group=group)
+        model = wrapped(group)
         model.register_comm_hook(None, hook)
         with pytest.raises(KeyError, match=message):
             loss_of(model, batches(1)[0]).backward()
@@ -160,7 +160,7 @@ def test_an_exception_of_a_hook_or_of_its_callback_ends_backward(group: shoal.Pr
 
 @on_ranks(1)
 def test_a_second_hook_is_refused(group: shoal.ProcessGroup) -> None:
-    model = shoal.DistributedDataParallel(mlp(), group=group)
+    model = wrapped(group)
     model.register_comm_hook(None, functools.partial(average))
     with pytest.raises(UsageError, match="registered already on rank 0"):
         model.register_comm_hook(None, average)
@@ -174,7 +174,7 @@ def test_hooks_run_in_the_thread_of_backward(group: shoal.ProcessGroup) -> None:
         threads.add(threading.current_thread())
         return average(None, bucket)
 
-    model = shoal.DistributedDataParallel(mlp(), group=group)
+    model = wrapped(group)
     model.register_comm_hook(None, note)
     loss_of(model, batches(1)[0]).backward()
     assert threads == {threading.current_thread()}

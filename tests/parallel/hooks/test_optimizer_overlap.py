@@ -78,7 +78,6 @@ def test_a_loaded_state_is_used(group: shoal.ProcessGroup) -> None:
         first.reduce(hook)
     torch.save([first.parameters, optimizer.state_dict()], saved)
     first.reduce(hook)
-
     saved.seek(0)
     again = Adam(second.parameters, lr=0.7)
     hook = hooks.hook_then_optimizer(hooks.allreduce_hook, again)
@@ -153,7 +152,6 @@ def test_what_torch_attached_to_parameters_runs_after_the_reduction_and_no_more_
     carrying.parameters[0].sum().backward()
     assert not bool(carrying.parameters[0].any())  # nobody stepped it
     carrying.parameters[0].grad = None
-
     hook = hooks.hook_then_optimizers_in_backward(hooks.allreduce_hook)
     reference = SGD(plain.parameters[:7], lr=0.1)
     for _ in range(3):

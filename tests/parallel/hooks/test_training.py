@@ -115,9 +115,8 @@ def test_power_sgd_begins_at_its_step_and_not_before(group: shoal.ProcessGroup, 
 @on_ranks(2)
 def test_training_with_power_sgd_resumes_from_a_pickle(group: shoal.ProcessGroup) -> None:
     """In a new wrapper, whose buckets are in their first order again for one step."""
-
     own, state = mlp(), hooks.PowerSGDState(group, 1, 2)
-    model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=25)
+    model = wrapped(group, own, bucket_cap_mb=25)
     model.register_comm_hook(state, hooks.powerSGD_hook)
     optimizer = sgd(model)
 
@@ -130,13 +129,13 @@ def test_training_with_power_sgd_resumes_from_a_pickle(group: shoal.ProcessGroup
         step(model, optimizer, batch)
     saved = pickle.dumps(state)
     again = copy.deepcopy(own)
-    wrapped = shoal.DistributedDataParallel(again, group=group, bucket_cap_mb=25)
-    wrapped.register_comm_hook(pickle.loads(saved), hooks.powerSGD_hook)
-    resumed = sgd(wrapped)
+    second = wrapped(group, again, bucket_cap_mb=25)
+    second.register_comm_hook(pickle.loads(saved), hooks.powerSGD_hook)
+    resumed = sgd(second)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for batch in DATA[:4]:
         step(model, optimizer, batch)
-        step(wrapped, resumed, batch)
+        step(second, resumed, batch)
         assert_close(values(own), values(again))
 
 

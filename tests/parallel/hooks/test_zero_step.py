@@ -130,7 +130,7 @@ def test_parameters_of_others_are_only_reduced(group: shoal.ProcessGroup) -> Non
 @on_ranks(2)
 def test_what_is_put_together_wrongly_is_refused(group: shoal.ProcessGroup) -> None:
     module = mlp()
-    model = shoal.DistributedDataParallel(module, group=group)
+    model = wrapped(group, module)
     plain = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group)
     overlapping = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group, overlap_with_ddp=True)
     for make_hook in HOOKS:

@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.parallel.core import Pass
 from shoal.parallel.reducer.arrivals import watch_gradients
-from tests.parallel.training import on_ranks
+from tests.parallel.training import on_ranks, wrapped
 
 
 class Parts(nn.Module):
@@ -38,7 +38,7 @@ class Parts(nn.Module):
 @on_ranks(2)
 def test_every_kind_of_gradient_is_averaged_in_its_place(group: shoal.ProcessGroup, as_views: bool) -> None:
     inner = Parts()
-    model = shoal.DistributedDataParallel(inner, group=group, gradient_as_bucket_view=as_views)
+    model = wrapped(group, inner, gradient_as_bucket_view=as_views)
     for _ in range(3):
         model.zero_grad()
         model(torch.tensor(float(group.rank + 1))).backward()
@@ -50,7 +50,7 @@ def test_every_kind_of_gradient_is_averaged_in_its_place(group: shoal.ProcessGro
 @on_ranks(2)
 def test_gradients_stay_where_they_are_when_they_are_set_to_zero_in_place(group: shoal.ProcessGroup) -> None:
     inner = Parts()
-    model = shoal.DistributedDataParallel(inner, group=group)
+    model = wrapped(group, inner)
     model(torch.tensor(1.0)).backward()  # after it, buckets are made anew
     before = [parameter.grad for parameter in inner.parameters()]
     places = [gradient.data_ptr() for gradient in before]
@@ -75,7 +75,7 @@ def test_a_gradient_that_is_conjugated_lazily_is_averaged(group: shoal.ProcessGr
             return (self.weight.conj() * x).imag.sum()
 
     inner = Conjugated()
-    model = shoal.DistributedDataParallel(inner, group=group, gradient_as_bucket_view=as_views)
+    model = wrapped(group, inner, gradient_as_bucket_view=as_views)
     for _ in range(2):
         model.zero_grad()
         model(torch.full((3,), float(group.rank))).backward()

@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from tests.parallel.models import Words, fixed, loss_of, part, sentences
-from tests.parallel.training import assert_as_simulated, on_ranks, steps
+from tests.parallel.training import assert_as_simulated, on_ranks, steps, wrapped
 
 
 def words(kind: type[nn.Module] = nn.Embedding) -> Any:
@@ -53,7 +53,7 @@ def test_a_sparse_gradient_of_something_that_is_no_embedding_is_made_dense(group
             return nn.functional.embedding(x, self.table, sparse=True)
 
     for rows in (5, 50_000):
-        model = shoal.DistributedDataParallel(Lookup(rows), group=group)
+        model = wrapped(group, Lookup(rows))
         model(torch.tensor([1, 2])).sum().backward()
         assert model.module.table.grad[:4].tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [0.0] * 3]
 
@@ -68,6 +68,6 @@ def test_a_dense_gradient_where_a_sparse_one_is_expected_is_named(group: shoal.P
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.table(x) @ self.table.weight.t()
 
-    model = shoal.DistributedDataParallel(Tied(), group=group)
+    model = wrapped(group, Tied())
     with pytest.raises(UsageError, match=r"'table\.weight' on rank \d is dense, .*sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
