@@ -245,11 +245,15 @@ void bind_engine(nb::module_& m) {
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
       .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
            "All ranks that are lost by now.")
-      .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
+      .def(
+          "sever", [](Context& context, int peer) { context.peers().sever(peer); }, nb::arg("peer"),
+          "Cut the connection to a peer, for tests.")
       .def("held", &Context::held,
            "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "
            "bytes of the peers' windows in use.")
-      .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.")
+      .def(
+          "hush", [](Context& context, bool silent) { context.peers().hush(silent); }, nb::arg("silent"),
+          "Stop sending heartbeats, for tests.")
       .def(
           "die_at", [](Context& context, int point) { context.die_at(static_cast<Fault>(point)); },
           nb::arg("point"),

@@ -66,7 +66,8 @@ void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
 bool Group::all_peers_gone() {
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r)
-    if (r != rank() && member(r).departed == ~0ULL && !context_->gone(global(r))) return false;
+    if (r != rank() && member(r).departed == ~0ULL && context_->peers().state(global(r)) == Peers::kAlive)
+      return false;
   return true;
 }
 

@@ -59,10 +59,10 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   std::istringstream ranks(line);
   for (int r; ranks >> r;) error.ranks.push_back(r);
   if (code == ErrorCode::kPeerLost)
-    for (int lost : error.ranks) context_->lost_to_others(global(lost));
+    for (int lost : error.ranks) context_->peers().lost_to_others(global(lost));
   error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
   if (code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, this->rank()) > 0) {
-    const std::string absence = context_->absence();
+    const std::string absence = context_->peers().absence();
     error.text = (absence.empty() ? "the connection to this rank was lost" : absence) +
                  "; the others gave it up: " + error.text;
   }

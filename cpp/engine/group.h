@@ -11,18 +11,12 @@
 #include "engine/inquiry.h"
 #include "engine/lanes.h"
 #include "engine/operation.h"
+#include "engine/peers.h"
 #include "engine/team.h"
 
 namespace shoal {
 
 class Context;
-
-// A peer that died, or to which nothing leads any more.
-struct Loss {
-  int peer;  // global rank
-  std::string why;
-  ErrorCode code;
-};
 
 // The scope of a failure between two members: it ends the whole group, or only what these two exchange.
 // A group of pairs carries messages only: ranks that went on after a collective which failed on one of them

@@ -116,11 +116,6 @@ bool Link::flush() {
   return all;
 }
 
-bool Link::idle() {
-  std::lock_guard lock(send_mutex_);
-  return broken() || (queue_.empty() && bulk_.empty() && awaiting_grant_.empty());
-}
-
 void Link::send_control(FrameHeader header, const void* payload, std::size_t bytes) {
   Item item;
   bytes = clipped(static_cast<const char*>(payload), bytes, kTextLimit);

@@ -116,7 +116,6 @@ class Link {
 
   // Writes what is queued as far as it goes; true if nothing is left.
   bool flush();
-  bool idle();
   bool backlog() const { return backlog_.load(std::memory_order_relaxed); }
   // Reads and delivers what is there; true if anything was.
   bool receive();
