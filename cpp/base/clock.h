@@ -5,10 +5,13 @@
 
 namespace shoal {
 
+// In nanoseconds, as all times of the core are.
+constexpr std::int64_t kMillisecond = 1'000'000, kSecond = 1'000'000'000;
+
 inline std::int64_t now_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+  return static_cast<std::int64_t>(now.tv_sec) * kSecond + now.tv_nsec;
 }
 
 }  // namespace shoal

@@ -79,7 +79,7 @@ void Group::close(std::int64_t deadline) {
     if (lanes_.progress(waiting)) continue;
     Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
     if (lanes_.progress(waiting) || !lanes_.pending()) continue;
-    sleeper.sleep(std::min<std::int64_t>(deadline - now_ns(), 20'000'000));
+    sleeper.sleep(std::min(deadline - now_ns(), 20 * kMillisecond));
   }
   const std::uint64_t abandoned = std::min(given_up_.load(), lanes_.first_pending());
   if (lanes_.pending()) {

@@ -11,7 +11,6 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kMillisecond = 1'000'000;
 // Bytes kept of one peer's frames that end groups which do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
 

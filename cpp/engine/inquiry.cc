@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kInquiryTime = 400'000'000;  // how long peers may take to say what they called
+constexpr std::int64_t kInquiryTime = 400 * kMillisecond;  // how long peers may take to say what they called
 
 }  // namespace
 

@@ -14,7 +14,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kStall = 1'000'000'000;
+constexpr std::int64_t kStall = kSecond;
 constexpr std::uint64_t kLarge = (4 << 20) + 1;
 
 Fingerprint fingerprint(const Request& request, int lanes) {

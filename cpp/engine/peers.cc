@@ -188,9 +188,7 @@ void Peers::listen(bool sockets) {
   epoll_ctl(epoll_, EPOLL_CTL_MOD, sockets_, &event);
 }
 
-std::int64_t Peers::period() const {
-  return std::clamp<std::int64_t>(heartbeat_ / 4, 10'000'000, 1'000'000'000);
-}
+std::int64_t Peers::period() const { return std::clamp(heartbeat_ / 4, 10 * kMillisecond, kSecond); }
 
 std::vector<Loss> Peers::heartbeats(std::int64_t now) {
   mind_the_gap(now);

@@ -12,7 +12,6 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kMillisecond = 1'000'000;
 // How long after a submission the progress thread looks in.
 constexpr std::int64_t kActive = 20 * kMillisecond;
 // How long released memory keeps its pages: a training loop takes the same sizes again in its next step.

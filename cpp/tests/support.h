@@ -13,7 +13,6 @@ namespace shoal::stress {
 
 using Random = std::mt19937_64;
 
-constexpr std::int64_t kSecond = 1'000'000'000;
 constexpr std::int64_t kPatience = 600 * kSecond;  // of operations: hangs are for the watchdog to find
 
 // Prints what is wrong and the seed of the round, then aborts.
