@@ -25,7 +25,7 @@ from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_ver
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
 from .server import Server, Session
-from .sockets import accept, connect, listen
+from .sockets import accept, connect, listen, listens
 from .stream import Stream
 from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
 
@@ -51,6 +51,7 @@ __all__ = [
     "frame_header",
     "listen",
     "listen_unix",
+    "listens",
     "peer_pid",
     "recv_fds",
     "send_fds",
