@@ -52,6 +52,10 @@ class Experts(nn.Module):
         return self.head(x)
 
 
+def experts(count: int = 4, dtype: torch.dtype = torch.float64) -> Any:
+    return fixed(Experts(count).to(dtype))
+
+
 class Words(nn.Module):
     """A table with sparse gradients, which a call may leave out, one with dense ones, and a layer."""
 
@@ -67,6 +71,10 @@ class Words(nn.Module):
             table = self.table(x)
             hidden = hidden + (table if table.ndim == 2 else table.mean(1))
         return self.head(hidden)
+
+
+def words(kind: Any = nn.Embedding, dtype: torch.dtype = torch.float64) -> Any:
+    return fixed(Words(kind).to(dtype))
 
 
 class Normed(nn.Module):

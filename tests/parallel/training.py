@@ -13,7 +13,7 @@ each pair of values is among them.
 
 **A program** is what one rank does with its model: a generator that yields after each backward pass that is
 reduced.  It knows its rank from ``place.rank`` and ``place.size``, of a group or of a :class:`Place`, and
-enters ``local(model)`` for ``no_sync``; ``steps(data)`` is the plain one.
+enters ``local(model)`` for ``no_sync``; ``steps(data)`` is the plain one, ``choosing(plan)`` that of experts.
 
 **The simulation** (:func:`simulated`) plays the programs of all ranks in turn with plain models in this
 process.  It knows one rule: after a backward pass that is reduced, a gradient is the mean over the ranks of
@@ -43,7 +43,7 @@ from torch import nn
 import shoal
 from shoal.errors import ModelMismatch
 from shoal.testing import run_threads
-from tests.parallel.models import Batch, loss_of, mlp, part
+from tests.parallel.models import Batch, batches, loss_of, mlp, part
 
 #: So small that every model of ``models`` has several buckets.
 SMALL_MB = 0.0005
@@ -90,11 +90,19 @@ def on_ranks(size: int | str, **options: Any) -> Callable[[Callable[..., None]],
 
 
 def wrapped(
-    group: shoal.ProcessGroup, module: nn.Module | None = None, copies: int = 0, **options: Any
+    group: shoal.ProcessGroup,
+    module: nn.Module | None = None,
+    *,
+    copies: int = 0,
+    hook: Any = None,
+    **options: Any,
 ) -> Any:
-    """``module``, or else :func:`mlp`, wrapped with small buckets, on several copies if told so."""
+    """``module``, or else :func:`mlp`, wrapped with small buckets; on copies or with a hook if told so."""
     options = {"bucket_cap_mb": SMALL_MB, "device_ids": ["cpu"] * copies or None, **options}
-    return shoal.DistributedDataParallel(mlp() if module is None else module, group=group, **options)
+    model = shoal.DistributedDataParallel(mlp() if module is None else module, group=group, **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    return model
 
 
 def pairwise(**axes: Iterable[Any]) -> Any:
@@ -171,6 +179,18 @@ def steps(
             loss_of(model, batch if whole else part(batch, place)).backward()
             yield
             stepping.step()
+
+    return program
+
+
+def choosing(plan: Sequence[Any], *, set_to_none: bool = True) -> Program:
+    """In each step each rank uses the experts that ``plan`` says."""
+
+    def program(model: nn.Module, place: Place | shoal.ProcessGroup) -> Iterator[None]:
+        for batch, chosen in zip(batches(len(plan)), plan, strict=True):
+            model.zero_grad(set_to_none=set_to_none)
+            loss_of(model, part(batch, place), chosen[place.rank]).backward()
+            yield
 
     return program
 

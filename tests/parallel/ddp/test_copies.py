@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 import traceback
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,13 +16,12 @@ import shoal
 from shoal.errors import UsageError
 from shoal.parallel.ddp.copies import Copies, pick_devices
 from shoal.parallel.ddp.mirror import Mirror
-from tests.parallel.models import Normed, batches, fixed, loss_of, mlp, part
+from tests.parallel.models import Normed, batches, fixed, loss_of, mlp
 from tests.parallel.training import (
     assert_as_simulated,
     assert_close,
     assert_gradients,
     assert_reduces,
-    local,
     on_ranks,
     sgd,
     steps,
@@ -110,24 +108,6 @@ def test_copies_see_parameters_loaded_between_steps(group: shoal.ProcessGroup) -
 
 
 # -- accumulation --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduce_all", [True, False])
-def test_accumulation_over_copies_equals_one_large_batch(reduce_all: bool) -> None:
-    data = batches(3)
-
-    def program(model: nn.Module, place: Any) -> Iterator[None]:
-        for step in range(2):
-            model.zero_grad(set_to_none=step == 0)
-            for batch in data[:2]:
-                with nullcontext() if reduce_all else local(model):
-                    loss_of(model, part(batch, place)).backward()
-                if reduce_all:
-                    yield
-            loss_of(model, part(data[2], place)).backward()
-            yield
-
-    assert_as_simulated(program, copies=2)
 
 
 @on_ranks(1)

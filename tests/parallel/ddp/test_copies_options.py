@@ -17,10 +17,11 @@ from shoal.parallel.hooks import GradBucket
 from shoal.parallel.reducer import Reducer
 from shoal.parallel.reducer.gradients import ReducerOptions
 from shoal.testing import run_threads
-from tests.parallel.models import Checkpointed, Experts, Words, batches, fixed, loss_of, mlp, part, sentences
+from tests.parallel.models import Checkpointed, batches, experts, loss_of, mlp, part, sentences, words
 from tests.parallel.training import (
     assert_as_simulated,
     assert_gradients,
+    choosing,
     local,
     on_ranks,
     steps,
@@ -28,19 +29,10 @@ from tests.parallel.training import (
 )
 
 
-def experts() -> nn.Module:
-    return fixed(Experts().double())
-
-
-@pytest.mark.parametrize("options", [{}, {"skip_all_reduce_unused_params": True}])
-def test_unused_parameters_are_found_in_all_copies(options: dict[str, bool]) -> None:
-    def program(model: nn.Module, place: Any) -> Iterator[None]:
-        for batch, chosen in zip(batches(3), [((0,), (1,)), ((), (2,)), ((2,), (2,))], strict=True):
-            model.zero_grad()
-            loss_of(model, part(batch, place), chosen[place.rank]).backward()
-            yield
-
-    assert_as_simulated(program, make=experts, copies=2, find_unused_parameters=True, **options)
+def test_unused_parameters_are_left_out_in_all_copies() -> None:
+    plan = [((0,), (1,)), ((), (2,)), ((2,), (2,))]
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    assert_as_simulated(choosing(plan), make=experts, copies=2, **options)
 
 
 @on_ranks(2)
@@ -89,7 +81,7 @@ def test_sparse_gradients_of_copies_are_added_up(accumulated: bool) -> None:
             assert model.module.table.weight.grad.is_sparse
         yield
 
-    assert_as_simulated(program, make=lambda: fixed(Words().double()), copies=3)
+    assert_as_simulated(program, make=words, copies=3)
 
 
 def test_copies_within_a_join() -> None:

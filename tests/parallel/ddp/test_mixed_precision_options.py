@@ -19,25 +19,21 @@ from shoal.parallel.hooks import GradBucket, allreduce_hook, hook_then_optimizer
 from shoal.parallel.reducer.reducer import Reducer
 from shoal.testing import run_threads
 from tests.parallel.ddp.half import BF16, HALF, by_hand, wrap
-from tests.parallel.models import Experts, Words, batches, fixed, loss_of, mlp, part, sentences
+from tests.parallel.models import batches, experts, loss_of, mlp, part, sentences, words
 from tests.parallel.training import assert_same_bits, gradients, on_ranks, values
-
-
-def experts() -> Any:
-    return fixed(Experts(3))
 
 
 @on_ranks(2)
 def test_unused_parameters_keep_no_gradient(group: shoal.ProcessGroup) -> None:
     x, y = batches(1, dtype=torch.float32)[0]
-    own = experts()
+    own = experts(3, torch.float32)
     model = wrap(own, group, HALF, find_unused_parameters=True)
     for _ in range(2):
         own.zero_grad()
         ((model(x, (group.rank,)).float() - y) ** 2).mean().backward()
         assert [expert.weight.grad is None for expert in own.experts] == [False, False, True]
         assert own.experts[0].weight.grad.dtype == torch.float32
-    strict = wrap(experts(), group, HALF)
+    strict = wrap(experts(3, torch.float32), group, HALF)
     with pytest.raises(UnusedParameterError, match=r"rank 1: 'experts\.0\.weight'"):
         strict(x, (group.rank,)).sum().backward()
 
@@ -132,7 +128,7 @@ def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.Mo
                 stepping.set()
                 assert told.wait(20)
 
-        own = experts()
+        own = experts(3, torch.float32)
         model = wrap(own, group, HALF, find_unused_parameters=True, bucket_cap_mb=1)
         model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, Slow(own.parameters(), lr=0.1)))
         ((model(x, (group.rank,)).float() - y) ** 2).mean().backward()
@@ -146,12 +142,12 @@ def test_an_optimiser_in_backward_makes_no_parameter_used(monkeypatch: pytest.Mo
 def test_sparse_gradients_come_in_full_precision(
     group: shoal.ProcessGroup, reduce_dtype: torch.dtype | None
 ) -> None:
-    own = fixed(Words())
+    own = words(dtype=torch.float32)
     batch = sentences(1)[0]
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
     model = wrap(own, group, precision, find_unused_parameters=True)
     loss_of(model, batch, group.rank == 0).backward()
-    low = fixed(Words()).to(BF16)
+    low = words(dtype=torch.float32).to(BF16)
     loss_of(low, batch, True).backward()
     assert own.table.weight.grad.is_sparse
     assert own.table.weight.grad.dtype == torch.float32

@@ -15,12 +15,13 @@ import shoal
 from shoal.errors import GroupAborted, UnevenInputs, UnusedParameterError, UsageError
 from shoal.parallel.hooks import GradBucket
 from shoal.testing import run_threads
-from tests.parallel.models import Experts, Normed, batches, fixed, loss_of
+from tests.parallel.models import Experts, Normed, batches, experts, loss_of
 from tests.parallel.training import (
     Program,
     Tensors,
     assert_as_simulated,
     assert_same_bits,
+    choosing,
     gradients,
     local,
     on_ranks,
@@ -65,18 +66,13 @@ def test_training_goes_on_with_the_ranks_that_have_batches(
     def average(_: None, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
         return bucket.group.all_reduce(bucket.buffer(), op="avg")
 
-    def wrap(group: shoal.ProcessGroup, module: nn.Module) -> nn.Module:
-        model = wrapped(group, module, **options)
-        if option == "hook":
-            model.register_comm_hook(None, average)
-        return model
-
     assert_as_simulated(
         taking(counts),
         3,
-        wrap=wrap,
+        hook=average if option == "hook" else None,
         by_all=by_all,
         within=lambda model: model.join(divide_by_initial_world_size=by_all),
+        **options,
     )
 
 
@@ -137,17 +133,9 @@ def test_a_rank_without_any_batch_takes_part_in_finding_the_order() -> None:
 
 def test_experts_that_only_ranks_with_batches_use() -> None:
     def program(model: nn.Module, place: Any) -> Iterator[None]:
-        for step in range(1 + place.rank):
-            model.zero_grad()
-            loss_of(model, batches(1)[0], (step,)).backward()
-            yield
+        return choosing([[(step,)] * 2 for step in range(1 + place.rank)])(model, place)
 
-    assert_as_simulated(
-        program,
-        make=lambda: fixed(Experts().double()),
-        within=lambda model: model.join(),
-        find_unused_parameters=True,
-    )
+    assert_as_simulated(program, make=experts, within=lambda model: model.join(), find_unused_parameters=True)
 
 
 @on_ranks(2)

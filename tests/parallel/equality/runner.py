@@ -7,13 +7,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
@@ -22,8 +20,10 @@ from torch.utils import _pytree
 import shoal
 import shoal.parallel.hooks
 
+from ..gloo import gloo
+
 # Imported because they list their cases.
-from . import dense, graphs, joining, precision, procedures, sequences, sparse, unused  # noqa: F401
+from . import dense, graphs, joining, procedures, sequences, sparse, unused  # noqa: F401
 from .case import CASES, Case
 
 STEPS = 12
@@ -71,9 +71,6 @@ class Outcome:
     exact: Training = field(default_factory=Training)
 
 
-_kept: list[object] = []
-
-
 def outcomes(group: shoal.ProcessGroup, meeting: str, names: Sequence[str]) -> dict[str, Outcome]:
     """Run cases on this rank.
 
@@ -81,19 +78,8 @@ def outcomes(group: shoal.ProcessGroup, meeting: str, names: Sequence[str]) -> d
         meeting: path of a file that does not exist yet, where Gloo's ranks meet.
         names: of the cases.
     """
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=group.rank,
-        world_size=group.size,
-        timeout=timedelta(seconds=OPERATION),
-    )
-    try:
+    with gloo(group, meeting, OPERATION):
         return {name: _outcome(CASES[name], group) for name in names}
-    finally:
-        # See tests/parallel/hooks/test_torch_parity.py: Gloo's own threads must not be the last to let go.
-        _kept.append(dist.distributed_c10d._get_default_group())
-        dist.destroy_process_group()
 
 
 def same_bits(kind: type[Case], size: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 import shoal
 from shoal.parallel.hooks import CommHook, GradBucket
+from tests.parallel.training import assert_same_bits
 
 #: Of the parameters of a bucket: matrices, a vector, a scalar, a kernel whose channels are innermost.
 SHAPES = ((24, 40), (40,), (16, 24), (), (6, 4, 3, 3))
@@ -90,7 +91,7 @@ class Model:
 def same_on_all(results: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
     """The tensors that each rank has, once it is clear that they are bitwise equal."""
     for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        assert_same_bits(results[0], other)
     return results[0]
 
 

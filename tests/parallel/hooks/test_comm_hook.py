@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.parallel.hooks import GradBucket
-from tests.parallel.models import Experts, Words, batches, fixed, loss_of, part, sentences
+from tests.parallel.models import Experts, batches, loss_of, part, sentences, words
 from tests.parallel.training import assert_as_simulated, on_ranks, steps, wrapped
 
 
@@ -44,12 +44,7 @@ def with_a_future_of_torch(_: object, bucket: GradBucket) -> torch.futures.Futur
 
 @pytest.mark.parametrize("hook", [average, of_another_dtype, in_a_callback, with_a_future_of_torch])
 def test_a_hook_takes_the_place_of_the_all_reduce(hook: object) -> None:
-    def wrap(group: shoal.ProcessGroup, module: nn.Module) -> nn.Module:
-        model = wrapped(group, module)
-        model.register_comm_hook(None, hook)
-        return model
-
-    assert_as_simulated(steps(batches(4)), wrap=wrap)
+    assert_as_simulated(steps(batches(4)), hook=hook)
 
 
 @on_ranks(2)
@@ -85,23 +80,17 @@ def test_a_hook_does_not_touch_what_the_ranks_tell_one_another(group: shoal.Proc
         bucket.buffer().zero_()
         return average(None, bucket)
 
-    model = wrapped(group, Experts())
-    model.register_comm_hook(None, nothing)
+    model = wrapped(group, Experts(), hook=nothing)
     with pytest.raises(shoal.UnusedParameterError, match=r"rank 1: 'experts\.3\.weight'"):
         model(torch.ones(1, 6), range(4 - group.rank)).sum().backward()
 
 
 def test_unused_and_sparse_gradients_beside_a_hook() -> None:
-    def wrap(group: shoal.ProcessGroup, module: nn.Module) -> nn.Module:
-        model = wrapped(group, module, find_unused_parameters=True)
-        model.register_comm_hook(None, average)
-        return model
-
     def program(model: nn.Module, place: Any) -> Iterator[None]:
         loss_of(model, part(sentences(1)[0], place), place.rank == 0).backward()
         yield
 
-    assert_as_simulated(program, make=lambda: fixed(Words().double()), wrap=wrap)
+    assert_as_simulated(program, make=words, hook=average, find_unused_parameters=True)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +126,7 @@ def test_hooks_of_the_wrong_kind_are_refused_at_once(
 def test_hooks_that_return_something_else_are_named(
     group: shoal.ProcessGroup, hook: object, message: str
 ) -> None:
-    model = wrapped(group)
-    model.register_comm_hook(None, hook)
+    model = wrapped(group, hook=hook)
     with pytest.raises(UsageError, match=rf"hook .*<lambda> on rank {group.rank}, for bucket 0, .*{message}"):
         loss_of(model, batches(1)[0]).backward()
 
@@ -152,16 +140,14 @@ def test_an_exception_of_a_hook_or_of_its_callback_ends_backward(group: shoal.Pr
         return average(None, bucket).then(lambda future: {}["in the callback"])
 
     for hook, message in ((fails, "in the hook"), (fails_later, "in the callback")):
-        model = wrapped(group)
-        model.register_comm_hook(None, hook)
+        model = wrapped(group, hook=hook)
         with pytest.raises(KeyError, match=message):
             loss_of(model, batches(1)[0]).backward()
 
 
 @on_ranks(1)
 def test_a_second_hook_is_refused(group: shoal.ProcessGroup) -> None:
-    model = wrapped(group)
-    model.register_comm_hook(None, functools.partial(average))
+    model = wrapped(group, hook=functools.partial(average))
     with pytest.raises(UsageError, match="registered already on rank 0"):
         model.register_comm_hook(None, average)
 
@@ -174,7 +160,6 @@ def test_hooks_run_in_the_thread_of_backward(group: shoal.ProcessGroup) -> None:
         threads.add(threading.current_thread())
         return average(None, bucket)
 
-    model = wrapped(group)
-    model.register_comm_hook(None, note)
+    model = wrapped(group, hook=note)
     loss_of(model, batches(1)[0]).backward()
     assert threads == {threading.current_thread()}

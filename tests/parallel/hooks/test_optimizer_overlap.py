@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import shoal
 from shoal.parallel import hooks
-from tests.parallel.training import on_ranks
+from tests.parallel.training import assert_same_bits, on_ranks
 
 from .buckets import Model
 
@@ -54,18 +53,15 @@ def test_it_equals_steps_after_backward_with_groups_and_a_schedule(
         overlapped.reduce(hook)
         for schedule in schedules:
             schedule.step()
-        for a, b in zip(plain.parameters, overlapped.parameters, strict=True):
-            assert torch.equal(a, b)
-            assert b.grad is None
-    states = [copy.deepcopy(o.state_dict()) for o in (reference, optimizer)]
-    for a, b in zip(*(_flat(state["state"]) for state in states), strict=True):
-        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value, key=str) for leaf in _flat(value[key])]
-    return [value]
+        assert_same_bits(plain.parameters, overlapped.parameters)
+        assert all(parameter.grad is None for parameter in overlapped.parameters)
+    states = [one.state_dict()["state"] for one in (reference, optimizer)]
+    assert_same_bits(
+        *(
+            [torch.as_tensor(state[index][name]) for index in sorted(state) for name in sorted(state[index])]
+            for state in states
+        )
+    )
 
 
 @on_ranks(1)
@@ -87,7 +83,7 @@ def test_a_loaded_state_is_used(group: shoal.ProcessGroup) -> None:
     again.load_state_dict(state)
     second.step = 1
     second.reduce(hook)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters, second.parameters, strict=True))
+    assert_same_bits(first.parameters, second.parameters)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +153,7 @@ def test_what_torch_attached_to_parameters_runs_after_the_reduction_and_no_more_
     for _ in range(3):
         step_after(plain, reference)
         carrying.reduce(hook)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters, carrying.parameters, strict=True))
+    assert_same_bits(plain.parameters, carrying.parameters)
 
 
 def test_optimisers_that_need_all_parameters_at_once_are_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
-from tests.parallel.training import on_ranks, pairwise
+from tests.parallel.training import assert_close, assert_same_bits, on_ranks, pairwise
 
 from .buckets import SHAPES, Model, count_sent, gradient, norm, same_on_all
 
@@ -68,7 +68,7 @@ def test_several_buckets_are_reduced_as_each_would_be_alone(group: shoal.Process
         for bucket in alone.buckets:
             hooks.powerSGD_hook(state, bucket).wait()
         own = [view.to(torch.float64, copy=True) for bucket in alone.buckets for view in bucket.gradients()]
-        assert all(torch.equal(a, b) for a, b in zip(own, results[step], strict=True))
+        assert_same_bits(own, results[step])
 
 
 @on_ranks(2)
@@ -79,8 +79,7 @@ def test_matrices_of_equal_shape_computed_together_give_the_same(group: shoal.Pr
         model = Model(group, shapes=shapes, dtype=torch.float64)
         state = state_of(batch_tensors_with_same_shape=batched)
         results.append([own for _ in range(4) for own in model.reduce(hooks.powerSGD_hook, state)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert_close(*results)
 
 
 def test_one_step_is_a_power_iteration_on_the_mean() -> None:
@@ -181,8 +180,7 @@ def test_what_would_not_get_smaller_goes_as_it_is() -> None:
 
     for own, mean, rate in run_threads(rank, 2):
         assert rate == 1
-        for a, b in zip(own, mean, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(own, mean, rtol=1e-6, atol=1e-6)
 
 
 @BOTH
@@ -200,7 +198,7 @@ def test_a_pickled_state_goes_on_where_it_was(group: shoal.ProcessGroup, hook: A
     again = Model(group, count=2)
     again.step = 4
     own = [own for _ in range(3) for own in again.reduce(hook, resumed)]
-    assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+    assert_same_bits(own, expected)
     assert resumed.compression_stats() == state.compression_stats()
 
 
@@ -218,8 +216,7 @@ def test_buckets_may_be_made_anew_between_steps(group: shoal.ProcessGroup) -> No
         for _ in range(3):
             own = model.reduce(hooks.powerSGD_hook, state)
         results.append(own)
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert_close(*results)
 
 
 @BOTH

@@ -6,21 +6,18 @@ batched PowerSGD an AssertionError everywhere.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_processes
+from tests.parallel.gloo import gloo
 
 from .buckets import Model, norm
-
-kept: list[Any] = []
 
 SHAPES = ((24, 40), (40,), (16, 24), (6, 36))
 
@@ -63,16 +60,8 @@ def compare(group: shoal.ProcessGroup, path: str) -> dict[str, float]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     torch.set_num_threads(1)
-    store = dist.FileStore(path, group.size)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=group.rank,
-        world_size=group.size,
-        timeout=datetime.timedelta(seconds=30),
-    )
-    try:
-        result = {}
+    result = {}
+    with gloo(group, path, 30.0):
         for name in ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"):
             ours = getattr(hooks, name)
             result[name] = _both(group, (ours, None), (getattr(default_hooks, name), None))
@@ -82,12 +71,7 @@ def compare(group: shoal.ProcessGroup, path: str) -> dict[str, float]:
                 result[f"powerSGD_hook {rank} {feedback}"] = _both(
                     group, (hooks.powerSGD_hook, a), (powerSGD_hook.powerSGD_hook, b), torch.float64
                 )
-        return result
-    finally:
-        # Gloo's threads hold their group for a moment longer than its operations last, and if one of them is
-        # the last to let go, it waits for itself: "Resource deadlock avoided".
-        kept.append(dist.distributed_c10d._get_default_group())
-        dist.destroy_process_group()
+    return result
 
 
 def test_every_hook_averages_as_that_of_torch(tmp_path: Path) -> None:

@@ -161,13 +161,17 @@ def _aside(what: str, model: nn.Module, loss: Any) -> None:
         torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_gradients_are_those_of_the_simulation(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "copies"), [*((seed, 0) for seed in range(40)), *((seed, 2 + seed % 2) for seed in range(10))]
+)
+def test_gradients_are_those_of_the_simulation(seed: int, copies: int) -> None:
+    """Also with several copies of the model in every rank."""
     program = drawn(seed)
     assert_as_simulated(
         partial(played, program),
         program.size,
         make=lambda: Parts(program.sparse),
         where=program,
+        copies=copies,
         **program.options,
     )

@@ -16,7 +16,7 @@ from torch import nn
 import shoal
 from shoal.errors import GroupAborted, UnusedParameterError, UsageError
 from shoal.testing import run_threads
-from tests.parallel.models import Checkpointed, Experts, batches, fixed, loss_of, mlp, part
+from tests.parallel.models import Checkpointed, batches, experts, fixed, loss_of, mlp, part
 from tests.parallel.training import (
     SMALL_MB,
     assert_as_simulated,
@@ -136,10 +136,6 @@ def test_buckets_are_rebuilt_once_in_the_order_in_which_gradients_arrived(
     assert first == second
 
 
-def experts() -> nn.Module:
-    return fixed(Experts(1))
-
-
 def backward(model: nn.Module, group: shoal.ProcessGroup, used: bool = True) -> None:
     """A pass that uses the expert, or does not."""
     loss_of(model, part(batches(1, dtype=torch.float32)[0], group), (0,) if used else ()).backward()
@@ -151,7 +147,7 @@ def test_unused_parameters_are_named_on_all_ranks_whichever_ranks_skip_them(
     skips: tuple[int, ...], bucket_cap_mb: float
 ) -> None:
     def rank(group: shoal.ProcessGroup) -> str:
-        model = wrapped(group, experts(), bucket_cap_mb=bucket_cap_mb)
+        model = wrapped(group, experts(1, torch.float32), bucket_cap_mb=bucket_cap_mb)
         with pytest.raises(UnusedParameterError) as caught:
             backward(model, group, group.rank not in skips)
         # Nothing is broken: the next step that uses everything succeeds.
@@ -168,7 +164,7 @@ def test_unused_parameters_are_named_on_all_ranks_whichever_ranks_skip_them(
 
 @on_ranks(2)
 def test_a_parameter_frozen_after_wrapping_is_named_as_such(group: shoal.ProcessGroup) -> None:
-    model = wrapped(group, experts())
+    model = wrapped(group, experts(1, torch.float32))
     model.module.common.bias.requires_grad_(False)
     with pytest.raises(UnusedParameterError, match=r"'common.bias' \(frozen after wrapping\)"):
         backward(model, group)
@@ -208,7 +204,7 @@ def test_an_exception_that_ended_backward_on_one_rank_is_reported_by_the_others_
     zeroed = threading.Event()
 
     def rank(group: shoal.ProcessGroup) -> None:
-        model = wrapped(group, experts(), bucket_cap_mb=SMALL_MB / 10)
+        model = wrapped(group, experts(1, torch.float32), bucket_cap_mb=SMALL_MB / 10)
         if group.rank == 1:
             _interrupted_backward(model, group)
             model.zero_grad(set_to_none=to_none)
@@ -220,7 +216,7 @@ def test_an_exception_that_ended_backward_on_one_rank_is_reported_by_the_others_
             ):
                 backward(model, group)
             model.zero_grad(set_to_none=to_none)
-        expected = simulated(lambda *both: iter([backward(*both)]), experts)[0][0]
+        expected = simulated(lambda *both: iter([backward(*both)]), lambda: experts(1, torch.float32))[0][0]
         for _ in range(2):
             backward(model, group)
             assert_close(gradients(model), expected)

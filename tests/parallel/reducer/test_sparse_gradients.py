@@ -11,12 +11,8 @@ from torch import nn
 
 import shoal
 from shoal.errors import UsageError
-from tests.parallel.models import Words, fixed, loss_of, part, sentences
+from tests.parallel.models import loss_of, part, sentences, words
 from tests.parallel.training import assert_as_simulated, on_ranks, steps, wrapped
-
-
-def words(kind: type[nn.Module] = nn.Embedding) -> Any:
-    return fixed(Words(kind).double())
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,29 +10,12 @@ from torch import nn
 
 import shoal
 from shoal.errors import UsageError
-from tests.parallel.models import Checkpointed, Experts, batches, fixed, loss_of, part
+from tests.parallel.models import Checkpointed, batches, experts, fixed, loss_of
 from tests.parallel.reducer.test_reducer import Recorder
-from tests.parallel.training import SMALL_MB, Program, assert_as_simulated, on_ranks, wrapped
-
-
-def experts() -> Any:
-    return fixed(Experts().double())
-
+from tests.parallel.training import SMALL_MB, assert_as_simulated, choosing, on_ranks, wrapped
 
 #: For each step the experts of each of three ranks.
 PLAN = [[(0,), (1,), (0, 1)], [(), (), ()], [(3,), (), (2, 3)], [(0, 1, 2, 3), (0,), ()], [(2,), (2,), (2,)]]
-
-
-def passes(plan: Any = PLAN, *, set_to_none: bool = True) -> Program:
-    """In each step each rank uses the experts that ``plan`` says."""
-
-    def program(model: nn.Module, place: Any) -> Iterator[None]:
-        for batch, chosen in zip(batches(len(plan)), plan, strict=True):
-            model.zero_grad(set_to_none=set_to_none)
-            loss_of(model, part(batch, place), chosen[place.rank]).backward()
-            yield
-
-    return program
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -42,7 +24,7 @@ def test_each_rank_may_use_other_parameters_in_each_step(
     as_views: bool, skip: bool, set_to_none: bool
 ) -> None:
     assert_as_simulated(
-        passes(set_to_none=set_to_none),
+        choosing(PLAN, set_to_none=set_to_none),
         3,
         make=experts,
         bucket_cap_mb=SMALL_MB / 5,
@@ -116,7 +98,7 @@ class Recycled(nn.Module):
 def test_a_static_graph_is_learned_from_the_first_pass(as_views: bool) -> None:
     nothing = [[()] * 2] * 3
     options = {"bucket_cap_mb": SMALL_MB / 5, "gradient_as_bucket_view": as_views}
-    assert_as_simulated(passes(nothing), make=Recycled, static_graph=True, **options)
+    assert_as_simulated(choosing(nothing), make=Recycled, static_graph=True, **options)
 
 
 @on_ranks(2)
@@ -135,7 +117,7 @@ def test_with_a_static_graph_buckets_are_sent_while_a_layer_is_still_expected(
 
 
 def test_with_a_static_graph_ranks_may_use_different_parameters() -> None:
-    assert_as_simulated(passes([[(0,), (1, 2)]] * 3), make=experts, static_graph=True)
+    assert_as_simulated(choosing([[(0,), (1, 2)]] * 3), make=experts, static_graph=True)
 
 
 @on_ranks(1)
