@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 import pytest
 
 from shoal.errors import InvalidFutureState, PeerLost
-from shoal.future import Future, future, outcome, pool
+from shoal.future import Future, future, pool, state
 from shoal.recorder import FlightRecorder
 from shoal.spec import OpKind
 
@@ -27,7 +27,7 @@ from .sources import ManualSource
 pytestmark = pytest.mark.concurrency
 
 #: Where a future may be cut off.
-FILES = {future.__file__, outcome.__file__}
+FILES = {future.__file__, state.__file__}
 
 
 class Record(list[Any]):

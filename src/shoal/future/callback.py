@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .outcome import Outcome, without_frames
 from .scope import CallbackScope, enter_scope, leave_scope
+from .state import FutureState, without_frames
 
 
 class Callback:
@@ -22,7 +22,7 @@ class Callback:
         self,
         fn: Callable[[Any], Any],
         index: int,
-        child: Outcome[Any] | None,
+        child: FutureState[Any] | None,
         high_priority: bool | None,
     ) -> None:
         self._fn = fn
@@ -32,7 +32,7 @@ class Callback:
         #: Ctrl-C may have it queued twice; only who takes this away runs it.
         self._turns = [1]
 
-    def run(self, future: Outcome[Any]) -> None:
+    def run(self, future: FutureState[Any]) -> None:
         """Call the function in its scope and complete the child.  In a thread of the pool."""
         try:
             self._turns.pop()
@@ -57,7 +57,7 @@ class Callback:
         finally:
             leave_scope(token)
 
-    def _call(self, future: Outcome[Any]) -> None:
+    def _call(self, future: FutureState[Any]) -> None:
         value = self._fn(future)
         if self._child is not None:
             # Within the callback's streams: the events of the result are recorded on them.

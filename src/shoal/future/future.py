@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents
 from .callback import Callback
-from .outcome import WAIT_SLICE, Outcome
 from .pool import pool
 from .scope import derive_key
+from .state import WAIT_SLICE, FutureState
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,7 +24,7 @@ U = TypeVar("U")
 Priority = Literal["high", "low"]
 
 
-class Future(Outcome[T]):
+class Future(FutureState[T]):
     """The result of an operation that may still be running.
 
     Args:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents
 from .future import Future
-from .outcome import WAIT_SLICE
 from .scope import derive_key
+from .state import WAIT_SLICE
 
 T = TypeVar("T")
 

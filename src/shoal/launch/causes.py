@@ -20,7 +20,7 @@ from ..failure_report import Report
 _Failure = tuple[float, int]
 
 
-class Outcome(Protocol):
+class KnownRank(Protocol):
     """One rank as the launcher knows it; its index is its place in the list of all.
 
     Attributes:
@@ -42,7 +42,7 @@ class Outcome(Protocol):
     def reports(self) -> Sequence[Report]: ...
 
 
-def cause(ranks: Sequence[Outcome]) -> int | None:
+def cause(ranks: Sequence[KnownRank]) -> int | None:
     """The index of the rank that failed first, None if none did.
 
     It may still run: it has reported a failure, or others name it, and it has not ended yet.
@@ -55,12 +55,12 @@ def cause(ranks: Sequence[Outcome]) -> int | None:
     return min(found)[1] if found else None
 
 
-def origin(ranks: Sequence[Outcome], rank: Outcome) -> int:
+def origin(ranks: Sequence[KnownRank], rank: KnownRank) -> int:
     """The index of the rank because of which ``rank``, which has failed, did; its own if by itself."""
     return _origin_of(ranks, rank)[1]
 
 
-def exit_code(ranks: Sequence[Outcome], first: int) -> int:
+def exit_code(ranks: Sequence[KnownRank], first: int) -> int:
     """The exit code of a job in which the rank ``first`` failed first.
 
     It is that rank's; if the launcher had to end it, the one that Python was about to give it; and if it did
@@ -82,19 +82,19 @@ def shell_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _reports_failure(rank: Outcome) -> bool:
+def _reports_failure(rank: KnownRank) -> bool:
     return any(report.kind == "failed" for report in rank.reports)
 
 
-def _failed_by_itself(rank: Outcome) -> bool:
+def _failed_by_itself(rank: KnownRank) -> bool:
     return rank.status not in (None, 0) and not rank.stopped
 
 
-def _origin_of(ranks: Sequence[Outcome], rank: Outcome) -> _Failure:
+def _origin_of(ranks: Sequence[KnownRank], rank: KnownRank) -> _Failure:
     return _reported(ranks, rank, math.inf) or (rank.ended_at, rank.index)
 
 
-def _reported(ranks: Sequence[Outcome], rank: Outcome, before: float) -> _Failure | None:
+def _reported(ranks: Sequence[KnownRank], rank: KnownRank, before: float) -> _Failure | None:
     """The failure that ``rank`` reported ``before``: its own, or the one that it was told of."""
     for report in rank.reports:
         if report.at >= before:
@@ -108,7 +108,7 @@ def _reported(ranks: Sequence[Outcome], rank: Outcome, before: float) -> _Failur
     return None
 
 
-def _led_to(ranks: Sequence[Outcome], named: Outcome, at: float) -> _Failure | None:
+def _led_to(ranks: Sequence[KnownRank], named: KnownRank, at: float) -> _Failure | None:
     """The failure that a rank was told of, ``at`` that time, when it was told of ``named``."""
     if found := _reported(ranks, named, at):
         return found
@@ -119,7 +119,7 @@ def _led_to(ranks: Sequence[Outcome], named: Outcome, at: float) -> _Failure | N
     return None
 
 
-def _was_not_told(ranks: Sequence[Outcome], rank: Outcome) -> bool:
+def _was_not_told(ranks: Sequence[KnownRank], rank: KnownRank) -> bool:
     """Whether no failure of others can be the reason of that of ``rank``."""
     for report in rank.reports:
         if report.kind == "failed":
@@ -129,7 +129,7 @@ def _was_not_told(ranks: Sequence[Outcome], rank: Outcome) -> bool:
     return True
 
 
-def _had_failed(rank: Outcome, at: float) -> bool:
+def _had_failed(rank: KnownRank, at: float) -> bool:
     if not rank.reports:
         return _failed_by_itself(rank)
     return any(report.kind == "failed" and report.at < at for report in rank.reports)

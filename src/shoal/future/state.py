@@ -1,6 +1,6 @@
-"""How a future gets its outcome, once, whoever meets the completion.
+"""How a future gets its value or error, once, whoever meets the completion.
 
-Any number of threads may find a source complete at once.  One of them claims the outcome: each appends a
+Any number of threads may find a source complete at once.  One of them claims the future: each appends a
 list of its own to the future's claims, and the first in there is the owner.  Only the owner runs ``finish``
 and publishes.  Neither takes a lock, which would cost more than the rest: that an append is atomic and an
 attribute is read and written whole is all that is taken for granted.
@@ -43,7 +43,7 @@ _ONCE: tuple[tuple[()], ...] = ((),)
 WAIT_SLICE = 0.1
 
 
-class Outcome(Generic[T]):
+class FutureState(Generic[T]):
     """The inside of a future: its source, then its value or error, and its subscribers.
 
     Args: as for :class:`~shoal.Future`, whose only base this is.
@@ -115,7 +115,7 @@ class Outcome(Generic[T]):
         """Wait until some other thread has completed the future; False when time ran out."""
         event = threading.Event()
 
-        def wake(_: Outcome[T]) -> None:
+        def wake(_: FutureState[T]) -> None:
             event.set()
 
         self._subscribe(wake)
@@ -142,7 +142,7 @@ class Outcome(Generic[T]):
         Raises:
             InvalidFutureState: it is complete already, or an engine completes it.
         """
-        self._refuse_second_outcome()
+        self._refuse_if_set()
         self._set(value, None, events_behind(value, self._device, self._keep))
 
     def set_exception(self, error: BaseException) -> None:
@@ -156,7 +156,7 @@ class Outcome(Generic[T]):
         self._set(None, error, None)
 
     def _settle(self) -> None:
-        """Take over the outcome of the completed source, unless another thread does or did."""
+        """Take over the value or error of the completed source, unless another thread does or did."""
         source, claims = self._source, self._claims
         if claims or source is None:
             return
@@ -174,7 +174,7 @@ class Outcome(Generic[T]):
             raise
 
     def _conclude(self, source: Source, claim: list[Any]) -> None:
-        """Publish the outcome of ``source``.  ``claim`` is empty or, the second time, has the value."""
+        """Publish what ``source`` has.  ``claim`` is empty, or has the value the second time."""
         finish, value = self._finish, self._value
         events = None
         try:
@@ -233,8 +233,8 @@ class Outcome(Generic[T]):
             self._settle()
 
     def _set(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
-        """Publish an outcome that does not come from a source."""
-        self._refuse_second_outcome()
+        """Publish a value or error that does not come from a source."""
+        self._refuse_if_set()
         claim: list[Any] = []
         try:
             self._claims.append(claim)
@@ -247,10 +247,10 @@ class Outcome(Generic[T]):
             elif self._claims and self._claims[0] is claim:
                 pool.submit(partial(self._publish, value, error, device))
             raise
-        self._refuse_second_outcome()
+        self._refuse_if_set()
 
     def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
-        """Make the outcome known.  Only the owner of the outcome comes here."""
+        """Make the value or error known.  Only the owner of the claim comes here."""
         if error is not None:
             # A failed future keeps the traceback with which its error arrived: raising the same object
             # again and again would otherwise make it longer every time.
@@ -334,7 +334,7 @@ class Outcome(Generic[T]):
             if self._subscribers is not None and subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)
 
-    def _refuse_second_outcome(self) -> None:
+    def _refuse_if_set(self) -> None:
         if self._source is not None:
             raise InvalidFutureState(f"{self!r} is completed by its engine; nobody else may set its outcome")
         if self._claims:
@@ -343,7 +343,7 @@ class Outcome(Generic[T]):
     def _payload(self) -> object:
         """The tensors that users of the value get at: those of a collection are its futures' values."""
         value = self._value
-        if isinstance(value, list) and value and isinstance(value[0], Outcome):
+        if isinstance(value, list) and value and isinstance(value[0], FutureState):
             return [future._value for future in value]
         return value
 
