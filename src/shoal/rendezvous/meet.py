@@ -25,8 +25,7 @@ from ..store import PrefixStore
 from ..wire import Deadline
 from .meeting import Meeting
 from .membership import Membership
-from .place import Place, agree_on_secret, checked_request, no_secret, opened
-from .private import user_secret
+from .place import Place, checked_request, opened
 from .venue import Request, Venue
 
 #: seconds for the change from one job's server to the next one's at the same address
@@ -140,8 +139,10 @@ def meet_at(place: Place) -> Membership:
         raise
     try:
         venue.met()
-        secret = _secret(meeting, place)
-        interface = place.interface({member.machine for member in meeting.members})
+        machines = {member.machine for member in meeting.members}
+        alone = meeting.size == 1  # so with nobody to talk to
+        secret = place.given_secret if alone else place.secret(machines, store=meeting.room_store)
+        interface = place.interface(machines)
         membership = _membership(meeting, place, secret, interface)
         return _lasting(membership, meeting, venue) if venue.brief else membership
     except BaseException as error:
@@ -205,19 +206,6 @@ def _let_go(alone: Callable[[], bool]) -> None:
     deadline = Deadline(_LETTING_GO)
     while not (alone() or deadline.expired):
         time.sleep(_PAUSE)
-
-
-def _secret(meeting: Meeting, place: Place) -> bytes:
-    """The secret of the job: no two ranks talk without one."""
-    secret = place.request.secret or place.venue.secret
-    if secret or meeting.size == 1:
-        return secret
-    if place.venue.private:
-        return agree_on_secret(meeting.room_store)
-    machines = sorted({member.machine for member in meeting.members})
-    if len(machines) == 1:
-        return user_secret()
-    raise no_secret([machine.split("/")[0] for machine in machines])
 
 
 def _release(meeting: Meeting, place: Place) -> Callable[[float], None]:

@@ -70,20 +70,37 @@ class Place:
         """The number of the room in which the next ranks meet: it counts the groups formed here."""
         return room_number(self.store)
 
-    def secret(self) -> bytes:
-        """The job's secret for those who need not meet; never empty.
+    @property
+    def given_secret(self) -> bytes:
+        """The secret that the caller or the venue gave; empty if neither did."""
+        return self.request.secret or self.venue.secret
+
+    def secret(self, machines: Collection[str] | None = None, *, store: Store | None = None) -> bytes:
+        """The job's secret, without which no two processes talk; never empty.
+
+        Args:
+            machines: on which all processes of the job run; None: unknown, so the one that serves the store.
+            store: what processes at a private place agree in; None: :attr:`store`.
 
         Raises:
             ConfigurationError: none was given, and the place is neither private nor on this host alone.
         """
-        secret = self.request.secret or self.venue.secret
-        if secret:
-            return secret
+        if self.given_secret:
+            return self.given_secret
         if self.venue.private:
-            return agree_on_secret(self.store)
-        if self.venue.address is None or is_loopback(self.venue.address):
+            return agree_on_secret(self.store if store is None else store)
+        if machines is None:
+            address = self.venue.address or LOOPBACK
+            alone, hosts = is_loopback(address), [address]
+        else:
+            alone, hosts = len(machines) == 1, [machine.split("/")[0] for machine in sorted(machines)]
+        if alone:
             return user_secret()
-        raise no_secret([self.venue.address])
+        raise ConfigurationError(
+            f"the ranks of this job run on several hosts ({', '.join(hosts)}) and the job has no secret: set "
+            "the same one for all, SHOAL_SECRET=$(openssl rand -hex 16) (or SHOAL_SECRET_FILE, the path of a "
+            "file)"
+        )
 
     def interface(self, machines: Collection[str] | None = None) -> str:
         """The address that this process's listeners bind to.
@@ -194,14 +211,6 @@ def checked_request(
 def agree_on_secret(store: Store) -> bytes:
     """A secret that all processes share through ``store``.  Only for stores that nobody else can read."""
     return store.compare_set("secret", b"", secrets.token_hex(32).encode())
-
-
-def no_secret(hosts: Collection[str]) -> ConfigurationError:
-    """The job runs on several hosts and nobody gave it a secret."""
-    return ConfigurationError(
-        f"the ranks of this job run on several hosts ({', '.join(hosts)}) and the job has no secret: set the "
-        "same one for all, SHOAL_SECRET=$(openssl rand -hex 16) (or SHOAL_SECRET_FILE, the path of a file)"
-    )
 
 
 def check_job(job: Any) -> None:
