@@ -129,9 +129,9 @@ LIES: dict[str, list[Frame]] = {
     "an end with a text too long": [control(BROKEN, code=4, payload=bytes(65537))],
     "an end by ranks outside": [control(BROKEN, code=1, payload=b"0 2000000000 \nlost")],
     "an end in another's name": [control(BROKEN, code=4, source=0x7FFFFFF0, payload=b"\n")],
-    "a farewell in another's name": [control(CLOSED, source=0x7FFFFFF0)],
-    "a farewell with a text": [control(CLOSED, payload=b"x")],
-    "a farewell for an unknown reason": [control(CLOSED, code=2)],
+    "a goodbye in another's name": [control(CLOSED, source=0x7FFFFFF0)],
+    "a goodbye with a text": [control(CLOSED, payload=b"x")],
+    "a goodbye for an unknown reason": [control(CLOSED, code=2)],
     "a departure with a text": [ours(BYE, payload=b"x")],
     "a departure for an unknown reason": [ours(BYE, code=2)],
     "a heartbeat with a number": [ours(HEARTBEAT, step=1)],
@@ -219,7 +219,7 @@ def test_a_group_ends_by_such_a_frame_of_a_peer_that_has_left_since(rank: Rank, 
     rank.send(*(replace(frame, group=LATE) for frame in LIES[lie]))
     rank.send(control(CLOSED, group=LATE, channel=9), ours(BYE))
     rank.peer.close()
-    assert rank.receive(rank.group).error()[0] == 5  # so the farewells have arrived, and all before them
+    assert rank.receive(rank.group).error()[0] == 5  # so the goodbyes have arrived, and all before them
     late = rank.make(LATE)
     barrier = late.collective(BARRIER, [], [], 0, 0, 0, -1, [], 0, 0, PATIENCE / 3)
     assert barrier.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""What nobody reads is bounded: messages by a window for each peer, groups by their members' farewells."""
+"""What nobody reads is bounded: messages by a window for each peer, groups by their members' goodbyes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from shoal import (
     TCPStoreServer,
 )
 from shoal.rendezvous import Venue, default_secret, job_record, record, user_secret
-from shoal.rendezvous.meet import attend
+from shoal.rendezvous.meet import meet_at as meet_at_place
+from shoal.rendezvous.place import Place
 from shoal.store.log import Log
 from shoal.testing import no_leaks
 from tests.support.other_user import as_nobody, needs_root
@@ -177,7 +178,8 @@ def test_a_store_with_no_secret_at_all_is_no_place_for_several_ranks() -> None:
 
 
 def _meet_in(store: MemoryStore, rank: int, secret: bytes = b"") -> Membership:
-    return attend(Venue(store.clone(), rank, 2, job="job", epoch=0), request(secret=secret))
+    venue = Venue(store.clone(), rank, 2, job="job", epoch=0)
+    return meet_at_place(Place.at(venue, request(secret=secret)))
 
 
 def test_ranks_of_one_machine_use_their_users_whatever_the_place() -> None:

@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 from shoal import Membership, MemoryStore
 from shoal.rendezvous import Request, Venue
-from shoal.rendezvous.meet import attend, meet
+from shoal.rendezvous.meet import meet
+from shoal.rendezvous.meet import meet_at as meet_at_place
+from shoal.rendezvous.place import Place
 from shoal.wire import Deadline
 
 T = TypeVar("T")
@@ -71,7 +73,7 @@ def meet_in(
 ) -> Membership:
     """One rank's meeting in a store in memory."""
     venue = Venue(store.clone(), rank, size, job=job, epoch=epoch)
-    return attend(venue, request("memory://", timeout=timeout, host=host))
+    return meet_at_place(Place.at(venue, request("memory://", timeout=timeout, host=host)))
 
 
 def release_all(memberships: Sequence[Membership]) -> None:

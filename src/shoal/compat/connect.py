@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import default_groups
 from ..initialize import world_group
-from ..rendezvous import Request, Venue, attend
+from ..rendezvous import Place, Request, Venue, meet_at
 from ..rendezvous.caller_store import store_address
 from ..store import adopt
 from ..torch_terms import BACKEND
@@ -110,6 +110,5 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
         urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
     )
     name = options.group_id if options.global_ranks_in_group else "world"
-    return world_group(
-        attend(venue, request), factory, name=name, timeout=limit, concurrency=concurrency, options=extra
-    )
+    membership = meet_at(Place.at(venue, request))
+    return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)

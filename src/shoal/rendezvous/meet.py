@@ -109,11 +109,6 @@ def _store_went_away(error: BaseException) -> bool:
     return isinstance(error, (StoreError, WireError))
 
 
-def attend(venue: Venue, request: Request) -> Membership:
-    """Meet the others at ``venue``."""
-    return meet_at(Place.at(venue, request))
-
-
 def meet_at(place: Place) -> Membership:
     """Meet the others of the job, whose number is fixed, at an opened place.
 

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from ..backend.registry import backend_factory
 from ..group import ProcessGroup
 from ..initialize import world_group
-from ..rendezvous.meet import attend
+from ..rendezvous.meet import meet_at
+from ..rendezvous.place import Place
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
 from ..wire import Deadline
@@ -88,7 +89,7 @@ def run_threads(
                 host=None if hosts is None else hosts[rank],
             )
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
-            membership = attend(venue, request)
+            membership = meet_at(Place.at(venue, request))
             return world_group(
                 membership, factory, name="world", timeout=seconds, concurrency=concurrency, options=options
             )
