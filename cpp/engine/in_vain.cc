@@ -5,6 +5,17 @@
 #include "engine/messages.h"
 
 namespace shoal {
+namespace {
+
+// Whether it has all that it needs.  Whoever wrote the last bytes of a send may not have said so yet, and the
+// receiver may have left since.
+bool ends_now(Operation& op) {
+  op.step();
+  if (!op.done() && op.request().kind == Kind::kSend && Messages::written(op)) op.step();
+  return op.done();
+}
+
+}  // namespace
 
 void Group::fail_if_in_vain(Operation& op) {
   if (op.ending()) {
@@ -30,8 +41,7 @@ void Group::fail_if_in_vain(Operation& op) {
   if (leaving_.load(std::memory_order_acquire)) {
     // Others of this group may still be completed, so this one alone ends.
     if (auto error = closing_for(op)) {
-      op.step();
-      if (op.done()) return;
+      if (ends_now(op)) return;
       if (op.request().numbered()) give_up_from(op.request().channel);
       op.fail(std::move(*error));
     }
@@ -39,8 +49,7 @@ void Group::fail_if_in_vain(Operation& op) {
   }
   if (!any_departed_.load(std::memory_order_acquire)) return;
   if (auto rank = departed_for(op)) {
-    op.step();
-    if (op.done()) return;
+    if (ends_now(op)) return;
     Error error = departure(*rank, op.request());
     if (pairwise()) return op.fail(std::move(error));
     fail(std::move(error), true);

@@ -107,6 +107,13 @@ bool Messages::ungranted(const Operation& op) {
   return false;
 }
 
+bool Messages::written(const Operation& op) {
+  bool all = !op.messages.empty();
+  for (const Messages* messages : op.messages)
+    for (auto& [link, message] : messages->outgoing_) all &= link->written(*message);
+  return all;
+}
+
 bool Messages::hand_over(const Operation& op) {
   bool all = !op.messages.empty();
   for (const Messages* messages : op.messages)

@@ -30,6 +30,9 @@ class Messages {
 
   // Whether a message of the operation still waits for its receiver to have room for it.
   static bool ungranted(const Operation& op);
+  // Whether all that the operation sends is written, also if the thread that wrote it is just about to say
+  // so.
+  static bool written(const Operation& op);
   // Lets go of the memory that the operation sends; whether its receivers get everything all the same.
   static bool hand_over(const Operation& op);
   // Ranks whose messages the operation still waits for.

@@ -199,6 +199,11 @@ bool Link::cancel(const std::shared_ptr<Outgoing>& message) {
   return false;
 }
 
+bool Link::written(const Outgoing& message) {
+  std::lock_guard lock(send_mutex_);
+  return message.done.load(std::memory_order_acquire);
+}
+
 void Link::credited(std::uint64_t bytes) {
   std::lock_guard lock(send_mutex_);
   lent_ -= bytes;

@@ -106,6 +106,8 @@ class Link {
   bool cancel(const std::shared_ptr<Outgoing>& message);
   void granted(std::uint64_t message, bool declined);
   bool ungranted(const Outgoing& message);
+  // Whether the whole message is written; waits for a thread that is writing.
+  bool written(const Outgoing& message);
   // The peer gives back so many bytes of its window.
   void credited(std::uint64_t bytes);
   // Bytes of our window that the peer may use again.
