@@ -9,7 +9,7 @@ and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tell
 
 from ..store.opener import register_place
 from .environment import Launch
-from .meet import meet_at, rendezvous
+from .meet import attend, meet_at, rendezvous
 from .membership import Membership
 from .place import Place, open_place
 from .private import default_secret, user_secret
@@ -37,6 +37,7 @@ __all__ = [
     "Place",
     "Request",
     "Venue",
+    "attend",
     "default_secret",
     "job_record",
     "meet_at",

@@ -109,6 +109,11 @@ def _store_went_away(error: BaseException) -> bool:
     return isinstance(error, (StoreError, WireError))
 
 
+def attend(venue: Venue, request: Request) -> Membership:
+    """The same as ``meet_at(Place.at(venue, request))``."""
+    return meet_at(Place.at(venue, request))
+
+
 def meet_at(place: Place) -> Membership:
     """Meet the others of the job, whose number is fixed, at an opened place.
 
