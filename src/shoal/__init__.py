@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from . import parallel as parallel
     from . import recorder as recorder
     from . import rendezvous as rendezvous
+    from . import rpc as rpc
     from . import spec as spec
     from . import store as store
     from . import streams as streams
@@ -191,6 +192,7 @@ _SUBMODULES = (
     "parallel",
     "recorder",
     "rendezvous",
+    "rpc",
     "spec",
     "store",
     "streams",
