@@ -316,6 +316,7 @@ bool Link::accept_header() {
   LinkState state;
   state.next_message = arrived_ + 1;
   state.unread = unread_.load(std::memory_order_relaxed);
+  state.letters = sink_.letters(*this);
   FrameHeader continues;
   if (header_.type == FrameType::kMore) {
     std::lock_guard lock(route_mutex_);

@@ -251,6 +251,7 @@ class Call:
     CANCELLED: int
     LOST: int
     CLOSED: int
+    REFUSED: int
 
     @property
     def peer(self) -> int: ...
@@ -272,7 +273,8 @@ class Call:
         ``TIMEOUT``: its deadline passed; the text says what the callee's post knew of the call if it has
         answered ("never received", "queued behind 3", "running for 3.2 s in fn"), else what is known
         here ("takes nothing for 5.0 s, 812 letters queued").  ``CANCELLED``: by :meth:`cancel`.  ``LOST``:
-        the peer ended, or was dropped; the text says why.  ``CLOSED``: the post was closed.
+        the peer ended, or was dropped; the text says why.  ``CLOSED``: the post was closed.  ``REFUSED``:
+        the callee released the mailbox, or one of the two has no memory for the letter.
         """
 
     def reply(self) -> Letter:
@@ -316,8 +318,8 @@ class Post:
         """An endpoint without peers.
 
         Args:
-            memory: bytes of address space of the arena that peers on this host map; 0: none, all parts travel
-                through sockets.
+            memory: bytes of address space of an arena for peers on this host; 0: none.  No part travels
+                through it yet: all go through the sockets.
             limit: bytes of it that may be in use at a time.
             budget: bytes of large parts (over 256 KiB) that may be received and not yet taken, for all peers
                 together; one at a time per peer is received in any case.
@@ -424,6 +426,12 @@ class Post:
     def waiting(self, mailbox: int) -> int:
         """How many letters of a mailbox wait to be taken."""
 
+    def release(self, mailbox: int) -> None:
+        """Close a mailbox for ever: :meth:`take` of it returns None, its letters are dropped.
+
+        Calls to it that come later fail with ``REFUSED``; those that it held are not answered.
+        """
+
     def watch(self, ticket: int, patience: float) -> None:
         """From now on the ticket appears among the completions each time a letter of mailbox 0 has waited
         ``patience`` seconds while no thread was blocked in :meth:`take`; at most once in that time.
@@ -439,7 +447,7 @@ class Post:
         """
 
     def stats(self) -> dict[str, int]:
-        """What is held: peers, calls, letters not taken, calls handled, and bytes queued, granted, lent."""
+        """What is held: peers, calls, letters not taken, calls handled, bytes queued, and bytes granted."""
 
     def sever(self, peer: int) -> None:
         """Cut the connection as a cable would be, for tests."""
