@@ -19,7 +19,7 @@ import pickle
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -30,20 +30,11 @@ import torch
 
 from ..errors import UsageError
 from ..wording import in_words
+from .tensors import Collected, Part, arrived, check
 
-#: memory to send: its address and its bytes
-Part = tuple[int, int]
-
-#: the multiple of bytes at which a span begins, so that elements of every dtype stay aligned
-_ALIGNMENT = 16
 _COUNT = struct.Struct("<I")
 #: modules under which the program itself is known; multiprocessing's children have the second one
 _MAIN = ("__main__", "__mp_main__")
-_NAMES = {
-    value: name
-    for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype) and name == str(value)[6:]
-}
 
 
 class Route(Protocol):
@@ -62,20 +53,27 @@ class Message:
         head: the pickle.
         parts: the memory beside it.
         keep: the objects that own it.
+        travellers: what named itself to :func:`traveller`.
     """
 
     head: bytes
     parts: list[Part] = field(default_factory=list)
     keep: list[object] = field(default_factory=list)
+    travellers: list[Any] = field(default_factory=list)
 
 
 class _Local(threading.local):
     route: Any = None
-    storages: Sequence[torch.UntypedStorage] = ()
-    starts: Sequence[int] = ()
+    travellers: list[Any] | None = None
 
 
 _local = _Local()
+
+
+def traveller(obj: object) -> None:
+    """``obj`` is part of what this thread is pickling or unpickling, and those at its ends have to know."""
+    if _local.travellers is not None:
+        _local.travellers.append(obj)
 
 
 def route() -> Any:
@@ -84,15 +82,13 @@ def route() -> Any:
 
 
 @contextmanager
-def _on(
-    way: Any, storages: Sequence[torch.UntypedStorage] = (), starts: Sequence[int] = ()
-) -> Iterator[None]:
-    before = _local.route, _local.storages, _local.starts
-    _local.route, _local.storages, _local.starts = way, storages, starts
+def _on(way: Any) -> Iterator[list[Any]]:
+    before = _local.route, _local.travellers
+    _local.route, _local.travellers = way, []
     try:
-        yield
+        yield _local.travellers
     finally:
-        _local.route, _local.storages, _local.starts = before
+        _local.route, _local.travellers = before
 
 
 def encode(value: object, way: Route | None, where: str) -> Message:
@@ -105,84 +101,58 @@ def encode(value: object, way: Route | None, where: str) -> Message:
     Raises:
         UsageError: the value, or something in it, cannot be sent.
     """
-    with _on(way):
-        try:
-            return _dump(_Pickler, value)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if isinstance(error, UsageError):
-                raise UsageError(f"{where}: {error}") from None
-            refused = error
-        by_value = _by_value()
-        if by_value is None:
-            raise UsageError(
-                f"{where}: {refused}; what the other worker cannot import goes by value, for which "
-                "cloudpickle is needed (pip install cloudpickle)"
-            ) from refused
-        try:
-            return _dump(by_value, value)
-        except UsageError as error:
+    with _on(way) as travellers:
+        message = _encode(value, where, travellers)
+        message.travellers = travellers
+        return message
+
+
+def _encode(value: object, where: str, travellers: list[Any]) -> Message:
+    try:
+        return _dump(_Pickler, value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if isinstance(error, UsageError):
             raise UsageError(f"{where}: {error}") from None
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UsageError(f"{where} cannot be sent: {in_words(error)}") from error
+        refused = error
+    travellers.clear()
+    by_value = _by_value()
+    if by_value is None:
+        raise UsageError(
+            f"{where}: {refused}; what the other worker cannot import goes by value, for which "
+            "cloudpickle is needed (pip install cloudpickle)"
+        ) from refused
+    try:
+        return _dump(by_value, value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(f"{where} cannot be sent: {in_words(error)}") from error
 
 
-def decode(head: Any, parts: Sequence[Any], way: Route | None) -> Any:
+def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[Any] | None = None) -> Any:
     """The value that :func:`encode` made ``head`` and ``parts`` of.
 
     Args:
         parts: writable memory, which tensors and arrays take over.
+        travellers: gets what names itself to :func:`traveller`.
     """
     view = memoryview(head)
     (count,) = _COUNT.unpack_from(view)
     at = _COUNT.size + 8 * count
     if count > len(parts):
         raise pickle.UnpicklingError(f"{count} storages in {len(parts)} parts")
-    with _on(
-        way, [_storage(part) for part in parts[:count]], struct.unpack_from(f"<{count}Q", view, _COUNT.size)
-    ):
-        return pickle.loads(view[at:], buffers=parts[count:])
+    starts = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
+    with _on(way) as named, arrived(parts[:count], starts):
+        value = pickle.loads(view[at:], buffers=parts[count:])
+    if travellers is not None:
+        travellers += named
+    return value
 
 
-class _Collected:
-    """The memory that tensors of one message lie in."""
-
-    def __init__(self) -> None:
-        #: address of a storage -> its number
-        self.numbers: dict[int, int] = {}
-        #: of each storage, the first byte in use and the one behind the last
-        self.spans: list[list[int]] = []
-        self.keep: list[object] = []
-
-    def reduce(self, x: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What pickle keeps of ``x``: everything but its memory."""
-        number = offset = 0
-        if x.numel():
-            size = x.element_size()
-            storage = x.untyped_storage()
-            offset = int(x.storage_offset())
-            begin = offset * size
-            last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-            end = begin + (last + 1) * size
-            begin -= begin % _ALIGNMENT
-            number = self.numbers.setdefault(storage.data_ptr(), len(self.spans))
-            if number == len(self.spans):
-                self.spans.append([begin, end])
-                self.keep.append(storage)
-            else:
-                span = self.spans[number]
-                span[0], span[1] = min(begin, span[0]), max(end, span[1])
-        layout = (number, _NAMES[x.dtype], offset, tuple(x.shape), x.stride())
-        return _tensor, (*layout, x.requires_grad, isinstance(x, torch.nn.Parameter), x.__dict__ or None)
-
-    def parts(self) -> Iterator[Part]:
-        for address, (begin, end) in zip(self.numbers, self.spans, strict=True):
-            yield address + begin, end - begin
-
-
-def _override(collected: _Collected, obj: Any) -> Any:
+def _override(collected: Collected, obj: Any) -> Any:
     """How ``obj`` is pickled; NotImplemented: as it says itself."""
     if isinstance(obj, torch.Tensor):
-        _check(obj)
+        check(obj)
         plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
         if plain and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
             if obj.is_conj() or obj.is_neg():
@@ -205,7 +175,7 @@ def _override(collected: _Collected, obj: Any) -> Any:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(file, 5, buffer_callback=buffers.append)
-        self.collected = _Collected()
+        self.collected = Collected()
 
     def reducer_override(self, obj: Any) -> Any:
         return _override(self.collected, obj)
@@ -223,7 +193,7 @@ def _by_value() -> type[Any] | None:
         class ByValue(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
             def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
                 super().__init__(file, 5, buffer_callback=buffers.append)
-                self.collected = _Collected()
+                self.collected = Collected()
 
             def reducer_override(self, obj: Any) -> Any:
                 try:
@@ -245,7 +215,7 @@ def _dump(pickler: type[Any], value: object) -> Message:
         file.write(_NO_STORAGES)
         writer = pickler(file, buffers)
         writer.dump(value)
-        collected: _Collected = writer.collected
+        collected: Collected = writer.collected
         beside = [_bytes_of(buffer.raw()) for buffer in buffers]
         parts = [*collected.parts(), *((x.data_ptr(), x.numel()) for x in beside)]
         keep = [*collected.keep, *beside]
@@ -266,52 +236,6 @@ def _bytes_of(memory: memoryview) -> torch.Tensor:
 
 
 _NO_STORAGES = _COUNT.pack(0)
-
-
-def _check(x: torch.Tensor) -> None:
-    """Refuse tensors that cannot be sent as they are."""
-    if x.grad_fn is not None:
-        raise UsageError(
-            f"a tensor of shape {tuple(x.shape)} is the result of {x.grad_fn.name()}, and a graph of "
-            "autograd does not go to another worker: send x.detach()"
-        )
-    if x.device.type not in ("cpu", "meta"):
-        raise UsageError(
-            f"a tensor of shape {tuple(x.shape)} lies on {x.device}, and only those of the CPU can be sent: "
-            "send x.cpu()"
-        )
-
-
-# -- at the other end: what pickles call ----------------------------------------------------------
-
-
-def _storage(part: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
-
-
-def _tensor(
-    number: int,
-    name: str,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    parameter: bool,
-    attributes: dict[str, Any] | None,
-) -> torch.Tensor:
-    dtype = getattr(torch, name)
-    if 0 in shape:
-        x = torch.empty_strided(shape, stride, dtype=dtype)
-    else:
-        offset -= _local.starts[number] // dtype.itemsize
-        x = torch.empty(0, dtype=dtype).set_(_local.storages[number], offset, shape, stride)
-    if parameter:
-        x = torch.nn.Parameter(x, requires_grad)
-    elif requires_grad:
-        x.requires_grad_()
-    if attributes:
-        x.__dict__.update(attributes)
-    return x
 
 
 def _of_main(qualname: str) -> Any:

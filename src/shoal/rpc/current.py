@@ -18,6 +18,9 @@ from ..errors import UsageError
 
 
 class _Letter(Protocol):
+    @property
+    def peer(self) -> int: ...
+
     def remaining(self) -> float | None: ...
 
     def cancelled(self) -> bool: ...
@@ -29,13 +32,15 @@ class Current:
     Attributes:
         caller: name of the worker that called.
         agent: the agent that was called.
+        peer: number of the connection that the call came on.
     """
 
-    __slots__ = ("_letter", "agent", "caller")
+    __slots__ = ("_letter", "agent", "caller", "peer")
 
     def __init__(self, agent: Any, caller: str, letter: _Letter) -> None:
         self.agent = agent
         self.caller = caller
+        self.peer = letter.peer
         self._letter = letter
 
     def remaining(self) -> float | None:

@@ -33,6 +33,8 @@ class Inbox(Protocol):
 
     def take(self, mailbox: int, timeout: float | None, most: int) -> list[Any] | None: ...
 
+    def release(self, mailbox: int) -> None: ...
+
 
 class Executor:
     """Runs ``handle(letter)`` for every letter.
@@ -73,6 +75,10 @@ class Executor:
     def consume(self, mailbox: int) -> None:
         """Take the letters of ``mailbox`` in order, in a thread of its own."""
         self._spawn(self._consume, mailbox)
+
+    def release(self, mailbox: int) -> None:
+        """Nobody sends to ``mailbox`` any more: let its thread end."""
+        self._inbox.release(mailbox)
 
     def thread_count(self) -> int:
         """How many threads there are, those of mailboxes among them."""

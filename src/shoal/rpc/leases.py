@@ -1,0 +1,115 @@
+"""Who uses an object that one worker keeps for others: counts of its holders, and when they end.
+
+The owner counts, for each worker, the holds that this one has told it of.  A worker that holds a reference
+tells the owner when it gets it, and gives all its holds back when the last of its references to the object
+goes.  As these messages may overtake one another, only the sum counts.  A worker that is lost keeps its holds
+for :data:`LEASE` seconds: what it has passed on shortly before can still be taken up, and if only a
+connection broke, it comes again and says what it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..future import Future
+
+#: seconds that the holds of a lost worker last, and those of messages of which nothing more is heard
+LEASE = 10.0
+#: mailboxes below are for other purposes
+_FIRST_MAILBOX = 16
+
+
+@dataclass(slots=True)
+class Owned:
+    """An object that this worker keeps.
+
+    Attributes:
+        value: the object, as soon as it is made.
+        holders: how many holds each other worker has, by its incarnation.
+        local: how many references to it there are in this process.
+        mailbox: of an actor; 0: it is none.
+        made: what made it, for those who look for leaks.
+    """
+
+    value: Future[Any] = field(default_factory=Future)
+    holders: dict[str, int] = field(default_factory=dict)
+    local: int = 0
+    mailbox: int = 0
+    made: str = ""
+
+
+class Ledger:
+    """The objects of one owner.
+
+    Args:
+        release: called with the mailbox of an actor that nobody holds any more.
+    """
+
+    def __init__(self, release: Callable[[int], None]) -> None:
+        self._release = release
+        self.lock = threading.RLock()
+        self._owned: dict[str, Owned] = {}
+        self._mailboxes = itertools.count(_FIRST_MAILBOX)
+
+    def entry(self, ident: str) -> Owned:
+        """The object ``ident``, which may yet have to be made."""
+        with self.lock:
+            return self._owned.setdefault(ident, Owned())
+
+    def hold(self, ident: str, holder: str, count: int = 1) -> Owned:
+        """``holder`` has told of ``count`` more holds; "" is this process."""
+        with self.lock:
+            owned = self.entry(ident)
+            if holder:
+                owned.holders[holder] = owned.holders.get(holder, 0) + count
+            else:
+                owned.local += count
+            return owned
+
+    def drop(self, ident: str, holder: str, count: int = 1) -> None:
+        """``holder`` gives holds back."""
+        with self.lock:
+            owned = self._owned.get(ident)
+            if owned is None:
+                return
+            if holder:
+                owned.holders[holder] = owned.holders.get(holder, 0) - count
+                if not owned.holders[holder]:
+                    del owned.holders[holder]
+            else:
+                owned.local -= count
+            self._end_unless_held(ident, owned)
+
+    def resume(self, holder: str, held: dict[str, int]) -> None:
+        """``holder`` has connected anew and holds these, and nothing else."""
+        with self.lock:
+            for ident, count in held.items():
+                if ident in self._owned:
+                    self._owned[ident].holders[holder] = count
+
+    def forget(self, holder: str) -> None:
+        """The lease of a lost worker has run out."""
+        with self.lock:
+            for ident, owned in list(self._owned.items()):
+                if owned.holders.pop(holder, None) is not None:
+                    self._end_unless_held(ident, owned)
+
+    def mailbox(self, owned: Owned) -> int:
+        """A mailbox for the calls of an actor."""
+        owned.mailbox = next(self._mailboxes)
+        return owned.mailbox
+
+    def held(self) -> dict[str, Owned]:
+        """The objects that are held, by their identity."""
+        with self.lock:
+            return dict(self._owned)
+
+    def _end_unless_held(self, ident: str, owned: Owned) -> None:
+        if not owned.holders and not owned.local:
+            del self._owned[ident]
+            if owned.mailbox:
+                self._release(owned.mailbox)
