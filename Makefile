@@ -31,8 +31,9 @@ help:  ## this list
 demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ranks
 	$(BIN)/shoal run -n 2 examples/digits.py
 
+# Two processes share the files among them, because many tests wait for processes, deadlines and the network.
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" --durations=20 $(ARGS)
+	$(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile --durations=20 $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
@@ -88,8 +89,7 @@ docs: $(DONE)/docs  ## the documentation with the API reference as a site in out
 
 # The tag says which glibc the wheel needs, which is that of the machine that builds it, or an older one.
 wheel: $(DONE)/shoal  ## a wheel for manylinux, checked and named by auditwheel, into dist/
-	rm -rf build/wheel dist/shoal-*.whl
-	$(TOOLS) $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w build/wheel .
+	rm -f dist/shoal-*.whl
 	$(TOOLS) $(BIN)/auditwheel repair -w dist build/wheel/shoal-*.whl
 	@ls dist/shoal-*.whl
 
@@ -117,15 +117,28 @@ $(DONE)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(DONE) && touch $@
 
-# Torch goes first and by itself: it is by far the largest, and changes least.
-$(DONE)/torch: $(DONE)/venv
-	$(PIP) torch
+# What builds the core goes first.  Then the core is built while pip brings what others made, which waits for
+# the network and uses one core of the machine.
+$(DONE)/builders: $(DONE)/venv
+	$(PIP) cmake nanobind ninja scikit-build-core
 	@touch $@
 
-# Without build isolation the tools keep their paths, so that CMake compiles again only what changed.
-$(DONE)/shoal: $(DONE)/torch $(MANIFEST) $(SOURCES)
-	$(PIP) cmake nanobind ninja scikit-build-core
-	$(TOOLS) $(PIP) --no-build-isolation '.[bench,examples,dev]'
+# Without bytecode, which Python writes for the few modules that are used.
+$(DONE)/packages: $(DONE)/builders pyproject.toml constraints.txt
+	$(BIN)/python tools/requirements.py bench examples dev > build/requirements
+	$(PIP) --no-compile -r build/requirements
+	@touch $@
+
+# Without build isolation the tools keep their paths, so that CMake compiles again only what changed.  Make's
+# own flags would tell ninja to use one core.
+$(DONE)/built: $(DONE)/builders $(MANIFEST) $(SOURCES)
+	rm -rf build/wheel
+	MAKEFLAGS= $(TOOLS) $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w build/wheel .
+	@touch $@
+
+$(DONE)/shoal: $(DONE)/builders $(MANIFEST) $(SOURCES)
+	@$(MAKE) --no-print-directory -j2 $(DONE)/built $(DONE)/packages
+	$(PIP) --force-reinstall --no-deps build/wheel/shoal-*.whl
 	@touch $@
 
 # What checks and builds needs the tools, not an up-to-date installation.

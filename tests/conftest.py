@@ -10,6 +10,7 @@ import torch
 
 from shoal.backend.registry import register_backend, unregister_backend
 from shoal.testing.processes import preload
+from tests.support.quick_launcher import QuickLauncher
 from tests.support.store_backend import StoreBackend
 
 # Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
@@ -23,6 +24,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 preload(
     "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
 )
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuickLauncher]:
+    """``shoal run`` for scripts whose ranks need not start Python and import torch anew."""
+    with QuickLauncher(tmp_path_factory.mktemp("launcher")) as launcher:
+        yield launcher
 
 
 @pytest.fixture

@@ -39,14 +39,47 @@ def test_no_import_leads_in_a_circle() -> None:
     assert not ways, "imports in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
 
 
-def test_no_include_leads_in_a_circle() -> None:
+def _includes() -> dict[str, set[str]]:
+    """Each file of the core and what it includes, of the core (``engine/group.h``) and others (``<new>``)."""
     files = {str(path.relative_to(CPP)): path for path in CPP.rglob("*") if path.suffix in (".cc", ".h")}
-    graph = {
-        name: set(re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)) & files.keys()
-        for name, path in files.items()
-    }
+    pattern = re.compile(r'^#include (?:"([^"]+)"|(<[^>]+>))', re.MULTILINE)
+    graph = {name: {a or b for a, b in pattern.findall(path.read_text())} for name, path in files.items()}
     assert sum(map(len, graph.values())) > len(graph), "the includes were not found"
-    ways = circles(graph)
+    return graph
+
+
+def _allowed_includes() -> dict[str, set[str]]:
+    """The table in docs/design.md: the folders of the core, and the folders whose files each may include."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    table = page.partition("| folder | holds | includes |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    folders = {row[0].strip("`/") for row in rows}
+    allowed = {}
+    for name, _, words in rows:
+        named = set(re.findall(r"`(\w+)`", words))
+        allowed[name.strip("`/")] = folders - named if words.startswith("all but") else named
+    return allowed
+
+
+def test_a_folder_of_the_core_includes_only_what_it_may() -> None:
+    allowed = _allowed_includes()
+    assert allowed.keys() == {name.split("/")[0] for name in _includes()}, "a row for each folder"
+    breaches = [
+        f"{name} includes {other}"
+        for name, others in _includes().items()
+        for folder in [name.split("/")[0]]
+        for other in sorted(others)
+        if (
+            re.match("<(Python|structmember|nanobind)", other) and folder != "bind"
+            if other.startswith("<")
+            else other.split("/")[0] not in allowed[folder] | {folder}
+        )
+    ]
+    assert not breaches, "docs/design.md says who may include what: " + "; ".join(breaches)
+
+
+def test_no_include_leads_in_a_circle() -> None:
+    ways = circles(_includes())
     assert not ways, "includes in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
 
 

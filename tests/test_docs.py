@@ -16,6 +16,7 @@ import shoal
 import shoal.errors
 from shoal.errors import ShoalError
 from tests.support.programs import run_program
+from tests.support.quick_launcher import QuickLauncher
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -46,18 +47,6 @@ def _programs(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def _run(program: str, folder: Path, *launcher: str) -> str:
-    """What ``program`` prints; it must end well."""
-    script = folder / "program.py"
-    script.write_text(program)
-    command = [sys.executable, *launcher, str(script)]
-    # The folder is another one, so a relative PYTHONPATH would no longer lead to what is tested.
-    environment = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 @pytest.mark.parametrize("page", ["PYPI.md", "docs/installation.md"])
 def test_the_first_example_is_the_same_everywhere(page: str) -> None:
     assert _programs(page)[:1] == _programs("README.md")
@@ -83,12 +72,23 @@ def test_the_site_leads_to_every_page() -> None:
 
 def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     (program,) = _programs("README.md")
-    assert _run(program, tmp_path) == "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"
+    # The folder is another one, so a relative PYTHONPATH would no longer lead to what is tested.
+    environment = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (0, "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"), result.stderr
 
 
-def test_the_first_example_runs_on_two_ranks_as_the_page_says(tmp_path: Path) -> None:
-    (program,) = _programs("README.md")
-    _run(program, tmp_path, "-m", "shoal", "run", "-n", "2")
+def test_the_first_example_runs_on_two_ranks_as_the_page_says(
+    launcher: QuickLauncher, tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(_programs("README.md")[0])
+    code, out, err = launcher.run(2, str(script))
+    assert code == 0, out + err
+    assert sorted(out.splitlines()) == [f"[{rank}] rank {rank} of 2: [3.0, 3.0, 3.0, 3.0]" for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-// Sizes and times of calls, for all files of the binding.
+// Calls as Python makes them: their requests and times, for all files of the binding.
 #pragma once
 
 #include <cstdint>
 
-#include "engine/clock.h"
+#include "base/clock.h"
+#include "collectives/collectives.h"
+#include "engine/group.h"
 
 namespace shoal {
-
-constexpr std::uint64_t kInlineSubmit = 32 * 1024;  // larger operations are submitted without the GIL
 
 inline std::int64_t nanoseconds(double seconds) {
   return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000
@@ -15,5 +15,24 @@ inline std::int64_t nanoseconds(double seconds) {
 }
 
 inline std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
+
+// Whether so little is to be moved that the request is submitted under the GIL.
+inline bool is_quick(const Request& request) { return request.bytes() < 32 * 1024; }
+
+inline Request new_request(Kind kind, double timeout) {
+  Request request(kind, collectives::start);
+  request.timeout = nanoseconds(timeout);
+  return request;
+}
+
+// Without channel and tensors.
+inline Request collective_request(const Group& group, Kind kind, DType dtype, RedOp op, std::uint64_t count,
+                                  int root, double timeout) {
+  Request request = new_request(kind, timeout);
+  request.reduction = {dtype, op, static_cast<std::uint32_t>(group.size())};
+  request.count = count;
+  request.root = root;
+  return request;
+}
 
 }  // namespace shoal

@@ -13,10 +13,10 @@
 #include <cerrno>
 #include <system_error>
 
+#include "base/clock.h"
 #include "bind/bindings.h"
 #include "bind/calls.h"
 #include "bind/tensors.h"
-#include "engine/clock.h"
 #include "engine/context.h"
 #include "transport/check.h"
 
@@ -24,8 +24,6 @@ namespace nb = nanobind;
 using namespace shoal;
 
 namespace {
-
-constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
 using Address = std::uintptr_t;
 using Parts = std::vector<std::pair<Address, std::uint64_t>>;
@@ -64,42 +62,28 @@ nb::object told(Group& group, Error error) {
 }
 
 OperationPtr submit(Group& group, Request request) {
-  std::uint64_t bytes = 0;
-  for (const Span& part : request.in) bytes += part.bytes;
-  for (const Span& part : request.out) bytes += part.bytes;
-  if (bytes < kInlineSubmit) return group.submit(std::move(request));
+  if (is_quick(request)) return group.submit(std::move(request));
   nb::gil_scoped_release release;
   return group.submit(std::move(request));
-}
-
-void set_channel(Request& request, std::int64_t number, std::uint64_t key) {
-  request.keyed = number < 0;
-  request.channel = request.keyed ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
 }
 
 OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& out, std::uint64_t count,
                         int dtype, int op, int root, std::vector<std::uint64_t> sizes, std::int64_t number,
                         std::uint64_t key, double timeout) {
   if (group.pairwise()) throw std::invalid_argument("a group of pairs carries no collectives");
-  Request request;
-  request.kind = static_cast<Kind>(kind);
-  set_channel(request, number, key);
+  Request request = collective_request(group, static_cast<Kind>(kind), static_cast<DType>(dtype),
+                                       static_cast<RedOp>(op), count, root, timeout);
+  request.channel = number < 0 ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
   request.in = spans(in);
   request.out = spans(out);
-  request.reduction = {static_cast<DType>(dtype), static_cast<RedOp>(op),
-                       static_cast<std::uint32_t>(group.size())};
-  request.count = count;
-  request.root = root;
   request.sizes = std::move(sizes);
-  request.timeout = nanoseconds(timeout);
   return submit(group, std::move(request));
 }
 
 // part: the buffer, or an empty list to take what comes.
 OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::uint64_t tag, int dtype,
                      const std::vector<std::uint64_t>& dims, double timeout) {
-  Request request;
-  request.kind = static_cast<Kind>(kind);
+  Request request = new_request(static_cast<Kind>(kind), timeout);
   (request.kind == Kind::kSend ? request.in : request.out) = spans(part);
   request.peer = peer;
   request.tag = tag;
@@ -114,7 +98,6 @@ OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::u
   }
   if (peer >= group.size() || peer < (request.kind == Kind::kSend ? 0 : -1) || tag >= kPointToPoint)
     throw std::invalid_argument("a message to or from no rank, or with no tag");
-  request.timeout = nanoseconds(timeout);
   return submit(group, std::move(request));
 }
 
@@ -257,14 +240,20 @@ void bind_engine(nb::module_& m) {
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def("program_ends", &Context::program_ends,
+           "The program ends: the peers are told so of what is closed from now on.")
       .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
       .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
            "All ranks that are lost by now.")
-      .def("sever", &Context::sever, nb::arg("peer"), "Cut the connection to a peer, for tests.")
+      .def(
+          "sever", [](Context& context, int peer) { context.peers().sever(peer); }, nb::arg("peer"),
+          "Cut the connection to a peer, for tests.")
       .def("held", &Context::held,
            "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "
            "bytes of the peers' windows in use.")
-      .def("hush", &Context::hush, nb::arg("silent"), "Stop sending heartbeats, for tests.")
+      .def(
+          "hush", [](Context& context, bool silent) { context.peers().hush(silent); }, nb::arg("silent"),
+          "Stop sending heartbeats, for tests.")
       .def(
           "die_at", [](Context& context, int point) { context.die_at(static_cast<Fault>(point)); },
           nb::arg("point"),

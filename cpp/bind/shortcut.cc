@@ -75,32 +75,25 @@ struct Noted {
 // The request of a collective on at most one plain tensor each way; nullopt if anything about it is not as
 // usual, wrong even.
 std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
-                                  int root, Noted& noted) {
+                                  int root, double seconds, Noted& noted) {
   if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
-  Request request;
-  request.kind = kind;
   // Only a barrier writes nothing, and only a broadcast's receiver gives nothing: None is a mistake
   // elsewhere.
   const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
   if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;
-  if (!barrier) {
-    const auto to = plain_tensor(out);
-    if (!to) return std::nullopt;
-    const auto from = !given || in == out ? to : plain_tensor(in);
-    if (!from || from->dtype != to->dtype || (in != out && given && overlap(from->span, to->span)))
-      return std::nullopt;
-    if (!legal(to->dtype, op)) return std::nullopt;
-    const auto count = count_of(kind, *from, *to, group.size());
-    if (!count) return std::nullopt;
-    request.count = *count;
-    request.reduction.dtype = to->dtype;
-    if (given) request.in.assign(1, from->span);
-    request.out.assign(1, to->span);
-    noted = {to->dtype, from->count};
-  }
-  request.reduction.op = op;
-  request.reduction.divisor = static_cast<std::uint32_t>(group.size());
-  request.root = root;
+  if (barrier) return collective_request(group, kind, {}, op, 0, root, seconds);
+  const auto to = plain_tensor(out);
+  if (!to) return std::nullopt;
+  const auto from = !given || in == out ? to : plain_tensor(in);
+  if (!from || from->dtype != to->dtype || (in != out && given && overlap(from->span, to->span)))
+    return std::nullopt;
+  if (!legal(to->dtype, op)) return std::nullopt;
+  const auto count = count_of(kind, *from, *to, group.size());
+  if (!count) return std::nullopt;
+  Request request = collective_request(group, kind, to->dtype, op, *count, root, seconds);
+  if (given) request.in.assign(1, from->span);
+  request.out.assign(1, to->span);
+  noted = {to->dtype, from->count};
   return request;
 }
 
@@ -145,13 +138,10 @@ bool may_go(const Shortcut& self) {
 
 // Hands the request over and gives its number; null if the call must go the long way after all.
 OperationPtr go(Shortcut& self, Request request) {
-  std::uint64_t bytes = 0;
-  for (const Span& part : request.in) bytes += part.bytes;
-  for (const Span& part : request.out) bytes += part.bytes;
   if (!may_go(self)) return nullptr;
   request.channel = self.number;
   const std::shared_ptr<Group> group = self.group;
-  if (bytes < kInlineSubmit) {
+  if (is_quick(request)) {
     ++self.number;
     return group->submit(std::move(request));
   }
@@ -181,9 +171,8 @@ struct Given {
 PyObject* future_of(Shortcut& self, const Given& call) {
   Noted noted;
   auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
-                            call.op, call.root, noted);
+                            call.op, call.root, call.seconds, noted);
   if (!request) Py_RETURN_NONE;
-  request->timeout = nanoseconds(call.seconds);
   // All that Python has to make comes first, because making it may run the garbage collector.
   const bool one = call.in == call.out || call.in == Py_None;
   nb::object keep = one ? nb::borrow(call.out) : nb::steal(PyTuple_Pack(2, call.in, call.out));

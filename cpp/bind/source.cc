@@ -48,8 +48,7 @@ Py_ssize_t offset_of(PyTypeObject* type, const char* name) {
   return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
 }
 
-// -- sources
-// -------------------------------------------------------------------------------------------------------
+// -- sources --------------------------------------------------------------------------------------
 
 Source* as_source(PyObject* object) { return reinterpret_cast<Source*>(object); }
 
@@ -191,8 +190,7 @@ PyType_Slot source_slots[] = {
 PyType_Spec source_spec{"shoal._core.Source", sizeof(Source), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                         source_slots};
 
-// -- futures
-// -------------------------------------------------------------------------------------------------------
+// -- futures --------------------------------------------------------------------------------------
 
 // Whether the outcome is a value that is known.
 bool has_value(PyObject* self) {

@@ -74,16 +74,14 @@ class Relay {
         phase_(work.phase),
         chunks_((work.data.bytes + kChunk - 1) / kChunk),
         staging_(phase_.exposure() == Exposure::kStaged) {
-    for (int place = 0; place < phase_.size(); ++place)
-      staged_.push_back(phase_.slot(place).exposure == Exposure::kStaged);
+    for (int place = 0; place < phase_.size(); ++place) staged_.push_back(phase_.stages(place));
   }
 
   Task run() {
     if (staging_) {
       slots_ = phase_.my_staging();
-      // What earlier phases left in it must have been read.
-      auto before = phase_.all(&Counters::taken, 0);
-      co_await before;
+      auto vacated = phase_.vacated();
+      co_await vacated;
       for (std::uint64_t chunk = 0; chunk < std::min(kSlots, chunks_); ++chunk) {
         stage(chunk);
         phase_.advance(&Counters::staged, chunk + 1);

@@ -58,7 +58,7 @@ Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
   }
   for (std::uint64_t window = 0; window < windows; ++window) {
     for (const Pull& pull : pulls) {
-      if (pull.place == phase.self() || phase.slot(pull.place).exposure != Exposure::kStaged) continue;
+      if (pull.place == phase.self() || !phase.stages(pull.place)) continue;
       std::uint64_t step = phase.step_bytes(pull.place), offset = window * step;
       if (window >= phase.windows(pull.place)) continue;
       Task ready = phase.staged(pull.place, window + 1);
@@ -165,7 +165,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   bool any_staged = false;
   std::uint64_t windows = 0;
   for (int place = 0; place < size; ++place) {
-    any_staged |= phase.slot(place).exposure == Exposure::kStaged;
+    any_staged |= phase.stages(place);
     windows = std::max(windows, phase.windows(place));
     bool same = phase.slot(place).parts == own.size();
     for (std::size_t i = 0; same && i < own.size(); ++i)
@@ -184,7 +184,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   const std::uint64_t step = kWindow / std::max<std::size_t>(own.size(), 1) / 64 * 64;
   for (std::uint64_t window = 0; window < windows; ++window) {
     for (int place = 0; place < size; ++place) {
-      if (phase.slot(place).exposure != Exposure::kStaged || place == phase.self()) continue;
+      if (!phase.stages(place) || place == phase.self()) continue;
       Task ready = phase.staged(place, window + 1);
       co_await ready;
     }
@@ -195,9 +195,8 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
       for (int place = 0; place < size; ++place)
         sources[static_cast<std::size_t>(place)] =
             place == phase.self() ? own[job.part].data + offset
-            : phase.slot(place).exposure == Exposure::kStaged
-                ? phase.staging(place, (window & 1) * kWindow + job.part * step, length)
-                : phase.part(place, job.part, length, offset);
+            : phase.stages(place) ? phase.staging(place, (window & 1) * kWindow + job.part * step, length)
+                                  : phase.part(place, job.part, length, offset);
       run(job.to + offset / item * out_item, length);
     }
     Task next = turn(phase, window);

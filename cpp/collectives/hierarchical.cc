@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "collectives/messages.h"
 #include "collectives/phase.h"
+#include "engine/messages.h"
 
 namespace shoal::collectives {
 namespace {

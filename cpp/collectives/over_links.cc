@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "collectives/collectives.h"
-#include "collectives/messages.h"
+#include "engine/messages.h"
 
 namespace shoal::collectives {
 namespace {

@@ -11,7 +11,7 @@ Phase::Phase(Operation& op)
     : op_(op),
       team_(*op.group().team()),
       lane_(team_.lane(
-          static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lanes())))),
+          static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lane_count())))),
       number_(++lane_.phase) {}
 
 Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
@@ -157,9 +157,8 @@ std::uint64_t Phase::windows(int place) const {
 
 Task Phase::stage(std::uint64_t window) {
   if (window < 2) {
-    // What earlier phases left in the buffers must have been read.
-    auto before = all(&Counters::taken, 0);
-    co_await before;
+    auto vacated = this->vacated();
+    co_await vacated;
   }
   std::byte* buffer = my_staging() + (window & 1) * window_;
   std::uint64_t step = step_bytes(self());

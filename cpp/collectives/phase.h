@@ -33,6 +33,8 @@ class Phase {
       return true;
     });
   }
+  // Waits until all have read what earlier phases left in the staging buffer.
+  auto vacated() { return all(&Counters::taken, 0); }
   // Tells the others.
   void advance(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows);
   // Ends the phase: this member needs nothing more of the others; and, with close(), they nothing of it.
@@ -41,6 +43,7 @@ class Phase {
 
   const Slot& slot(int place) const { return seat(place).slot(number_); }
   bool direct(int place) const { return slot(place).exposure == Exposure::kDirect; }
+  bool stages(int place) const { return slot(place).exposure == Exposure::kStaged; }
   bool all_direct() const;
   Exposure exposure() const { return exposure_; }
   const PartEntry& entry(int place, std::uint32_t part) const { return seat(place).table(number_)[part]; }

@@ -1,6 +1,7 @@
-#include "collectives/messages.h"
 #include "collectives/phase.h"
 #include "engine/context.h"
+#include "engine/describe.h"
+#include "engine/messages.h"
 
 namespace shoal::collectives {
 namespace {
@@ -38,7 +39,7 @@ Task start(Operation& op) {
   if (request.kind == Kind::kSend) return send(op);
   if (request.kind == Kind::kRecv) return receive(op);
   if (group.size() == 1) return alone(op);
-  if (request.keyed) return over_links(op);
+  if (request.keyed()) return over_links(op);
   if (group.hosts().size() == 1) return shared(op);
   for (const auto& host : group.hosts())
     if (host.size() > 1) return hierarchical(op);

@@ -1,58 +1,23 @@
 #include "engine/context.h"
 
 #include <pthread.h>
-#include <sched.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <limits>
 #include <new>
-#include <stdexcept>
-#include <system_error>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "transport/check.h"
 
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kMillisecond = 1'000'000;
-constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
 // Bytes kept of one peer's frames that end groups which do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
-constexpr std::int64_t kActive =
-    20 * kMillisecond;  // how long after a submission the progress thread looks in
-// How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
-constexpr std::int64_t kWarm = 2000 * kMillisecond;
-
-// The result of a system call that fails only where the system has no more to give.
-int checked(int result, const char* call) {
-  if (result < 0) throw std::system_error(errno, std::generic_category(), call);
-  return result;
-}
-
-// Tells when a process has ended; -1 where the kernel has nothing that does, or it has ended already.
-int handle_of(int pid) {
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) checked(fd, "pidfd_open");
-  return fd;
-}
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 
-Context::Context(Options options) : options_(options), peers_(static_cast<std::size_t>(options.size)) {
+Context::Context(Options options)
+    : options_(options), peers_(*this, options.rank, options.size, options.heartbeat) {
   arena_ = std::make_shared<Arena>(options.capacity, options.limit);
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
@@ -65,102 +30,16 @@ Context::Context(Options options) : options_(options), peers_(static_cast<std::s
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
   // Progress threads look in once a millisecond a core, not a rank: 64 ranks on 2 cores would do little else.
   look_in_ = kMillisecond * std::max(1, options_.local_size / cores);
-  try {
-    epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-    wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-    sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-    watch(wakeup_, kWakeup);
-    watch(sockets_, kSockets);
-  } catch (...) {
-    release_descriptors();
-    throw;
-  }
 }
 
 Context::~Context() {
   if (!forked_ && started_ && !closed_) close(now_ns());
-  messenger_.clear();
-  for (Peer& peer : peers_) {
-    peer.link.reset();
-    if (peer.socket >= 0) ::close(peer.socket);
-    if (peer.pidfd >= 0) ::close(peer.pidfd);
-  }
-  release_descriptors();
-}
-
-void Context::release_descriptors() {
-  for (int* fd : {&wakeup_, &epoll_, &sockets_}) {
-    if (*fd >= 0) ::close(*fd);
-    *fd = -1;
-  }
-}
-
-void Context::watch(int fd, std::uint64_t what) {
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = what;
-  checked(epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
-}
-
-std::uint64_t Context::make_ring() {
-  std::uint64_t offset = arena_->allocate(Ring::footprint(kRingCapacity), false);
-  new (arena_->mapping().base() + offset) Ring;
-  return offset;
-}
-
-Context::Peer& Context::new_peer(int rank) {
-  if (rank < 0 || rank >= options_.size || rank == options_.rank)
-    throw std::invalid_argument("rank " + std::to_string(rank) + " cannot be a peer of rank " +
-                                std::to_string(options_.rank) + " of " + std::to_string(options_.size));
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  if (peer.link) throw std::invalid_argument("rank " + std::to_string(rank) + " is connected already");
-  return peer;
-}
-
-// The socket belongs to the context from the moment that this returns, and not if it throws.
-void Context::add_local(int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
-                        std::uint64_t in, int pid) {
-  Peer& peer = new_peer(rank);
-  auto memory = std::make_unique<Mapping>(memory_fd, capacity);
-  auto fits = [](const Mapping& mapping, std::uint64_t ring) {
-    return ring >= sizeof(ArenaHeader) && ring % alignof(Ring) == 0 &&
-           mapping.holds(ring, Ring::footprint(kRingCapacity));
-  };
-  if (capacity < sizeof(ArenaHeader) || memory->at<ArenaHeader>(0)->magic != kArenaMagic)
-    throw BadMemory("the shared memory of rank " + std::to_string(rank) + " is not an arena");
-  if (!fits(arena_->mapping(), out) || !fits(*memory, in))
-    throw BadMemory("the ring of rank " + std::to_string(rank) + " lies outside its shared memory");
-  auto& header = *memory->at<ArenaHeader>(0);
-  auto link = std::make_unique<RingLink>(rank, *this, arena_->mapping().at<Ring>(out), memory->at<Ring>(in),
-                                         kRingCapacity, &header.doorbell);
-  // A forked child of the peer may hold its socket open; the process itself is what counts.
-  const int pidfd = pid > 0 && pid != getpid() ? handle_of(pid) : -1;
-  try {
-    watch(socket, static_cast<std::uint64_t>(rank));
-    if (pidfd >= 0) watch(pidfd, kPidfd | static_cast<std::uint64_t>(rank));
-    ring_peers_.push_back(rank);
-  } catch (...) {
-    if (pidfd >= 0) ::close(pidfd);
-    throw;
-  }
-  peer.memory = std::move(memory);
-  peer.socket = socket;
-  peer.pidfd = pidfd;
-  peer.ring = link.get();
-  peer.link = std::move(link);
-}
-
-void Context::add_remote(int rank, int socket) {
-  Peer& peer = new_peer(rank);
-  auto link = std::make_unique<TcpLink>(rank, *this, socket, sockets_);
-  peer.tcp = link.get();
-  peer.link = std::move(link);
-  remote_ = true;
+  messenger_.clear();  // before the links
 }
 
 void Context::start() {
   started_ = true;
-  last_round_ = watching_since_ = now_ns();
+  peers_.start(now_ns());
   // Signals are for the threads of the program: they interrupt its system calls and run its handlers.
   sigset_t all, before;
   sigfillset(&all);
@@ -177,14 +56,41 @@ void Context::start() {
   pthread_setname_np(watch_thread_.native_handle(), "shoal-watch");
 }
 
-Link* Context::link(int peer) const { return peers_[static_cast<std::size_t>(peer)].link.get(); }
-
-const Mapping& Context::peer_memory(int peer) const {
-  return peer == options_.rank ? arena_->mapping() : *peers_[static_cast<std::size_t>(peer)].memory;
+void Context::close(std::int64_t deadline) {
+  if (!started_ || closed_ || forked_) return;
+  closed_ = true;
+  peers_.say_goodbye(departure(), deadline);
+  stop_.store(true, std::memory_order_release);
+  bell().wake();
+  peers_.wake();
+  {
+    std::lock_guard lock(completions_mutex_);
+    completions_ready_.notify_all();
+  }
+  if (progress_thread_.joinable()) progress_thread_.join();
+  if (watch_thread_.joinable()) watch_thread_.join();
+  peers_.close();
+  std::lock_guard lock(groups_mutex_);
+  groups_.clear();
 }
 
-// -- groups
-// ---------------------------------------------------------------------------------------------------------
+void Context::disown() {
+  forked_ = true;
+  arena_->disown();
+  peers_.disown();
+  // The threads exist only in the parent.
+  if (progress_thread_.joinable()) progress_thread_.detach();
+  if (watch_thread_.joinable()) watch_thread_.detach();
+}
+
+std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> Context::held() {
+  auto [groups, messages] = messenger_.held();
+  const std::uint64_t lent = peers_.lent();
+  std::lock_guard lock(groups_mutex_);
+  return {groups, messages, early_.size(), lent};
+}
+
+// -- groups ---------------------------------------------------------------------------------------
 
 std::shared_ptr<Group> Context::make_group(Group::Options options) {
   auto group = std::make_shared<Group>(shared_from_this(), std::move(options));
@@ -203,16 +109,15 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
   for (auto [from, flaw] : messenger_.flawed(group->ident(), group->ranks()))
     refuse(*group, from->peer(), flaw);
   for (auto& pending : early) deliver(*group, pending.peer, pending.header, pending.text);
-  for (std::size_t p = 0; p < peers_.size(); ++p) {
-    int state = peers_[p].state.load();
-    int rank = group->rank_of(static_cast<int>(p));
-    if (rank < 0 || state == Peer::kAlive) continue;
-    messenger_.left(group->ident(), static_cast<int>(p));
-    if (state == Peer::kLost)
-      group->on_peers_lost(
-          {{static_cast<int>(p), "it was lost before the group was made", ErrorCode::kPeerLost}});
+  for (int member = 0; member < group->size(); ++member) {
+    const int peer = group->global(member);
+    const Peers::State state = peers_.state(peer);
+    if (state == Peers::kAlive) continue;
+    messenger_.left(group->ident(), peer);
+    if (state == Peers::kLost)
+      group->on_peers_lost({{peer, "it was lost before the group was made"}});
     else
-      group->on_peer_closed(rank, 0);
+      group->on_peer_closed(member, 0, state == Peers::kEnded ? kProgramEnded : kByChoice);
   }
   return group;
 }
@@ -240,133 +145,60 @@ std::shared_ptr<Group> Context::find(std::uint64_t ident) {
   return nullptr;
 }
 
-// -- progress
-// -------------------------------------------------------------------------------------------------------
+// -- peers that leave or die ----------------------------------------------------------------------
 
-bool Context::poll_rings() {
-  bool any = false;
-  for (int rank : ring_peers_) {
-    Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    if (peer.ring->readable()) any |= peer.ring->receive();
-    if (peer.ring->backlog()) any |= peer.ring->flush();
+void Context::lost(Loss loss) {
+  if (peers_.mark_lost(loss)) {
+    std::vector<Loss> losses{std::move(loss)};
+    for (Loss& other : peers_.ended()) losses.push_back(std::move(other));  // several often die together
+    tell_groups(losses);
   }
-  return any;
+  bell().wake();
 }
 
-bool Context::progress(bool& waiting) {
-  bool moved = poll_rings();
-  for (auto& group : groups()) moved |= group->progress(waiting);
-  return moved;
-}
-
-void Context::check(std::int64_t now, std::int64_t& next) {
-  for (auto& group : groups()) group->check(now, next);
-}
-
-void Context::submitted(bool large) {
-  submissions_.fetch_add(1, std::memory_order_seq_cst);
-  if (large || deep_.load(std::memory_order_seq_cst)) bell().wake();
-}
-
-bool Context::wait(Operation& op, std::int64_t until) {
-  if (op.done()) return true;
-  struct Attention {
-    Operation& op;
-    explicit Attention(Operation& o) : op(o) { op.group().attend(op, 1); }
-    ~Attention() { op.group().attend(op, -1); }
-  } attention(op);
-  Driving driving(*this);
-  int idle = 0;
-  std::int64_t give_up = 0;
-  while (true) {
-    bool moved = op.group().drive(op);
-    if (op.done()) return true;
-    if ((idle & 15) == 0) moved |= poll_rings();
-    if ((idle & 15) == 0 || idle > spins_) moved |= poll_sockets();
-    if (moved) {
-      idle = 0;
-      continue;
-    }
-    if (idle < spins_) {
-      ++idle;
-      pause_cpu();
-      continue;
-    }
-    std::int64_t now = now_ns();
-    if (idle++ == spins_) give_up = now + patience_;
-    if (now < give_up) {
-      sched_yield();
-      continue;
-    }
-    if (now >= until) return false;
-    std::int64_t next = std::min(until, now + 100 * kMillisecond);
-    op.group().check(now, next);
-    Doorbell::Sleeper sleeper(bell(), Wake::Any);
-    driving.pause();
-    moved = op.group().drive(op) || poll_rings();
-    if (op.done()) return true;
-    if (!moved) sleeper.sleep(next - now);
-    driving.resume();
-    idle = moved ? 0 : spins_;  // woken: what was rung for is there, or is not for us
+void Context::tell_groups(const std::vector<Loss>& losses) {
+  bool silent = false;  // a group does not tell those that are lost, in case they live
+  for (auto& group : groups()) silent |= group->on_peers_lost(losses);
+  for (const Loss& loss : losses) {
+    messenger_.gone(loss.peer);
+    if (silent && peers_.remote(loss.peer)) peers_.sever(loss.peer);
   }
+  bell().wake();  // receives may have been posted again
+  drop_groups();
 }
 
-void Context::progress_loop() {
-  std::uint64_t seen = 0;
-  std::int64_t active_until = 0, trim_at = 0;
-  while (!stop_.load(std::memory_order_acquire)) {
-    bool waiting = false;
-    if (progress(waiting)) continue;
-    std::int64_t now = now_ns();
-    std::uint64_t submissions = submissions_.load(std::memory_order_acquire);
-    if (submissions != seen) {
-      seen = submissions;
-      active_until = now + kActive;
-    }
-    std::int64_t next = std::numeric_limits<std::int64_t>::max();
-    check(now, next);
-    if (now >= trim_at && !arena_->trim(now - kWarm)) trim_at = now + kWarm / 4;
-    bool active = now < active_until;
-    deep_.store(!active && !waiting, std::memory_order_seq_cst);
-    {
-      Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
-      bool still = false;
-      bool moved = progress(still);
-      if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
-          !stop_.load()) {
-        std::int64_t nap = waiting ? 50 * kMillisecond : active ? look_in_ : 1000 * kMillisecond;
-        sleeper.sleep(std::min(nap, next - now));
-      }
-    }
-    deep_.store(false, std::memory_order_relaxed);
-  }
+void Context::look_for_deaths() {
+  if (forked_ || closed()) return;
+  poll_sockets();
+  const std::vector<Loss> losses = peers_.ended();
+  if (!losses.empty()) tell_groups(losses);
 }
 
-// -- completions
-// ----------------------------------------------------------------------------------------------------
-
-void Context::announce(std::uint64_t ticket) {
-  std::lock_guard lock(completions_mutex_);
-  completions_.push_back(ticket);
-  completions_ready_.notify_one();
+std::vector<int> Context::all_lost() {
+  look_for_deaths();
+  return peers_.all_lost();
 }
 
-std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
-  std::unique_lock lock(completions_mutex_);
-  completions_ready_.wait_for(lock, std::chrono::nanoseconds(timeout),
-                              [&] { return !completions_.empty() || stop_.load(); });
-  std::vector<std::uint64_t> tickets(completions_.begin(), completions_.end());
-  completions_.clear();
-  return tickets;
+void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
+  if (end == LinkEnd::kGone) return lost({link.peer(), why});
+  lost({link.peer(), std::string("it sent ") + why + "; the connection to it was cut", ErrorCode::kWire});
+  peers_.sever(link.peer());  // it hears at once, though nobody reads what it goes on sending
 }
 
-// -- frames
-// ---------------------------------------------------------------------------------------------------------
+void Context::departed(int rank, Departure why) {
+  if (!peers_.mark_departed(rank, why)) return;
+  for (auto& group : groups())
+    if (int member = group->rank_of(rank); member >= 0) group->on_peer_closed(member, 0, why);
+  messenger_.gone(rank);
+  drop_groups();
+}
+
+// -- frames ---------------------------------------------------------------------------------------
 
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {
     // A peer that was given up stays lost, even if its process was only stopped and runs again.
-    if (peers_[static_cast<std::size_t>(link.peer())].state.load() == Peer::kLost) return {};
+    if (peers_.state(link.peer()) == Peers::kLost) return {};
     std::unique_lock lock(groups_mutex_);
     auto group = find(header.group);
     // Under the lock: who makes the group looks through its early messages after the group is to be found.
@@ -376,11 +208,11 @@ Destination Context::on_header(Link& link, const FrameHeader& header) {
       link.refuse(flaw);
       return {};
     }
-    if ((header.channel & kPointToPoint) == 0) group->on_call_seen(header.channel, header.call);
+    if ((header.channel & kPointToPoint) == 0) group->inquiry().seen(header.channel, header.call);
     return messenger_.on_message(link, header);
   }
   if (header.type == FrameType::kMore) return messenger_.on_more(link, header);
-  auto& text = peers_[static_cast<std::size_t>(link.peer())].text;
+  auto& text = peers_.text(link.peer());
   text.resize(header.payload);
   return {text.data(), nullptr};
 }
@@ -401,14 +233,14 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       link.credited(header.total);
       return;
     case FrameType::kBye:
-      departed(link.peer());
+      departed(link.peer(), static_cast<Departure>(header.code));
       return;
     case FrameType::kHeartbeat:
       return;
     default:
       break;
   }
-  auto& bytes = peers_[static_cast<std::size_t>(link.peer())].text;
+  auto& bytes = peers_.text(link.peer());
   std::string text(reinterpret_cast<const char*>(bytes.data()), header.payload);
   if (header.type == FrameType::kGroupClosed) link.forget(header.group);
   // Under the lock, as it is made and dropped: a group that is not found is yet to be made, unless it is
@@ -464,10 +296,10 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
   const int source = static_cast<int>(header.source);
   switch (header.type) {
     case FrameType::kCallQuery:
-      group.on_call_query(source, header);
+      group.inquiry().on_query(source, header);
       break;
     case FrameType::kCallReply:
-      group.on_call_reply(source, header);
+      group.inquiry().on_reply(source, header);
       break;
     case FrameType::kBroken:
       group.on_broken(source, static_cast<ErrorCode>(header.code), text);
@@ -477,7 +309,7 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
       break;
     case FrameType::kGroupClosed:
       messenger_.left(group.ident(), peer);
-      group.on_peer_closed(source, header.channel);
+      group.on_peer_closed(source, header.channel, static_cast<Departure>(header.code));
       drop_groups();
       break;
     default:

@@ -16,10 +16,8 @@
 
 #include "engine/group.h"
 #include "engine/messenger.h"
+#include "engine/peers.h"
 #include "memory/arena.h"
-#include "transport/link.h"
-#include "transport/ring_link.h"
-#include "transport/tcp_link.h"
 
 namespace shoal {
 
@@ -47,12 +45,14 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   // Bootstrap: the descriptor and ring offset to hand to a local peer, then what came back.
   int memory_fd() const { return arena_->fd(); }
   std::size_t memory_capacity() const { return arena_->capacity(); }
-  std::uint64_t make_ring();
+  std::uint64_t make_ring() { return Peers::make_ring(*arena_); }
   // out: our ring in our arena; in: the peer's in its arena.  Takes the socket, unless it throws: BadMemory
   // if the peer's memory or ring is not what it should be, std::invalid_argument if `peer` cannot be.
   void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
-                 std::uint64_t in, int pid);
-  void add_remote(int peer, int socket);
+                 std::uint64_t in, int pid) {
+    peers_.add_local(*arena_, peer, socket, memory_fd, capacity, out, in, pid);
+  }
+  void add_remote(int peer, int socket) { peers_.add_remote(peer, socket); }
   void start();
 
   std::shared_ptr<Group> make_group(Group::Options options);
@@ -63,9 +63,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::vector<std::uint64_t> completions(std::int64_t timeout);
   void announce(std::uint64_t ticket);
   void close(std::int64_t deadline);
-  void disown();                                // in a forked child
-  void sever(int peer);                         // fault injection: cut the connection
-  void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
+  // The program ends: the peers are told so of what is closed from now on.
+  void program_ends() { program_ends_.store(true); }
+  Departure departure() const { return program_ends_.load() ? kProgramEnded : kByChoice; }
+  void disown();  // in a forked child
   // For tests: groups remembered, unread messages, frames for groups not made yet, bytes lent by the peers.
   std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> held();
   void die_at(Fault point) { fault_.store(point, std::memory_order_relaxed); }
@@ -81,18 +82,16 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   ArenaHeader& header() const { return *header_; }
   Doorbell& bell() const { return header_->doorbell; }
   Messenger& messenger() { return messenger_; }
-  Link* link(int peer) const;
-  bool local(int peer) const { return peers_[static_cast<std::size_t>(peer)].memory != nullptr; }
-  const Mapping& peer_memory(int peer) const;
-  bool gone(int peer) const { return peers_[static_cast<std::size_t>(peer)].state.load() != Peer::kAlive; }
+  Peers& peers() { return peers_; }
+  Link* link(int peer) const { return peers_.link(peer); }
+  const Mapping& memory(int rank) const {
+    return rank == options_.rank ? arena_->mapping() : peers_.memory(rank);
+  }
   void submitted(bool large);
   // Takes note of peers that have died by now, before somebody is told who has.
   void look_for_deaths();
   // All ranks that are lost by now, to this rank or to one that said so.
   std::vector<int> all_lost();
-  void lost_to_others(int peer) { peers_[static_cast<std::size_t>(peer)].lost_to_others.store(true); }
-  // Tells the user, in words, that this process did not run for a while just now: it was stopped, or starved.
-  std::string absence() const;
 
   Destination on_header(Link& link, const FrameHeader& header) override;
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
@@ -100,24 +99,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void on_sent() override { bell().ring(); }
 
  private:
-  // What an epoll event is about.
-  static constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
-  struct Peer {
-    enum State : int { kAlive, kDeparted, kLost };
-    std::unique_ptr<Link> link;
-    RingLink* ring = nullptr;
-    TcpLink* tcp = nullptr;
-    std::unique_ptr<Mapping> memory;
-    int socket = -1;  // local: its end means the peer's
-    int pidfd = -1;
-    std::atomic<int> state{kAlive};
-    std::atomic<bool> lost_to_others{false};
-    std::vector<std::byte> text;  // payload of a control frame on its way in
-  };
-  Peer& new_peer(int rank);
   void progress_loop();
   void watch_loop();
-  bool poll_rings();
   bool poll_sockets();
   // A thread in wait() while it polls the sockets; paused while it sleeps.
   struct Driving {
@@ -132,20 +115,14 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void park_or_rearm(bool readable, std::uint64_t& seen);
   bool progress(bool& waiting);
   void check(std::int64_t now, std::int64_t& next);
-  void heartbeats(std::int64_t now);
-  void mind_the_gap(std::int64_t now);
-  void lost(int peer, std::string why, ErrorCode code = ErrorCode::kPeerLost);
+  void lost(Loss loss);
   void tell_groups(const std::vector<Loss>& losses);
-  bool bury(int peer, std::string& why);
-  std::vector<Loss> ended();
-  void departed(int peer);
+  void departed(int peer, Departure why);
   std::vector<std::shared_ptr<Group>> groups();
   std::shared_ptr<Group> find(std::uint64_t ident);  // under groups_mutex_
   void keep_early(int peer, const FrameHeader& header, std::string text);
   void refuse(Group& group, int peer, const char* flaw);
   void deliver(Group& group, int peer, const FrameHeader& header, const std::string& text);
-  void watch(int fd, std::uint64_t what);
-  void release_descriptors();
 
   Options options_;
   std::shared_ptr<Arena> arena_;
@@ -153,9 +130,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   int spins_;              // looks at what a wait is for, before giving the core away
   std::int64_t patience_;  // how long (ns) to give it away before sleeping
   std::int64_t look_in_;   // how often (ns) the progress thread looks for small operations
-  std::vector<Peer> peers_;
-  std::vector<int> ring_peers_;
-  std::mutex descriptors_mutex_;  // those of the peers are not closed under it
+  Peers peers_;
   Messenger messenger_;
 
   std::mutex groups_mutex_;
@@ -168,27 +143,18 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::deque<Pending> early_;
 
   std::thread progress_thread_, watch_thread_;
-  int epoll_ = -1;
-  // The TCP sockets, watched through an epoll of their own: a thread in wait() polls it, and one call hands
-  // it back to the watch thread (see watch.cc).
-  int sockets_ = -1;
-  bool remote_ = false;                   // there are TCP sockets
+  // How threads in wait() and the watch thread share the TCP sockets (waiting.cc).
   std::atomic<int> drivers_{0};           // threads in wait() that poll them
   std::atomic<std::uint64_t> drives_{0};  // how often one began to
   std::atomic<int> asleep_{0};            // threads in wait() that sleep
   std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
-  int wakeup_ = -1;
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};
   std::atomic<std::uint64_t> submissions_{0};
-  std::atomic<bool> silent_{false};
   std::atomic<Fault> fault_{Fault::kNone};
-  std::int64_t last_beat_ = 0;
-  std::atomic<std::int64_t> last_round_{0};      // when the watch thread last ran
-  std::atomic<std::int64_t> watching_since_{0};  // without a gap in its own rounds
-  std::atomic<std::int64_t> gap_{0};             // how long the last one was
   bool started_ = false, forked_ = false;
   std::atomic<bool> closed_{false};
+  std::atomic<bool> program_ends_{false};
 
   std::mutex completions_mutex_;
   std::condition_variable completions_ready_;

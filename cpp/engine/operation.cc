@@ -3,24 +3,19 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <limits>
 #include <new>
 
-#include "collectives/collectives.h"
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "engine/context.h"
+#include "engine/describe.h"
 #include "engine/group.h"
 
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kStall = 1'000'000'000;
+constexpr std::int64_t kStall = kSecond;
 constexpr std::uint64_t kLarge = (4 << 20) + 1;
-
-std::uint64_t bytes(const std::vector<Span>& spans) {
-  std::uint64_t sum = 0;
-  for (const Span& span : spans) sum += span.bytes;
-  return sum;
-}
 
 Fingerprint fingerprint(const Request& request, int lanes) {
   Fingerprint call;
@@ -43,8 +38,8 @@ Fingerprint fingerprint(const Request& request, int lanes) {
 Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
-      call_(fingerprint(request_, group_->lanes())),
-      large_(std::max(bytes(request_.in), bytes(request_.out)) >= kLarge),
+      call_(fingerprint(request_, group_->lane_count())),
+      large_(std::max(total(request_.in), total(request_.out)) >= kLarge),
       deadline_(now_ns() + request_.timeout),
       ask_at_(deadline_ - request_.timeout + kStall) {}
 
@@ -63,10 +58,10 @@ bool Operation::step() {
   if (!task_.handle()) {
     // One before it may have been given up between two phases: what this one published would be taken for the
     // rest of that, and for a mismatch, by members that have not heard yet why the group is broken.
-    if (request_.kind < Kind::kSend && group_->broken()) return false;
+    if (request_.collective() && group_->broken()) return false;
     if (request_.kind == Kind::kSend && group_->lost(request_.peer)) return false;
-    if (numbered() && request_.channel >= group_->given_up_.load(std::memory_order_relaxed)) return false;
-    task_ = collectives::start(*this);
+    if (group_->gave_up(request_)) return false;
+    task_ = request_.algorithm(*this);
     resume_ = task_.handle();
     moved = true;
     resume_.resume();
@@ -88,10 +83,24 @@ bool Operation::step() {
       end(std::move(lack));
     else
       group_->fail(std::move(lack), true);
-    return true;  // Group::settle fails the operation
+    return true;  // Group::fail_if_in_vain fails the operation
   }
   complete();
   return true;
+}
+
+bool Operation::overdue(std::int64_t now, std::int64_t& next) const {
+  if (deadline_ <= now) return true;
+  next = std::min(next, deadline_);
+  return false;
+}
+
+bool Operation::stalls(std::int64_t now, std::int64_t& next) {
+  if (!request_.collective()) return false;
+  const bool stalls = ask_at_ <= now;
+  if (stalls) ask_at_ = std::numeric_limits<std::int64_t>::max();
+  next = std::min(next, ask_at_);
+  return stalls;
 }
 
 bool Operation::begin() {
@@ -105,10 +114,7 @@ bool Operation::begin() {
 void Operation::complete() {
   if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
-  if (numbered() && error_.code == ErrorCode::kNone) {
-    const std::size_t lanes = group_->lanes_.size();
-    group_->lanes_[request_.channel % lanes].next.store(request_.channel + lanes, std::memory_order_relaxed);
-  }
+  if (request_.numbered() && error_.code == ErrorCode::kNone) group_->lanes().completed(*this);
   if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
     group_->context().announce(ticket_);
   group_->context().bell().ring();
@@ -116,7 +122,7 @@ void Operation::complete() {
 
 void Operation::fail(Error error) {
   if (done()) return;
-  error.completed = group_->last_completed();
+  error.completed = group_->lanes().last_completed();
   const std::string subject = describe(request_);
   // A cause that speaks of this very operation goes on where its subject stands already.
   const bool of_this = error.text.starts_with(subject + " ");
@@ -130,7 +136,8 @@ void Operation::fail(Error error) {
   Arena& arena = *group_->context().arena();
   for (const auto* spans : {&request_.in, &request_.out})
     for (const Span& span : *spans)
-      if (numbered() && group_->team() != nullptr && span.bytes > 0 && arena.contains(span.data, span.bytes))
+      if (request_.numbered() && group_->team() != nullptr && span.bytes > 0 &&
+          arena.contains(span.data, span.bytes))
         arena.abandon(span.data);
   complete();
 }
@@ -143,10 +150,10 @@ void Operation::end(Error error) {
 }
 
 bool Operation::cancel() {
-  if (request_.kind < Kind::kSend || done() || group_->context().forked()) return false;
+  if (request_.collective() || done() || group_->context().forked()) return false;
   end({ErrorCode::kCancelled, describe(request_) + " was cancelled here", {}});
   while (!done())
-    if (!group_->drive(*this)) sched_yield();  // another thread holds the token
+    if (!group_->lanes().drive(*this)) sched_yield();  // another thread holds the token
   return error_.code == ErrorCode::kCancelled;
 }
 
@@ -162,7 +169,7 @@ bool Operation::orphaned() {
 }
 
 Task Operation::mismatch() {
-  group_->suspect(request_.channel);
+  group_->inquiry().suspect(request_.channel);
   co_await never();
 }
 

@@ -17,42 +17,16 @@
 namespace shoal {
 
 class Group;
-namespace collectives {
 class Messages;
-}
+class Operation;
 
-enum class Kind : std::uint8_t {
-  kAllReduce = 1,
-  kReduce = 2,
-  kBroadcast = 3,
-  kAllGather = 4,
-  kReduceScatter = 5,
-  kGather = 6,
-  kScatter = 7,
-  kAllToAll = 8,
-  kBarrier = 9,
-  kSend = 10,
-  kRecv = 11,
-};
-
-enum class ErrorCode : std::uint16_t {
-  kNone = 0,
-  kPeerLost = 1,
-  kMismatch = 2,
-  kTimeout = 3,
-  kAborted = 4,
-  kClosed = 5,
-  kOutOfMemory = 6,
-  kForked = 7,
-  kWire = 8,  // a peer sent, or wrote into shared memory, what cannot be
-  kCancelled = 9,
-};
+constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
 struct Error {
   ErrorCode code = ErrorCode::kNone;
   std::string text;
   std::vector<int> ranks;       // in the group
-  std::int64_t completed = -1;  // Group::last_completed() when the operation failed
+  std::int64_t completed = -1;  // Lanes::last_completed() when the operation failed
 };
 
 // Says that a peer wrote into shared memory what cannot be; it ends the group of the operation that throws
@@ -68,11 +42,21 @@ struct Span {
   std::uint64_t bytes = 0;
 };
 
+inline std::uint64_t total(const std::vector<Span>& spans) {
+  std::uint64_t bytes = 0;
+  for (const Span& span : spans) bytes += span.bytes;
+  return bytes;
+}
+
 // A validated call, as the binding hands it over.  Spans follow the table in src/shoal/spec.py.
 struct Request {
-  Kind kind{};
-  std::uint64_t channel = 0;  // sequence number, or key
-  bool keyed = false;
+  // The coroutine of an operation, which the engine drives and of which it knows nothing else.
+  using Algorithm = Task (*)(Operation&);
+  Request(Kind kind, Algorithm algorithm) : kind(kind), algorithm(algorithm) {}
+
+  Kind kind;
+  Algorithm algorithm;
+  std::uint64_t channel = 0;  // sequence number, or kKeyed | key
   std::vector<Span> in;
   std::vector<Span> out;
   kernels::Reduction reduction{};
@@ -83,6 +67,12 @@ struct Request {
   std::int32_t peer = -1;
   std::uint64_t tag = 0;
   Shape shape;
+
+  std::uint64_t bytes() const { return total(in) + total(out); }
+  bool collective() const { return kind < Kind::kSend; }
+  bool keyed() const { return (channel & kKeyed) != 0; }
+  // It has a number and a lane: it is neither matched by key nor a message.
+  bool numbered() const { return collective() && !keyed(); }
 };
 
 class Operation : public std::enable_shared_from_this<Operation> {
@@ -96,11 +86,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::int64_t deadline() const { return deadline_; }
   // There is so much to do that the thread which submits the operation leaves it to others.
   bool large() const { return large_; }
-  // It has a number and a lane: it is neither matched by key nor a message.
-  bool numbered() const { return !request_.keyed && request_.kind < Kind::kSend; }
 
   bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
   const Error& error() const { return error_; }  // once done
+  // Whether its time has run out; and whether it has not come to its end for so long that calls should be
+  // compared with a neighbour, once.  The next time to look is written to `next` if earlier.
+  bool overdue(std::int64_t now, std::int64_t& next) const;
+  bool stalls(std::int64_t now, std::int64_t& next);
   // True if the operation is already done; otherwise its completion will be announced to
   // Context::completions.
   bool announce(std::uint64_t ticket);
@@ -164,8 +156,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // A peer claims something else for this operation: look into it; never returns.
   Task mismatch();
 
-  std::shared_ptr<Incoming> received;            // RECV: what arrived
-  std::vector<collectives::Messages*> messages;  // what it exchanges, while it does
+  std::shared_ptr<Incoming> received;  // RECV: what arrived
+  std::vector<Messages*> messages;     // what it exchanges, while it does
 
  private:
   void complete();

@@ -96,7 +96,7 @@ bool Team::resolve() {
   bool all = true;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     if (found_[i]) continue;
-    const Mapping& memory = context_.peer_memory(global_[i]);
+    const Mapping& memory = context_.memory(global_[i]);
     auto& header = *memory.at<ArenaHeader>(0);
     std::uint64_t offset = look_up(header, group_);
     if (offset != 0 && (offset % alignof(Counters) != 0 || !memory.holds(offset, block_bytes()))) {

@@ -11,7 +11,7 @@
 #include <limits>
 #include <string>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace shoal {
 namespace {

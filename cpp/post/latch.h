@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <ctime>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace shoal {
 

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace shoal {
 namespace {

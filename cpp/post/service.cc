@@ -8,7 +8,7 @@
 #include <limits>
 #include <utility>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "post/post.h"
 
 namespace shoal {

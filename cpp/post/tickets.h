@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace shoal {
 

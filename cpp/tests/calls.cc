@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstring>
 
+#include "engine/describe.h"
+
 namespace shoal::stress {
 namespace {
 
@@ -168,12 +170,25 @@ Room::Room(Group& group, std::uint64_t bytes, std::size_t item, const Taste& tas
   data_ = (block_ ? block_->data() : heap_.get()) + shift;
 }
 
-Call::Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, bool keyed,
-           Desk& desk, Tally& tally)
+Request message_request(Kind kind, int peer, std::uint64_t tag, DType dtype, std::optional<Span> data) {
+  Request request(kind, collectives::start);
+  request.peer = peer;
+  request.tag = tag;
+  request.timeout = kPatience;
+  request.shape.dtype = static_cast<std::uint8_t>(dtype);
+  if (data) {
+    request.shape.dims = 1;
+    request.shape.sizes[0] = data->bytes / itemsize(dtype);
+    (kind == Kind::kSend ? request.in : request.out).push_back(*data);
+  }
+  return request;
+}
+
+Call::Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, Desk& desk,
+           Tally& tally)
     : group_(std::move(group)), plan_(plan), taste_(taste), desk_(desk), tally_(tally) {
-  Request request;
+  Request request(plan_.kind, collectives::start);
   request.channel = channel;
-  request.keyed = keyed;
   make_request(request);
   desk_.doing("submitting", group_.get());
   op_ = group_->submit(std::move(request));
@@ -202,7 +217,6 @@ std::vector<Span> Call::lay_out(std::unique_ptr<Room>& room, auto&& bytes_of) {
 void Call::make_request(Request& request) {
   const int size = group_->size(), rank = group_->rank();
   const bool root = rank == plan_.root;
-  request.kind = plan_.kind;
   request.reduction = plan_.how;
   request.root = plan_.root;
   request.timeout = kPatience;
@@ -251,7 +265,7 @@ bool Call::finish() {
   Context& context = group_->context();
   desk_.doing("waiting", group_.get());
   // Tickets are for one thread of a rank: the keyed calls have another.
-  if (taste_.by_message && !op_->request().keyed) {
+  if (taste_.by_message && !op_->request().keyed()) {
     const std::uint64_t ticket = op_->request().channel + (group_->ident() << 24);
     bool told = op_->announce(ticket);
     while (!told)

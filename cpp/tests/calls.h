@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "collectives/collectives.h"
 #include "engine/context.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
@@ -55,11 +57,13 @@ class Room {
   std::byte* data_;
 };
 
+// A message, without a buffer if its receiver takes what comes.
+Request message_request(Kind kind, int peer, std::uint64_t tag, DType dtype, std::optional<Span> data);
+
 // One operation on its way.  Keeps its memory until it is done.
 class Call {
  public:
-  Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, bool keyed, Desk& desk,
-       Tally& tally);
+  Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, Desk& desk, Tally& tally);
 
   // False if it failed; what has succeeded must be right.
   bool finish();

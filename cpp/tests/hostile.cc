@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/collectives.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 #include "tests/world.h"
@@ -101,10 +102,9 @@ class RingWire final : public Wire {
 // -- what a peer sends ----------------------------------------------------------------------------
 
 OperationPtr submit(Group& group, Kind kind, std::vector<std::byte>* data, std::uint64_t tag) {
-  Request request;
-  request.kind = kind;
+  Request request(kind, collectives::start);
   request.timeout = kPatience;
-  request.peer = kind < Kind::kSend ? -1 : 1;
+  request.peer = request.collective() ? -1 : 1;
   request.tag = tag;
   request.reduction.dtype = DType::kFloat32;
   request.reduction.divisor = 2;
@@ -444,8 +444,7 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
       Desk& desk = watchdog.desk(rank);
       desk.doing("memory that another writes to", &group);
       for (std::uint64_t number = 0; number < 50 && !group.broken(); ++number) {
-        Request request;
-        request.kind = number % 2 ? Kind::kBroadcast : Kind::kAllReduce;
+        Request request(number % 2 ? Kind::kBroadcast : Kind::kAllReduce, collectives::start);
         request.channel = number;
         request.root = number % 2 ? 0 : -1;
         request.reduction = {DType::kFloat32, RedOp::kSum, 2};

@@ -153,8 +153,8 @@ class Part {
       Random script(seed + division.group->ident());
       Plan plan = make_plan(script, division.group->size(), chapter_.extent);
       dawdle();
-      calls_.push_back(std::make_unique<Call>(division.group, plan, make_taste(own_), division.next++, false,
-                                              desk_, tally_));
+      calls_.push_back(
+          std::make_unique<Call>(division.group, plan, make_taste(own_), division.next++, desk_, tally_));
     }
     std::shuffle(calls_.begin(), calls_.end(), own_);
     const auto stay = static_cast<std::size_t>(chance(own_, 4) ? pick(own_, 0, 6) : 0);

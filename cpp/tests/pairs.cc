@@ -74,18 +74,9 @@ class PairRank {
   }
 
   OperationPtr message(Kind kind, int peer, std::uint64_t tag, std::vector<std::byte>* data) {
-    Request request;
-    request.kind = kind;
-    request.peer = peer;
-    request.tag = tag;
-    request.timeout = kPatience;
-    request.shape.dtype = static_cast<std::uint8_t>(DType::kUInt8);
-    if (data != nullptr) {
-      request.shape.dims = 1;
-      request.shape.sizes[0] = data->size();
-      (kind == Kind::kSend ? request.in : request.out).push_back({data->data(), data->size()});
-    }
-    auto op = group_->submit(std::move(request));
+    std::optional<Span> span;
+    if (data != nullptr) span = {data->data(), data->size()};
+    auto op = group_->submit(message_request(kind, peer, tag, DType::kUInt8, span));
     desk_.begun(op);
     return op;
   }
@@ -220,7 +211,7 @@ class PairRank {
       std::vector<std::byte> half(300'000);
       auto unread = message(Kind::kSend, neighbour(1), kNever, &half);
       for (int r = 0; r < world_.size(); ++r)
-        if (r != rank_) context().sever(r);
+        if (r != rank_) context().peers().sever(r);
       auto receive = message(Kind::kRecv, -1, kNever, nullptr);
       check(!finish(receive) && receive->error().code == ErrorCode::kPeerLost,
             "a rank without peers receives");

@@ -34,13 +34,21 @@ struct Model {
   std::vector<Indices> buckets;
   Indices expected;
   bool learning = false;
-  std::vector<bool> used;
+  std::vector<bool> used;  // of each parameter: some rank has a gradient, where ranks do not say so anew
 
   bool separated() const { return separate || learning || rules.find_unused; }
 
   std::vector<bool> came(const Plan& plan) const {
     std::vector<bool> result(expected.size(), false);
     for (std::uint32_t index : plan.gradients) result[index] = true;
+    return result;
+  }
+
+  std::vector<bool> used_in(const std::vector<Plan>& plans) const {
+    if (!separated()) return used;
+    std::vector<bool> result(expected.size(), false);
+    for (const Plan& plan : plans)
+      for (std::uint32_t index : plan.gradients) result[index] = true;
     return result;
   }
 
@@ -226,6 +234,7 @@ void run(Pass& pass, const Model& model, const std::vector<Plan>& plans, std::si
   check(pass.number() == before + 1, "a pass is not counted");
   check(end == (model.well(plans) ? End::kWell : End::kTrouble), "the outcome is wrong");
   check(rank.delivered.has_value() == (end == End::kWell), "averages are delivered at the wrong time");
+  check(!rank.delivered || *rank.delivered == model.used_in(plans), "the wrong parameters count as used");
 }
 
 }  // namespace
@@ -263,6 +272,7 @@ void passes(std::uint64_t seed) {
       Indices sorted = *order;
       std::sort(sorted.begin(), sorted.end());
       for (std::size_t i = 0; i < sorted.size(); ++i) check(sorted[i] == i, "the order is no permutation");
+      if (model.learning) model.used = model.used_in(plans);
       model.learning = false;
       model.expected = ranks[static_cast<std::size_t>(first - plans.begin())].expected();
       model.buckets.assign(1, *order);  // one bucket, in the order of arrival

@@ -20,19 +20,9 @@ namespace shoal::stress {
 namespace {
 
 OperationPtr message(Group& group, Kind kind, int peer, std::uint64_t tag, std::vector<std::int32_t>* data) {
-  Request request;
-  request.kind = kind;
-  request.peer = peer;
-  request.tag = tag;
-  request.timeout = kPatience;
-  request.shape.dtype = static_cast<std::uint8_t>(DType::kInt32);
-  if (data != nullptr) {
-    Span span{reinterpret_cast<std::byte*>(data->data()), data->size() * 4};
-    request.shape.dims = 1;
-    request.shape.sizes[0] = data->size();
-    (kind == Kind::kSend ? request.in : request.out).push_back(span);
-  }
-  return group.submit(std::move(request));
+  std::optional<Span> span;
+  if (data != nullptr) span = {reinterpret_cast<std::byte*>(data->data()), data->size() * 4};
+  return group.submit(message_request(kind, peer, tag, DType::kInt32, span));
 }
 
 // -- what a rank does -----------------------------------------------------------------------------
@@ -101,8 +91,8 @@ class Rank {
     add(100 + static_cast<std::uint64_t>(rank_ / 2), [&](int r) { return r / 2 == rank_ / 2; });
   }
 
-  std::unique_ptr<Call> call(std::size_t which, Plan plan, Taste taste, std::uint64_t channel, bool keyed) {
-    return std::make_unique<Call>(groups_[which], plan, taste, channel, keyed, desk(), round_.tally);
+  std::unique_ptr<Call> call(std::size_t which, Plan plan, Taste taste, std::uint64_t channel) {
+    return std::make_unique<Call>(groups_[which], plan, taste, channel, desk(), round_.tally);
   }
 
   // Several collectives in flight, waited for in any order, some only by the progress thread.
@@ -114,7 +104,7 @@ class Rank {
       Random script(script_());  // groups differ in size, so their plans draw differently
       Plan plan = make_plan(script, groups_[which]->size(), Extent::kMixed);
       dawdle(own_);
-      calls.push_back(call(which, plan, make_taste(own_), numbers_[which]++, false));
+      calls.push_back(call(which, plan, make_taste(own_), numbers_[which]++));
     }
     if (pick(own_, 0, 3) == 0)
       for (int i = 0; i < 200 && !calls.back()->operation().done(); ++i)
@@ -161,7 +151,7 @@ class Rank {
     check(arrived.header.total == count * 4, "a message has another length");
     if (!buffer) std::memcpy(in.data(), arrived.owned.get(), count * 4);
     check(std::all_of(in.begin(), in.end(), [&](std::int32_t v) { return v == from; }), "a message is wrong");
-    return call(0, barrier(), Taste{}, numbers_[0]++, false)->finish();  // the tag is free again
+    return call(0, barrier(), Taste{}, numbers_[0]++)->finish();  // the tag is free again
   }
 
   // A second thread of the rank: operations matched by key, in an order of its own.
@@ -179,7 +169,7 @@ class Rank {
       std::vector<std::unique_ptr<Call>> calls;
       for (std::size_t i = begin; i < end; ++i) {
         dawdle(own);
-        calls.push_back(call(0, plans[i].second, make_taste(own), plans[i].first, true));
+        calls.push_back(call(0, plans[i].second, make_taste(own), plans[i].first));
       }
       for (auto& call : calls)
         if (!call->finish()) side_failed_ = true;
@@ -194,7 +184,7 @@ class Rank {
         group->fail({ErrorCode::kAborted, "the stress test aborts", {group->rank()}}, true);
     } else {
       for (int r = 0; r < round_.world.size(); ++r)
-        if (r != rank_) context().sever(r);
+        if (r != rank_) context().peers().sever(r);
     }
   }
 

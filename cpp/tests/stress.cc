@@ -22,7 +22,7 @@
 #include <limits>
 #include <string>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 

@@ -7,15 +7,13 @@
 #include <string>
 #include <thread>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace shoal::stress {
 
 using Random = std::mt19937_64;
 
-constexpr std::int64_t kSecond = 1'000'000'000;
 constexpr std::int64_t kPatience = 600 * kSecond;  // of operations: hangs are for the watchdog to find
-constexpr std::uint64_t kKeyed = 1ULL << 62;
 
 // Prints what is wrong and the seed of the round, then aborts.
 [[noreturn]] void die(const std::string& what);

@@ -14,6 +14,7 @@
 #include <exception>
 #include <fstream>
 
+#include "engine/describe.h"
 #include "tests/support.h"
 
 namespace shoal::stress {
@@ -79,8 +80,8 @@ void print_stacks() {
 void print_lane(const Operation& operation) {
   Group& group = operation.group();
   const Request& request = operation.request();
-  if (request.keyed || request.kind >= Kind::kSend || group.team() == nullptr) return;
-  const int index = static_cast<int>(request.channel % static_cast<std::uint64_t>(group.lanes()));
+  if (!request.numbered() || group.team() == nullptr) return;
+  const int index = static_cast<int>(request.channel % static_cast<std::uint64_t>(group.lane_count()));
   const TeamLane& lane = group.team()->lane(index);
   std::fprintf(stderr, ", lane %d at phase %llu", index, static_cast<unsigned long long>(lane.phase));
   for (std::size_t place = 0; place < lane.seats.size(); ++place) {

@@ -9,8 +9,8 @@
 namespace shoal {
 namespace {
 
-constexpr std::uint8_t kLastCollective = 9;  // enum Kind of engine/operation.h
-constexpr std::uint16_t kLastError = 8;      // enum ErrorCode of the same
+constexpr auto kLastCollective = static_cast<std::uint8_t>(Kind::kBarrier);
+constexpr auto kLastError = static_cast<std::uint16_t>(ErrorCode::kWire);
 constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };
@@ -40,16 +40,24 @@ const Limits* limits_of(FrameType type) {
       {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},                    // query
       {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},                   // reply
       {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},             // broken
-      {{0, 0}, 0, true, true, false, 0, false, Content::kNothing},                                // closed
-      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing, Between::kAll},               // bye
-      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing, Between::kAll},               // beat
-      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing, Between::kAll},    // credit
-      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},                   // closing
-      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing, Between::kAll},                  // withdrawn
-      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},              // cancel
-      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},              // ask
-      {{0, 1}, kTextLimit, false, true, false, 0, false, Content::kNothing, Between::kPosts},     // tell
-      {{0, 0}, 0, false, false, false, kLongest, false, Content::kNothing, Between::kPosts},      // return
+      {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false, Content::kNothing},            // closed
+      {{kByChoice, kProgramEnded},
+       0,
+       false,
+       false,
+       false,
+       0,
+       false,
+       Content::kNothing,
+       Between::kAll},                                                                          // bye
+      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing, Between::kAll},             // beat
+      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing, Between::kAll},  // credit
+      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},                 // closing
+      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing, Between::kAll},                // withdrawn
+      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // cancel
+      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // ask
+      {{0, 1}, kTextLimit, false, true, false, 0, false, Content::kNothing, Between::kPosts},   // tell
+      {{0, 0}, 0, false, false, false, kLongest, false, Content::kNothing, Between::kPosts},    // return
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;

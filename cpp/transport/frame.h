@@ -28,6 +28,35 @@ constexpr std::uint64_t kHeaderCharge = 256;     // what a message is charged be
 constexpr std::uint64_t kLongest = 1ULL << 48;   // bytes of a message: no address space holds more
 constexpr std::uint16_t kWithheld = 1;           // code of a kMessage that waits for a grant as a whole
 
+// What an operation does.
+enum class Kind : std::uint8_t {
+  kAllReduce = 1,
+  kReduce = 2,
+  kBroadcast = 3,
+  kAllGather = 4,
+  kReduceScatter = 5,
+  kGather = 6,
+  kScatter = 7,
+  kAllToAll = 8,
+  kBarrier = 9,
+  kSend = 10,
+  kRecv = 11,
+};
+
+// Why a group or an operation ended.
+enum class ErrorCode : std::uint16_t {
+  kNone = 0,
+  kPeerLost = 1,
+  kMismatch = 2,
+  kTimeout = 3,
+  kAborted = 4,
+  kClosed = 5,
+  kOutOfMemory = 6,
+  kForked = 7,
+  kWire = 8,  // a peer sent, or wrote into shared memory, what cannot be
+  kCancelled = 9,
+};
+
 enum class FrameType : std::uint16_t {
   kMessage = 1,
   kMore = 2,
@@ -35,8 +64,8 @@ enum class FrameType : std::uint16_t {
   kCallQuery = 4,  // "what did you call as operation `channel`?"
   kCallReply = 5,
   kBroken = 6,       // the sender's group ended; payload: why
-  kGroupClosed = 7,  // orderly end of a group
-  kBye = 8,          // orderly end of the process
+  kGroupClosed = 7,  // the sender left the group in good order; code: Departure
+  kBye = 8,          // the sender closed its connections in good order; code: Departure
   kHeartbeat = 9,
   kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
@@ -52,6 +81,12 @@ enum class FrameType : std::uint16_t {
 enum Answer : std::uint16_t {
   kWanted = 0,
   kDeclined = 1,  // the receiver drops the message: the rest need not come
+};
+
+// The code of a kGroupClosed and of a kBye: why the sender left.
+enum Departure : std::uint16_t {
+  kByChoice = 0,      // its program closed the group
+  kProgramEnded = 1,  // its program ended without closing the group
 };
 
 // The code of a kGroupClosing.

@@ -120,6 +120,7 @@ class Link {
 
   // Writes what is queued as far as it goes; true if nothing is left.
   bool flush();
+  // Nothing is left to send, nor waits for the peer to ask for it.
   bool idle();
   bool backlog() const { return backlog_.load(std::memory_order_relaxed); }
   // Reads and delivers what is there; true if anything was.

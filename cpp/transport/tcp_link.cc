@@ -14,7 +14,7 @@
 #include <cstring>
 #include <utility>
 
-#include "engine/clock.h"
+#include "base/clock.h"
 
 namespace shoal {
 

@@ -73,7 +73,8 @@ class StoreTimeout(StoreError, TimeoutError):
     """A key did not appear in time.  The message names the keys that were missing.
 
     Either the process that should have set them is late or dead, or it works in another namespace
-    (another job id or epoch).
+    (another job id or epoch).  A store of one's own (a ``Backing``) raises it too for a key that could not be
+    changed in time; the message then says how often that was tried.
     """
 
 

@@ -81,6 +81,15 @@ def misspelt(where: str, unknown: Iterable[str], known: Sequence[str]) -> UsageE
     return UsageError(f"{text}.  It takes {', '.join(known)}")
 
 
+def named(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The arguments of ``function`` that can be given by name; it may take any others, too."""
+    return tuple(
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != "self"
+    )
+
+
 def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
     """The names that ``function`` takes as keywords, or None if it takes any or does not tell.
 
@@ -92,11 +101,7 @@ def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return tuple(
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    )
+    return named(function)
 
 
 def explained(where: Callable[..., str]) -> Callable[[F], F]:
@@ -110,9 +115,8 @@ def explained(where: Callable[..., str]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        known = taken(function)
-        assert known is not None, "a function that takes any keyword has nothing to refuse"
-        names = tuple(name for name in known if name != "self")
+        names = taken(function)
+        assert names is not None, "a function that takes any keyword has nothing to refuse"
         accepted = frozenset(names)
 
         @functools.wraps(function)

@@ -198,6 +198,21 @@ class World:
             for member in reversed(members):
                 all_of_them.callback(member._begin_close)
 
+    def end_with_program(self, error: BaseException | None) -> None:
+        """Close what the program has left open at its end, and tell the others that it ended.
+
+        Args:
+            error: the exception that ended it; None: it came to its end, or called :func:`sys.exit`.
+        """
+        with self._lock:
+            used = self._in_use()
+        with contextlib.ExitStack() as all_of_them:  # the last that is pushed comes first
+            all_of_them.callback(self.close, _EXIT_TIMEOUT)
+            if error is not None:
+                all_of_them.callback(self.abort, f"rank {self.membership.rank} ended with {in_words(error)}")
+            for links in used:
+                all_of_them.callback(links.backend.program_ends)
+
     def become_forked(self) -> None:
         """In a forked child: nothing of this works, and nothing of the parent's is touched."""
         self._lock = threading.RLock()  # a thread that the child does not have may have held it
@@ -241,11 +256,8 @@ def _close_at_exit() -> None:
     if error is not None:
         failure_report.ended(error)
     for world in list(_worlds):
-        if error is not None:
-            with contextlib.suppress(Exception):
-                world.abort(f"rank {world.membership.rank} ended with {in_words(error)}")
         with contextlib.suppress(Exception):
-            world.close(_EXIT_TIMEOUT)
+            world.end_with_program(error)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from shoal.backend.registry import register_backend, unregister_backend
-from shoal.errors import GroupAborted, GroupClosed, OperationTimeout, RemoteError, UnsupportedOperation
+from shoal.errors import (
+    CollectiveMismatch,
+    GroupAborted,
+    GroupClosed,
+    OperationTimeout,
+    RemoteError,
+    UnsupportedOperation,
+)
 from shoal.future import Future, wait_all
 from shoal.group import ProcessGroup, in_order
 from shoal.spec import Operation
@@ -76,7 +83,10 @@ def test_the_keys_of_the_past_are_removed_from_the_store(seen: Seen, monkeypatch
     def count(group: ProcessGroup) -> int:
         _busy(group, 6)
         group.barrier().wait()
-        return len(group.store.list_keys("callbacks/"))
+        deadline = time.monotonic() + 30  # the last ones are removed after their operations are complete
+        while (left := group.store.list_keys("callbacks/")) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        return len(left)
 
     assert run_threads(count, 2, backend="ordered", timeout=60) == [0, 0]
 
@@ -177,3 +187,50 @@ def test_messages_of_a_batch_are_handed_over_together(monkeypatch: pytest.Monkey
 
     assert run_threads(exchange, 2, backend="mailbox", timeout=60) == [1.0, 0.0]
     assert batches == [2, 2]
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_failure_of_numbered_operations_ends_those_of_callbacks(seen: Seen, connected: bool) -> None:
+    """At once, whether an operation has begun, connects the channel or waits for its turn."""
+
+    def fail(group: ProcessGroup) -> None:
+        future = group.all_reduce(torch.ones(1))
+        if connected:
+            future.then(lambda f: group.barrier().wait()).wait(30)
+        issued = threading.Event()
+
+        def issue(f: Future[torch.Tensor]) -> object:
+            begins = group.all_reduce(f.value())
+            issued.set()
+            return begins.wait()
+
+        if group.rank == 1:
+            future.then(lambda f: None)  # so its operation is not the one that rank 0 begins
+        waits = future.then(issue)
+        assert issued.wait(30)
+        while connected and len(seen["world/callbacks", 0]) < 2:  # rank 0's operation has begun
+            time.sleep(1e-3)
+        numbered = group.all_reduce(torch.ones(1 + group.rank))
+        with pytest.raises(CollectiveMismatch):
+            numbered.wait(30)
+        with pytest.raises(CollectiveMismatch, match="the ranks disagree on operation number 2"):
+            waits.wait(30)
+        assert group.state == "broken"
+
+    run_threads(fail, 2, backend="ordered", timeout=60)
+
+
+def test_a_failure_of_operations_of_callbacks_ends_numbered_ones(seen: Seen) -> None:
+    def fail(group: ProcessGroup) -> None:
+        future = group.all_reduce(torch.ones(1))
+        numbered = group.recv(None, 1 - group.rank)
+        if group.rank == 1:
+            late = future.then(lambda f: group.all_reduce(f.value(), timeout=0.2).wait())
+            with pytest.raises(OperationTimeout, match="rank 0 did not issue it"):
+                late.wait(30)
+        with pytest.raises(GroupAborted, match=r"rank 1 aborted the group: .* rank 0 did not issue it"):
+            numbered.wait(30)
+        with pytest.raises(GroupAborted if group.rank == 0 else OperationTimeout, match="did not issue it"):
+            group.barrier()
+
+    run_threads(fail, 2, backend="ordered", timeout=60)

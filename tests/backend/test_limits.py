@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from shoal.backend import mesh
 from shoal.errors import RemoteError
 from shoal.group import ProcessGroup
 from shoal.testing import no_leaks, run_threads
+from tests.support.programs import run_program
 
 _HEAD = """
 import os, resource, sys
@@ -40,15 +40,15 @@ def refused():
 """
 
 
-def run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _HEAD + textwrap.dedent(script)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def run(folder: Path, script: str) -> None:
+    (folder / "limited.py").write_text(_HEAD + textwrap.dedent(script))
+    run_program(folder / "limited.py", 1, folder=folder)
 
 
-def test_too_little_address_space_is_named() -> None:
-    run("""
+def test_too_little_address_space_is_named(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
         used = 1024 * int(next(x for x in open("/proc/self/status") if x.startswith("VmSize")).split()[1])
         limited(resource.RLIMIT_AS, used + 2**29)
         error = refused()
@@ -56,22 +56,28 @@ def test_too_little_address_space_is_named() -> None:
         assert "rank 0 cannot start (reserving" in str(error), error
         assert "cannot map shared memory: Cannot allocate memory" in str(error), error
         assert "ulimit -v" in str(error), error
-    """)
+    """,
+    )
 
 
-def test_a_small_limit_on_files_is_named() -> None:
-    run("""
+def test_a_small_limit_on_files_is_named(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
         limited(resource.RLIMIT_FSIZE, 2**20)
         error = refused()
         assert isinstance(error, OutOfSharedMemory), error
         assert "cannot reserve shared memory: File too large" in str(error), error
         assert "ulimit -f" in str(error), error
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_wherever_descriptors_run_out_it_is_said_and_none_stays_open(transport: str) -> None:
-    run(f"""
+def test_wherever_descriptors_run_out_it_is_said_and_none_stays_open(transport: str, tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        f"""
         def sums(group):
             return group.all_reduce(torch.ones(1)).wait().item()
 
@@ -94,7 +100,8 @@ def test_wherever_descriptors_run_out_it_is_said_and_none_stays_open(transport: 
         else:
             raise AssertionError(text)
         assert refusals > 0
-    """)
+    """,
+    )
 
 
 class _OneMoreThread(threading.Thread):

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
 import shoal
 from shoal.compat import TorchStore
-from shoal.store import adopt
+from shoal.compat.torch_store import _Queue
+from shoal.store import Store, adopt
+from tests.support.dictionary_store import Dictionary
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = datetime.timedelta(milliseconds=20)
@@ -164,3 +167,18 @@ def test_torchs_process_groups_meet_in_it() -> None:
             for rank in (one, zero):
                 rank.communicate(timeout=30)
                 assert rank.returncode == 0
+
+
+class Restless(Dictionary):
+    """Other clients change every queue between any two looks."""
+
+    def get_now(self, key: str) -> bytes | None:
+        return msgspec.msgpack.encode(_Queue([b"another's"]))
+
+
+def test_a_queue_that_others_change_all_the_time_is_given_up_at_the_deadline() -> None:
+    store = TorchStore(Store(Restless("name"), 0.02))
+    for call in (lambda: store.queue_push("q", b"mine"), lambda: store.queue_pop("q")):
+        with pytest.raises(dist.DistStoreError, match=r"queue 'q' was changed by others all"):
+            call()
+    store.close()

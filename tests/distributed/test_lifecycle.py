@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,6 +15,7 @@ import shoal
 import shoal.distributed as dist
 from shoal.group import ProcessGroup
 from shoal.testing import no_leaks, processes
+from tests.support.ports import free_port
 
 from .pool import Pool, begin
 
@@ -184,15 +184,8 @@ def _as_scripts_do(port: int) -> object:
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_the_environment_of_torchs_tutorials_is_enough(ranks: Pool) -> None:
-    assert ranks.run(_as_scripts_do, _free_port()) == [[(rank, SIZE, 4.0)] * 3 for rank in range(SIZE)]
+    assert ranks.run(_as_scripts_do, free_port()) == [[(rank, SIZE, 4.0)] * 3 for rank in range(SIZE)]
 
 
 def _in_a_store(port: int, path: str) -> list[object]:
@@ -212,7 +205,7 @@ def _in_a_store(port: int, path: str) -> list[object]:
 
 
 def test_ranks_meet_in_a_store_of_the_scripts_own(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(_in_a_store, _free_port(), str(tmp_path / "store")) == [[SIZE, SIZE]] * SIZE
+    assert ranks.run(_in_a_store, free_port(), str(tmp_path / "store")) == [[SIZE, SIZE]] * SIZE
 
 
 def _leave_a_peer_that_hangs(group: ProcessGroup, meeting: str) -> None:

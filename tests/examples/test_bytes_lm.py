@@ -22,6 +22,7 @@ from rich.progress import Progress
 import shoal
 from shoal.testing import run_threads
 from tests.examples.load import EXAMPLES, load
+from tests.support.quick_launcher import QuickLauncher
 
 TINY = {"batch": 6, "context": 16, "width": 16, "layers": 1, "heads": 2}
 
@@ -204,7 +205,9 @@ def test_the_text_is_the_library_without_tests_and_packages(
     assert sum(map(len, lm.read_library())) == 50
 
 
-def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(lm: ModuleType, tmp_path: Path) -> None:
+def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(
+    lm: ModuleType, launcher: QuickLauncher, tmp_path: Path
+) -> None:
     settings = lm.Settings(steps=200, **TINY)
     given = [f"--{name}={value}" for name, value in asdict(settings).items()]
     command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(EXAMPLES / "bytes_lm.py")]
@@ -223,10 +226,10 @@ def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(lm: ModuleType, t
     assert run.returncode == 128 + signal.SIGKILL
     assert 8 <= len(_load(checkpoint)["history"]["train"]) < settings.steps
 
-    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, check=False)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "validation perplexity" in resumed.stdout
-    assert resumed.stdout.count("[0] def ") == 2
+    code, out, err = launcher.run(2, *command[command.index("2") + 1 :], "--resume")
+    assert code == 0, out + err
+    assert "validation perplexity" in out
+    assert out.count("[0] def ") == 2
     assert (tmp_path / "bytes_lm.png").read_bytes().startswith(b"\x89PNG")
 
     _train(lm, lm.Text.of(*lm.read_library()), 2, tmp_path / "whole.pt", steps=settings.steps)

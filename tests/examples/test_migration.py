@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.examples.load import EXAMPLES
-from tests.support.stage import ROOT, Stage
+from tests.support.quick_launcher import QuickLauncher
+from tests.support.stage import ROOT
 
 MOVED = ("backend", "wrapper", "functional", "native")
 
@@ -35,21 +36,16 @@ def test_the_page_shows_what_changes(name: str, changed: int) -> None:
     assert sum(line.startswith("-") for line in lines) == changed
 
 
-def test_all_of_them_train_alike(tmp_path: Path) -> None:
+def test_all_of_them_train_alike(launcher: QuickLauncher, tmp_path: Path) -> None:
     """What they print is the same, digit for digit, and what they keep bit for bit."""
-    stage = Stage(tmp_path)
     found: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    try:
-        for name in ("gloo", *MOVED):
-            checkpoint = tmp_path / f"{name}.pt"
-            script = str(EXAMPLES / "migration" / f"{name}.py")
-            arguments = ("run", "-n", "2", script, "--epochs", "2", "--checkpoint", str(checkpoint))
-            ended = stage.run("-m", "shoal", *arguments)
-            assert (ended.code, ended.err) == (0, ""), ended
-            lines = [line.removeprefix("[0] ") for line in ended.out.splitlines()]
-            found[name] = lines, torch.load(checkpoint, weights_only=True)
-    finally:
-        stage.close()
+    for name in ("gloo", *MOVED):
+        checkpoint = tmp_path / f"{name}.pt"
+        script = str(EXAMPLES / "migration" / f"{name}.py")
+        code, out, err = launcher.run(2, script, "--epochs", "2", "--checkpoint", str(checkpoint))
+        assert (code, err) == (0, ""), (name, code, out, err)
+        lines = [line.removeprefix("[0] ") for line in out.splitlines()]
+        found[name] = lines, torch.load(checkpoint, weights_only=True)
     lines, kept = found["gloo"]
     assert len(lines) == 2
     for other_lines, other in (found[name] for name in MOVED):

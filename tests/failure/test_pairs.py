@@ -28,7 +28,7 @@ from shoal.testing import no_leaks, processes, run_threads
 
 from .ranks import PATIENCE, left_behind
 
-PROMISE = 1.0
+PROMISE = 10.0
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 #: elements: in one frame, in one frame that waits for room, in several
 SIZES = (3, 50_000, 700_000)

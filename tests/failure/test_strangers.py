@@ -20,6 +20,7 @@ from shoal.wire import HANDSHAKE_TIMEOUT, Deadline, Handshake
 from shoal.wire.sockets import authenticate
 from tests.leaks import nothing_left_behind
 from tests.support.other_user import as_nobody, needs_root
+from tests.support.ports import free_port
 
 SIZE = 3
 #: of each kind on each listener
@@ -92,9 +93,7 @@ def _addresses(member: Membership) -> list[mesh._Address]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

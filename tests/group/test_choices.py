@@ -145,3 +145,18 @@ def test_members_of_a_subgroup_that_give_differing_values_are_told(own: dict[str
     for text in run_threads(rank, 2, timeout=60):
         assert "rank 0 gave [0, 1]" in text
         assert f"rank 1 gave [0, 1] with {name}={value!r}" in text
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_members_that_give_differing_scopes_are_told(collective: bool) -> None:
+    def rank(group: ProcessGroup) -> str:
+        with group.subgroup([0, 1], timeout=50, scope=[None, "pair"][group.rank]) as part:
+            reduces = collective and group.rank == 0
+            future = part.all_reduce(torch.ones(1)) if reduces else part.recv(None, 1 - group.rank)
+            with pytest.raises(shoal.GroupAborted) as told:
+                future.wait()
+            return str(told.value)
+
+    for text in run_threads(rank, 2, timeout=60):
+        assert "rank 0 gave [0, 1]" in text
+        assert "rank 1 gave [0, 1] with scope='pair'" in text

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,12 +46,6 @@ if rank == who:
 """
 #: what the others do
 GO_ON = "while True: together()\n"
-
-
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuickLauncher]:
-    with QuickLauncher(tmp_path_factory.mktemp("launcher")) as launcher:
-        yield launcher
 
 
 def launch(

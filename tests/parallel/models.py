@@ -1,24 +1,18 @@
-"""Small models, and training them in one process and on several ranks, for the tests of this folder."""
+"""The models and the data of the tests of training; ``training`` tells how they are used."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-import shoal
-from shoal.testing import run_threads
-
-#: So small that every model here has several buckets.
-SMALL_MB = 0.0005
+from torch.utils.checkpoint import checkpoint
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def fixed(module: nn.Module) -> nn.Module:
+def fixed(module: nn.Module) -> Any:
     """``module`` with the same parameters in every call; torch's own generator is shared by the threads."""
     random = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -27,130 +21,139 @@ def fixed(module: nn.Module) -> nn.Module:
     return module
 
 
-def mlp() -> nn.Module:
-    """Nine parameters in double precision, one of them a scalar."""
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.factor
-
-    module = nn.Sequential(
-        nn.Linear(6, 16),
-        nn.Tanh(),
-        Scaled(),
-        nn.Linear(16, 16),
-        nn.Tanh(),
-        nn.Linear(16, 16),
-        nn.Tanh(),
-        nn.Linear(16, 3),
-    )
-    return fixed(module.double())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
 
 
-def batches(count: int, inputs: Sequence[int] = (6,), outputs: int = 3, size: int = 12) -> list[Batch]:
-    """Random inputs and targets in double precision, the same in every call."""
+def mlp(dtype: torch.dtype = torch.float64) -> Any:
+    """Nine parameters, one of them a scalar."""
+    layers = [nn.Linear(6, 16), nn.Tanh(), Scaled(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)]
+    return fixed(nn.Sequential(*layers, nn.Tanh(), nn.Linear(16, 3)).to(dtype))
+
+
+class Experts(nn.Module):
+    """A layer for all, and experts of which a call uses those that it names, in this order."""
+
+    def __init__(self, count: int = 4, width: int = 6) -> None:
+        super().__init__()
+        self.common = nn.Linear(6, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor, chosen: Iterable[int] = ()) -> torch.Tensor:
+        x = torch.tanh(self.common(x))
+        for index in chosen:
+            x = torch.tanh(self.experts[index](x))
+        return self.head(x)
+
+
+class Words(nn.Module):
+    """A table with sparse gradients, which a call may leave out, one with dense ones, and a layer."""
+
+    def __init__(self, kind: type[nn.Embedding] | type[nn.EmbeddingBag] = nn.Embedding) -> None:
+        super().__init__()
+        self.table = kind(50, 4, sparse=True)
+        self.dense = nn.Embedding(50, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        hidden = self.dense(x).mean(1)
+        if use:
+            table = self.table(x)
+            hidden = hidden + (table if table.ndim == 2 else table.mean(1))
+        return self.head(hidden)
+
+
+class Normed(nn.Module):
+    """Batch normalisation, whose statistics are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+class Mixed(nn.Module):
+    """Layers of four precisions, registered in turn so that neighbours never share a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for dtype in dtypes * 2)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.to(layer.weight.dtype))).to(x.dtype)
+        return self.head(x.to(self.head.weight.dtype))
+
+
+class Shared(nn.Module):
+    """A layer used three times, and a parameter that two modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.again, self.twin = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.twin.bias = self.again.bias
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.into(x))
+        for _ in range(3):
+            x = x + torch.tanh(self.again(x)) * self.again.weight.mean()
+        return self.head(self.twin(x))
+
+
+class Checkpointed(nn.Module):
+    """``inner``, with its activations computed again in backward."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool, times: int = 1) -> None:
+        super().__init__()
+        self.inner, self.reentrant, self.times = inner, reentrant, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return x
+
+
+def batches(
+    count: int,
+    inputs: Sequence[int] = (6,),
+    outputs: int = 3,
+    size: int = 12,
+    dtype: torch.dtype = torch.float64,
+) -> list[Batch]:
+    """Random inputs and targets, the same in every call."""
     random = torch.Generator().manual_seed(99)
-    return [
-        (
-            torch.randn(size, *inputs, generator=random, dtype=torch.float64),
-            torch.randn(size, outputs, generator=random, dtype=torch.float64),
+    drawn = [
+        tuple(
+            torch.randn(size, *shape, generator=random, dtype=torch.float64) for shape in (inputs, (outputs,))
         )
         for _ in range(count)
     ]
+    return [(x.to(dtype), y.to(dtype)) for x, y in drawn]
 
 
-def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return ((model(batch[0]) - batch[1]) ** 2).mean()
+def sentences(count: int) -> list[Batch]:
+    """Batches whose inputs are five words each."""
+    random = torch.Generator().manual_seed(5)
+    words = [torch.randint(0, 50, (12, 5), generator=random) for _ in range(count)]
+    return [(x, y) for x, (_, y) in zip(words, batches(count), strict=True)]
 
 
-def part(batch: Batch, group: shoal.ProcessGroup) -> Batch:
-    """This rank's equal share of a batch."""
-    return batch[0][group.rank :: group.size], batch[1][group.rank :: group.size]
+def loss_of(model: nn.Module, batch: Batch, *more: Any) -> torch.Tensor:
+    """The mean squared error; ``more`` goes to the model."""
+    return ((model(batch[0], *more).to(batch[1].dtype) - batch[1]) ** 2).mean()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(model: nn.Module, data: Iterable[Batch], *, set_to_none: bool = True) -> None:
-    """Plain training, of a model that may be wrapped."""
-    optimizer = sgd(model)
-    for batch in data:
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-
-def train_on_ranks(
-    model: nn.Module,
-    data: Sequence[Batch],
-    size: int,
-    *,
-    set_to_none: bool = True,
-    bucket_cap_mb: float = SMALL_MB,
-    **options: Any,
-) -> list[nn.Module]:
-    """Train copies of ``model`` on ``size`` ranks, each with its share of every batch; returns the copies.
-
-    ``options`` are those of ``run_threads``.
-    """
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = copy.deepcopy(model)
-        wrapped = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=bucket_cap_mb)
-        train(wrapped, [part(batch, group) for batch in data], set_to_none=set_to_none)
-        return own
-
-    return run_threads(rank, size, timeout=60, **options)
-
-
-def assert_same_parameters(actual: nn.Module, expected: nn.Module, *, rtol: float = 1e-9) -> None:
-    for (name, a), b in zip(actual.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def on_ranks(size: int, fn: Callable[[shoal.ProcessGroup], object]) -> list[object]:
-    """Run ``fn(group)`` on ranks that are threads."""
-    return run_threads(fn, size, timeout=60)
-
-
-def wrapped(group: shoal.ProcessGroup, module: nn.Module | None = None, **options: Any) -> nn.Module:
-    """``module``, or else :func:`mlp`, wrapped with small buckets."""
-    return shoal.DistributedDataParallel(
-        mlp() if module is None else module, group=group, bucket_cap_mb=SMALL_MB, **options
-    )
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def alone(*data: Batch, factor: float = 1.0) -> list[torch.Tensor]:
-    """The gradients of :func:`mlp` that one process computes of whole batches, summed."""
-    model = mlp()
-    for batch in data:
-        (factor * loss_of(model, batch)).backward()
-    return gradients(model)
-
-
-def assert_gradients(model: nn.Module, expected: Sequence[torch.Tensor]) -> None:
-    torch.testing.assert_close(gradients(model), list(expected), rtol=1e-9, atol=1e-12)
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    """The gradients of both are close, and missing for the same parameters."""
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad)
-
-
-def assert_all_equal(models: Sequence[nn.Module]) -> None:
-    """The parameters have the same bits."""
-    for model in models[1:]:
-        for a, b in zip(model.parameters(), models[0].parameters(), strict=True):
-            assert torch.equal(a, b)
+def part(batch: Batch, place: Any) -> Batch:
+    """The equal share of a batch that a rank has; ``place`` is a group or a ``Place``."""
+    return batch[0][place.rank :: place.size], batch[1][place.rank :: place.size]

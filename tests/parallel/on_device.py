@@ -18,11 +18,12 @@ from torch import nn
 import shoal
 from shoal.parallel import hooks
 from shoal.parallel.averaging import average_parameters
-from tests.parallel.models import SMALL_MB, batches, fixed, loss_of, mlp
 from tests.support import pretend_device
 from tests.support.pretend_device import PretendRuntime
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "backend" / "thirdparty"))
+from tests.parallel.models import batches, fixed, loss_of, mlp
+from tests.parallel.training import SMALL_MB, sgd, train, wrapped
 from tests.support.device_engine import use_device_engine
 
 STEPS = 3
@@ -49,7 +50,7 @@ class Centred(nn.Module):
         return self.last(y if self.skips else self.extra(y))
 
 
-def train(
+def trained(
     group: shoal.ProcessGroup,
     device: Device,
     *,
@@ -62,20 +63,17 @@ def train(
 ) -> list[torch.Tensor]:
     net = make().to(device)
     net.skips = bool(group.rank % 2) and options.get("find_unused_parameters", False)
-    model = shoal.DistributedDataParallel(net, group=group, bucket_cap_mb=SMALL_MB, **options)
-    if zero is None:
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    else:
+    model = wrapped(group, net, **options)
+    optimizer: torch.optim.Optimizer = sgd(model)
+    if zero is not None:
         kind = shoal.ZeroRedundancyOptimizer
         optimizer = kind(model.parameters(), torch.optim.SGD, group=group, lr=0.1, momentum=0.9, **zero)
     if hook is not None:
         model.register_comm_hook(None, hook(model, optimizer))
     data = batches(STEPS * group.size)[group.rank :: group.size]
     with shoal.Join([model] if zero is None else [model, optimizer], enable=uneven):
-        for inputs, targets in data[: STEPS - uneven * group.rank]:
-            optimizer.zero_grad()
-            loss_of(model, (inputs.to(device), targets.to(device))).backward()
-            optimizer.step()
+        mine = [(x.to(device), y.to(device)) for x, y in data[: STEPS - uneven * group.rank]]
+        train(model, mine, optimizer=lambda _: optimizer)
     if averaged:
         average_parameters(net.parameters(), group)
     return [x.detach().cpu() for x in (*net.parameters(), *net.buffers())]
@@ -86,21 +84,23 @@ def centred() -> nn.Module:
 
 
 CASES: dict[str, Callable[[shoal.ProcessGroup, Device], list[torch.Tensor]]] = {
-    "views": train,
-    "copying": partial(train, gradient_as_bucket_view=False),
-    "buffers": partial(train, make=centred),
-    "unused": partial(train, make=centred, find_unused_parameters=True),
-    "skipped": partial(train, make=centred, find_unused_parameters=True, skip_all_reduce_unused_params=True),
-    "static graph": partial(train, static_graph=True),
-    "join": partial(train, uneven=True),
-    "averaging": partial(train, averaged=True),
-    "allreduce_hook": partial(train, hook=lambda *_: hooks.allreduce_hook),
-    "fp16_compress_hook": partial(train, hook=lambda *_: hooks.fp16_compress_hook),
-    "zero": partial(train, zero={}),
-    "zero, views": partial(train, zero={"parameters_as_bucket_view": True}),
-    "zero, join": partial(train, zero={}, uneven=True),
+    "views": trained,
+    "copying": partial(trained, gradient_as_bucket_view=False),
+    "buffers": partial(trained, make=centred),
+    "unused": partial(trained, make=centred, find_unused_parameters=True),
+    "skipped": partial(
+        trained, make=centred, find_unused_parameters=True, skip_all_reduce_unused_params=True
+    ),
+    "static graph": partial(trained, static_graph=True),
+    "join": partial(trained, uneven=True),
+    "averaging": partial(trained, averaged=True),
+    "allreduce_hook": partial(trained, hook=lambda *_: hooks.allreduce_hook),
+    "fp16_compress_hook": partial(trained, hook=lambda *_: hooks.fp16_compress_hook),
+    "zero": partial(trained, zero={}),
+    "zero, views": partial(trained, zero={"parameters_as_bucket_view": True}),
+    "zero, join": partial(trained, zero={}, uneven=True),
     "zero in backward": partial(
-        train,
+        trained,
         zero={"overlap_with_ddp": True},
         hook=lambda *both: hooks.hook_with_zero_step(hooks.allreduce_hook, *both),
     ),

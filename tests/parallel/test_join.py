@@ -17,6 +17,7 @@ from shoal import Join, Joinable, JoinHook
 from shoal.errors import GroupAborted, UnevenInputs, UnusedParameterError, UsageError
 from shoal.parallel.join import JoinConfig
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks
 
 
 class Counter(Joinable):
@@ -76,45 +77,42 @@ def _count(counter: Counter, batches: int, **options: Any) -> Counter:
     return counter
 
 
-@pytest.mark.parametrize("batches", [(3, 5), (5, 5), (0, 4), (0, 0), (2, 7, 1), (0, 1, 2, 3), (4, 0, 4, 1)])
+@pytest.mark.parametrize("batches", [(3, 5), (5, 5), (0, 0), (2, 7, 1), (0, 1, 2, 3), (4, 0, 4, 1)])
 def test_a_counter_counts_all_batches_of_all_ranks(batches: tuple[int, ...]) -> None:
-    def rank(group: shoal.ProcessGroup) -> Counter:
-        return _count(Counter(group), batches[group.rank])
-
     longest = max(batches)
-    for count, counter in zip(batches, run_threads(rank, len(batches)), strict=True):
+
+    @on_ranks(len(batches))
+    def counting(group: shoal.ProcessGroup) -> None:
+        count = batches[group.rank]
+        counter = _count(Counter(group), count)
         assert counter.total == sum(batches)
         assert counter.active == [sum(other > step for other in batches) for step in range(count)]
         assert counter.log == [("main", 1)] * (longest - count) + [("post", count == longest)]
 
-
-def test_all_joinables_shadow_in_order_and_only_the_first_one_speaks() -> None:
-    def rank(group: shoal.ProcessGroup) -> tuple[list[Counter], int]:
-        log: list[Any] = []
-        counters = [Counter(group, value, log) for value in (1, 10, 100)]
-        with Join(counters):
-            for _ in range(1 + 2 * group.rank):
-                for counter in counters:
-                    counter()
-        return counters, group.rank
-
-    for counters, number in run_threads(rank, 2):
-        assert [counter.total for counter in counters] == [4, 40, 400]
-        assert [len(counter.active) for counter in counters] == [1 + 2 * number, 0, 0]
-        shadowed = [("main", value) for _ in range(2) for value in (1, 10, 100)] if number == 0 else []
-        assert counters[0].log == [*shadowed, *[("post", number == 1)] * 3]
+    counting()
 
 
-def test_every_hook_gets_all_keyword_arguments() -> None:
-    def rank(group: shoal.ProcessGroup) -> list[Counter]:
-        counters = [Counter(group), Counter(group)]
-        with Join(counters, divide_by_initial_world_size=False, flavour="plain"):
-            pass
-        return counters
+@on_ranks(2)
+def test_all_joinables_shadow_in_order_and_only_the_first_one_speaks(group: shoal.ProcessGroup) -> None:
+    log: list[Any] = []
+    counters = [Counter(group, value, log) for value in (1, 10, 100)]
+    with Join(counters):
+        for _ in range(1 + 2 * group.rank):
+            for counter in counters:
+                counter()
+    assert [counter.total for counter in counters] == [4, 40, 400]
+    assert [len(counter.active) for counter in counters] == [1 + 2 * group.rank, 0, 0]
+    shadowed = [("main", value) for _ in range(2) for value in (1, 10, 100)] if group.rank == 0 else []
+    assert log == [*shadowed, *[("post", group.rank == 1)] * 3]
 
-    for counters in run_threads(rank, 2):
-        for counter in counters:
-            assert counter.kwargs == [{"divide_by_initial_world_size": False, "flavour": "plain"}]
+
+@on_ranks(2)
+def test_every_hook_gets_all_keyword_arguments(group: shoal.ProcessGroup) -> None:
+    counters = [Counter(group), Counter(group)]
+    given = {"divide_by_initial_world_size": False, "flavour": "plain"}
+    with Join(counters, **given):
+        pass
+    assert [counter.kwargs for counter in counters] == [[given], [given]]
 
 
 def test_a_join_can_be_used_again_and_nested_in_that_of_another_group() -> None:
@@ -134,35 +132,30 @@ def test_a_join_can_be_used_again_and_nested_in_that_of_another_group() -> None:
     assert run_threads(rank, 4) == [(20, 12), (20, 18)] * 2
 
 
-def test_without_uneven_inputs_a_disabled_join_does_nothing() -> None:
-    def rank(group: shoal.ProcessGroup) -> Counter:
-        counter = Counter(group)
-        with Join([counter], enable=False, anything="goes"):
-            for _ in range(3):
-                counter()
-                assert not counter._join_config.enable
-        return counter
-
-    for counter in run_threads(rank, 2):
-        assert (counter.total, counter.active, counter.log, counter.kwargs) == (6, [], [], [])
+@on_ranks(2)
+def test_without_uneven_inputs_a_disabled_join_does_nothing(group: shoal.ProcessGroup) -> None:
+    counter = Counter(group)
+    with Join([counter], enable=False, anything="goes"):
+        for _ in range(3):
+            counter()
+            assert not counter._join_config.enable
+    assert (counter.total, counter.active, counter.log, counter.kwargs) == (6, [], [], [])
 
 
 @pytest.mark.parametrize("throw", [False, True])
-def test_a_group_of_one_notifies_nobody_and_is_the_last_joiner(throw: bool) -> None:
-    def rank(group: shoal.ProcessGroup) -> Counter:
-        return _count(Counter(group), 3, throw_on_early_termination=throw)
-
-    (counter,) = run_threads(rank, 1)
+@on_ranks(1)
+def test_a_group_of_one_notifies_nobody_and_is_the_last_joiner(
+    group: shoal.ProcessGroup, throw: bool
+) -> None:
+    counter = _count(Counter(group), 3, throw_on_early_termination=throw)
     assert (counter.total, counter.active, counter.log) == (3, [], [("post", True)])
 
 
-def test_outside_of_a_join_there_is_nothing_to_say() -> None:
-    def rank(group: shoal.ProcessGroup) -> int:
-        counter = _count(Counter(group), 1)
-        counter()  # would find no partner for its notice
-        return len(counter.active)
-
-    assert run_threads(rank, 2) == [1, 1]
+@on_ranks(2)
+def test_outside_of_a_join_there_is_nothing_to_say(group: shoal.ProcessGroup) -> None:
+    counter = _count(Counter(group), 1)
+    counter()  # would find no partner for its notice
+    assert len(counter.active) == 1
 
 
 # -- ending with the first rank ------------------------------------------------------------------
@@ -172,30 +165,24 @@ def test_outside_of_a_join_there_is_nothing_to_say() -> None:
     ("batches", "named"),
     [((2, 5, 5), "rank 0 of group"), ((5, 1, 1), "ranks 1, 2 of group"), ((1, 0, 3), "rank 1 of group")],
 )
-def test_every_rank_is_told_which_ranks_ran_out_first(batches: tuple[int, ...], named: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> UnevenInputs:
-        counter = Counter(group)
-        with pytest.raises(UnevenInputs) as caught:
-            _count(counter, batches[group.rank], throw_on_early_termination=True)
-        assert counter.log == []  # neither shadowed nor ended well
-        assert len(counter.active) == min(batches)
-        assert all(active == 3 for active in counter.active)
-        group.barrier().wait()  # the group is as good as before
-        _count(counter, 1)
-        return caught.value
-
-    for number, error in enumerate(run_threads(rank, 3)):
-        assert str(error).startswith(named)
-        assert f"seen by rank {number}" in str(error)
-        assert error.ranks == tuple(r for r, count in enumerate(batches) if count == min(batches))
+@on_ranks(3)
+def test_every_rank_is_told_which_ranks_ran_out_first(
+    group: shoal.ProcessGroup, batches: tuple[int, ...], named: str
+) -> None:
+    counter = Counter(group)
+    with pytest.raises(UnevenInputs, match=f"^{named}.*seen by rank {group.rank}") as caught:
+        _count(counter, batches[group.rank], throw_on_early_termination=True)
+    assert caught.value.ranks == tuple(r for r, count in enumerate(batches) if count == min(batches))
+    assert counter.log == []  # neither shadowed nor ended well
+    assert counter.active == [3] * min(batches)
+    group.barrier().wait()  # the group is as good as before
+    _count(counter, 1)
 
 
-def test_even_inputs_end_well_also_when_told_to_raise() -> None:
-    def rank(group: shoal.ProcessGroup) -> Counter:
-        return _count(Counter(group), 3, throw_on_early_termination=True)
-
-    for counter in run_threads(rank, 3):
-        assert (counter.total, counter.active, counter.log) == (9, [3, 3, 3], [("post", True)])
+@on_ranks(3)
+def test_even_inputs_end_well_also_when_told_to_raise(group: shoal.ProcessGroup) -> None:
+    counter = _count(Counter(group), 3, throw_on_early_termination=True)
+    assert (counter.total, counter.active, counter.log) == (9, [3, 3, 3], [("post", True)])
 
 
 # -- exceptions ----------------------------------------------------------------------------------
@@ -259,18 +246,17 @@ def test_an_exception_in_a_hook_is_told_to_the_others(place: str) -> None:
 @pytest.mark.parametrize(
     "error", [UnusedParameterError("as on all ranks"), SystemExit(0)], ids=lambda error: type(error).__name__
 )
-def test_what_all_ranks_raise_together_leaves_the_group_usable(error: BaseException) -> None:
-    def rank(group: shoal.ProcessGroup) -> tuple[BaseException | None, str]:
-        def body() -> None:
-            counter()
-            raise error
+@on_ranks(2)
+def test_what_all_ranks_raise_together_leaves_the_group_usable(
+    group: shoal.ProcessGroup, error: BaseException
+) -> None:
+    def body() -> None:
+        counter()
+        raise error
 
-        counter = Counter(group)
-        outcome = _outcome(counter, body)
-        group.barrier().wait()
-        return outcome
-
-    assert run_threads(rank, 2) == [(error, "open")] * 2
+    counter = Counter(group)
+    assert _outcome(counter, body) == (error, "open")
+    group.barrier().wait()
 
 
 # -- mistakes in the call --------------------------------------------------------------------------
@@ -292,15 +278,16 @@ def _alone(group: shoal.ProcessGroup) -> shoal.ProcessGroup:
         ),
     ],
 )
-def test_wrong_joinables_are_refused(make: Callable[[shoal.ProcessGroup], Any], message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=message):
-            Join(make(group))
+@on_ranks(1)
+def test_wrong_joinables_are_refused(
+    group: shoal.ProcessGroup, make: Callable[[shoal.ProcessGroup], Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Join(make(group))
 
-    run_threads(rank, 1)
 
-
-def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named() -> None:
+@on_ranks(1)
+def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named(group: shoal.ProcessGroup) -> None:
     class Forgetful(nn.Module, Joinable):
         def __init__(self, group: shoal.ProcessGroup) -> None:
             super().__init__()
@@ -312,12 +299,9 @@ def test_a_class_that_did_not_call_the_constructor_of_joinable_is_named() -> Non
         join_device = property(lambda self: torch.device("cpu"))
         join_process_group = property(lambda self: None)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        for use in (Join.notify_join_context, lambda joinable: Join([joinable])):
-            with pytest.raises(UsageError, match=r"Forgetful.*call Joinable.__init__\(self\)"):
-                use(Forgetful(group))
-
-    run_threads(rank, 1)
+    for use in (Join.notify_join_context, lambda joinable: Join([joinable])):
+        with pytest.raises(UsageError, match=r"Forgetful.*call Joinable.__init__\(self\)"):
+            use(Forgetful(group))
 
 
 def test_a_joinable_is_in_one_join_at_a_time() -> None:
@@ -334,15 +318,13 @@ def test_a_joinable_is_in_one_join_at_a_time() -> None:
     assert run_threads(rank, 2) == [2, 2]
 
 
-def test_what_is_no_hook_is_refused_before_anything_is_sent() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        counter = Counter(group)
-        counter.join_hook = lambda **_: print  # type: ignore[method-assign, assignment, return-value]
-        with pytest.raises(UsageError, match="join_hook of Counter must return a JoinHook, got builtin"):
-            Join([counter]).__enter__()
-        group.barrier().wait()
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_what_is_no_hook_is_refused_before_anything_is_sent(group: shoal.ProcessGroup) -> None:
+    counter = Counter(group)
+    counter.join_hook = lambda **_: print  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(UsageError, match="join_hook of Counter must return a JoinHook, got builtin"):
+        Join([counter]).__enter__()
+    group.barrier().wait()
 
 
 # -- saving, and warnings ----------------------------------------------------------------------------
@@ -368,25 +350,25 @@ class Model(nn.Linear, Joinable):
 
 
 @pytest.mark.parametrize("duplicate", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
-def test_saving_within_a_join_warns_and_forgets_the_join(duplicate: Callable[[Model], Model]) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        Model.group = group
-        model = Model()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            outside = duplicate(model)
-        with Join([model]):
-            with pytest.warns(UserWarning, match="saved or copied inside an active Join"):
-                inside = duplicate(model)
-            assert model._join_config.enable
-            weights = model.state_dict()  # the better way, of which nobody needs to be warned
-        for saved in (outside, inside):
-            assert saved._join_config == JoinConfig(False, False, False)
-            assert torch.equal(saved.weight, weights["weight"])
-            assert Join.notify_join_context(saved) is None
-        del Model.group
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_saving_within_a_join_warns_and_forgets_the_join(
+    group: shoal.ProcessGroup, duplicate: Callable[[Model], Model]
+) -> None:
+    Model.group = group
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outside = duplicate(model)
+    with Join([model]):
+        with pytest.warns(UserWarning, match="saved or copied inside an active Join"):
+            inside = duplicate(model)
+        assert model._join_config.enable
+        weights = model.state_dict()  # the better way, of which nobody needs to be warned
+    for saved in (outside, inside):
+        assert saved._join_config == JoinConfig(False, False, False)
+        assert torch.equal(saved.weight, weights["weight"])
+        assert Join.notify_join_context(saved) is None
+    del Model.group
 
 
 def test_a_rank_that_shadows_more_than_a_thousand_steps_warns_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,16 +10,11 @@ import pytest
 
 from shoal import ConfigurationError
 from shoal.rendezvous.environment import derived_port, read
+from tests.support.ports import free_port
 
 from .together import all_well, meet_at, release_all, together
 
 Environment = dict[str, str]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _shoal(rank: int, size: int, port: int) -> Environment:
@@ -120,7 +114,7 @@ def private_files_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("environment", ALL)
 def test_ranks_meet_in_the_environment_of(environment: Maker, private_files_in: Path) -> None:
-    port = _free_port()
+    port = free_port()
     for size in (3, 1, 2):  # one group after another, as in one program
         calls = [
             lambda rank=rank, size=size: meet_at("env://", environ=environment(rank, size, port))

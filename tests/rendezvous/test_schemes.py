@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ from shoal.rendezvous import (
 from shoal.store import open_store, opener
 from shoal.testing import no_leaks
 from tests.support.dictionary_store import Dictionary, dictionary_store
+from tests.support.ports import free_port
 
 from .together import all_well, meet_at, release_all, together
 
@@ -50,11 +52,9 @@ def server() -> Iterator[TCPStoreServer]:
         yield server
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+@pytest.fixture(name="free_port")
+def _free_port() -> int:
+    return free_port()
 
 
 def _meet_all(url: str, size: int, **how: Any) -> list[Membership]:
@@ -130,6 +130,28 @@ def test_rank_0_does_not_wait_for_the_dead(free_port: int) -> None:
     first, second = _meet_all(f"tcp://127.0.0.1:{free_port}", 2)
     second.store.close()  # as the kernel does for a process that is killed
     assert together(lambda: first.release(60.0), timeout=20.0) == [None]
+
+
+def test_rank_0_serves_as_soon_as_a_passing_connection_leaves_the_port(free_port: int) -> None:
+    """The kernel gives connections their own ends from a range that a user's port may be in."""
+    url = f"tcp://127.0.0.1:{free_port}"
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as passing, no_leaks():
+        passing.bind(("127.0.0.1", free_port))
+        passing.connect(listener.getsockname())
+        (refused,) = together(lambda: meet_at(url, 0, 2, timeout=0.3))
+        assert isinstance(refused, RendezvousTimeout)
+        assert "rank 0 cannot serve the store" in str(refused)
+        assert "choose one outside of" in str(refused)
+        other, _ = listener.accept()
+        other.close()  # first, so that nothing of the connection lingers at the port
+
+        def leave() -> None:
+            assert passing.recv(1) == b""
+            time.sleep(0.2)
+            passing.close()
+
+        members = together(lambda: meet_at(url, 0, 2), lambda: meet_at(url, 1, 2), leave)[:2]
+        assert together(*(lambda member=member: member.release(10.0) for member in members)) == [None] * 2
 
 
 @pytest.mark.concurrency

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from shoal.rendezvous.meet import attend
 from shoal.store.log import Log
 from shoal.testing import no_leaks
 from tests.support.other_user import as_nobody, needs_root
+from tests.support.ports import free_port
 
 from .together import all_well, meet_at, release_all, request, together
 
@@ -44,9 +44,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def url() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def _port(url: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import StoreError
+from shoal.errors import StoreError, StoreTimeout
 from shoal.store import Backing, MemoryStore, Store
 from shoal.wire import Deadline
 from tests.support import dictionary_store
@@ -119,25 +119,24 @@ class Textual(Dictionary):
         return value and value.decode()  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda store: store.set("key", b"2"),
-        lambda store: store.add("key", 1),
-        lambda store: store.append("key", b"2"),
-        lambda store: store.compare_set("key", b"1", b"2"),
-        lambda store: store.delete("key"),
-    ],
-    ids=["set", "add", "append", "compare_set", "delete"],
-)
-def test_a_backing_whose_values_are_no_bytes_is_refused(change: Callable[[Store], object]) -> None:
+CHANGES: dict[str, Callable[[Store], object]] = {
+    "set": lambda store: store.set("key", b"2"),
+    "add": lambda store: store.add("key", 1),
+    "append": lambda store: store.append("key", b"2"),
+    "compare_set": lambda store: store.compare_set("key", b"1", b"2"),
+    "delete": lambda store: store.delete("key"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_backing_whose_values_are_no_bytes_is_refused(change: str) -> None:
     """It would never find again what it holds, and try for ever."""
     Dictionary("name").values["key"] = b"1"
     with (
         Store(Textual("name"), 30) as store,
         pytest.raises(StoreError, match=r"Textual.get_now\('key'\) returned str"),
     ):
-        change(store)
+        CHANGES[change](store)
 
 
 def test_the_least_that_a_backing_has_is_said_by_python() -> None:
@@ -163,3 +162,30 @@ def test_a_backing_that_cannot_be_closed_keeps_nobody_from_closing_the_rest() ->
     assert done == ["first", "second"]
     with pytest.raises(StoreError, match="closed"):
         store.num_keys()
+
+
+class Refusing(Dictionary):
+    """Never stores anything, whatever it is told that it holds."""
+
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_backing_that_never_stores_is_given_up_at_the_deadline(change: str) -> None:
+    Dictionary("name").values["key"] = b"1"
+    with (
+        Store(Refusing("name"), 0.05) as store,
+        pytest.raises(
+            StoreTimeout, match=r"key 'key' .* within 0\.05 s: Refusing.swap refused [1-9]\d* times"
+        ),
+    ):
+        CHANGES[change](store)
+
+
+def test_a_store_that_is_closed_stops_trying() -> None:
+    with Store(Refusing("name"), 60) as store, in_background() as call:
+        trying = call(store.set, "key", b"1")
+        store.close()
+        with pytest.raises(StoreError, match="this Refusing has been closed"):
+            trying.result(30)

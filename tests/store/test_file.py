@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -212,3 +214,41 @@ def test_a_full_disk_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.
         store.append("key", b"er")
     with FileStore(path) as store:
         assert store.get("key") == b"older"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_ctrl_c_in_the_opening_leaves_no_descriptor(exists: bool, tmp_path: Path) -> None:
+    """Before any instruction of the store but those that close: Python ignores what a finalizer raises."""
+    folder = str(Path(shoal.store.__file__).parent)
+    before, points, opened = len(os.listdir("/proc/self/fd")), 0, False
+    while not opened:
+        path = tmp_path / ("store" if exists else f"store{points}")
+        if exists:
+            FileStore(path).close()
+        points += 1
+        left = points
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(folder) or frame.f_code.co_name == "close":
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left == 0:
+                left = -1
+                raise KeyboardInterrupt
+            return trace
+
+        tracing = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            store = FileStore(path)
+            opened = left > 0
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        if opened:
+            store.close()
+        assert len(os.listdir("/proc/self/fd")) == before, f"interrupted at instruction {points}"
+    assert points > 100

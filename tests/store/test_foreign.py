@@ -49,7 +49,8 @@ class Adopted(StoreConformance):
     longest_key = MAX_FOREIGN_KEY
     kind: str
 
-    @pytest.fixture(params=["", "/prefix"])
+    # A view with a prefix calls the store below it, so that alone is for `make stress`.
+    @pytest.fixture(params=[pytest.param("", marks=pytest.mark.stress), "/prefix"])
     def store(self, request: pytest.FixtureRequest, server: dist.TCPStore, tmp_path: Path) -> Iterator[Store]:
         with torch_store(self.kind + request.param, server, tmp_path) as below, adopt(below) as store:
             yield store

@@ -172,7 +172,7 @@ def test_many_that_make_and_remove_the_file_at_once_all_get_one(path: Path) -> N
     def make() -> None:
         try:
             for _ in range(300):
-                os.close(trusted.open_trusted(path))
+                trusted.open_trusted(path).close()
         except StoreError as error:
             failures.append(error)
 

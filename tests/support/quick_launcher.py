@@ -64,6 +64,7 @@ class QuickLauncher:
 def serve() -> None:
     """Launch what is asked for on stdin until it ends."""
     import torch
+    import torch._dynamo  # which optimisers import
 
     import shoal.compat.connect
     import shoal.initialize
@@ -134,5 +135,6 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     sys.argv[:] = argv
     python = ctypes.pythonapi
     # It ends the process after SystemExit.
-    failed = python.PyRun_SimpleString(f"import runpy; runpy.run_path({argv[0]!r})".encode())
+    program = f"import runpy; runpy.run_path({argv[0]!r}, run_name='__main__')"
+    failed = python.PyRun_SimpleString(program.encode())
     python.Py_Exit(1 if failed else 0)

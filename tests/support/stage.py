@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from .ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,13 +130,6 @@ class Stage:
             except psutil.Error:
                 continue
         return found
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _entry_points(folder: Path) -> Path:

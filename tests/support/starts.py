@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +24,8 @@ from shoal.rendezvous import job_record
 from shoal.rendezvous.meeting import Meeting
 from shoal.testing.processes import fork_server
 from shoal.testing.worker import attach
+
+from .ports import free_port
 
 SECRET = "a secret of the tests"
 #: seconds after which a rank that has not come to an end hangs
@@ -133,9 +134,7 @@ def place(way: str, directory: Path) -> str:
     """A place of its own for the way."""
     if way.endswith("file") or way == "torchrun":
         return str(directory / "meet")
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextmanager

@@ -239,5 +239,13 @@ class Backend(abc.ABC):
     def close(self, timeout: float) -> None:
         """End all connections.  All channels have been closed before."""
 
+    def program_ends(self) -> None:
+        """Called when the program ends and has left groups open, before they are closed for it.
+
+        A backend whose peers can be told tells them so with each channel that is closed from now on; an
+        operation that lacks this rank then says why.
+        """
+        return
+
     def after_fork_in_child(self) -> None:
         """Called in a forked child: drop descriptors and memory that belong to the parent."""

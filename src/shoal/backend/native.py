@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,28 +19,14 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .. import _core, failure_report
-from ..errors import (
-    CollectiveMismatch,
-    ForkedProcess,
-    GroupAborted,
-    GroupClosed,
-    GroupError,
-    OperationCancelled,
-    OperationTimeout,
-    OutOfResources,
-    OutOfSharedMemory,
-    PeerLost,
-    ProtocolError,
-    ShoalError,
-    UnsupportedOperation,
-    WireError,
-)
+from ..errors import GroupClosed, GroupError, OutOfResources, PeerLost, UnsupportedOperation, WireError
 from ..future import Future, scope_variable
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from ..wording import counted
 from .base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
-from .mesh import Memory, connect, lacking
+from .mesh import Memory, connect
+from .native_errors import error_of, limits
 from .options import checked_heartbeat, checked_limit, checked_transport
 from .shapes import packed, unpacked
 
@@ -49,19 +35,6 @@ T = TypeVar("T")
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
 _OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
-#: by code, as in enum ErrorCode of cpp/engine/operation.h
-_ERRORS: dict[int, type[GroupError]] = {
-    1: PeerLost,
-    2: CollectiveMismatch,
-    3: OperationTimeout,
-    4: GroupAborted,
-    5: GroupClosed,
-    6: OutOfSharedMemory,
-    7: ForkedProcess,
-    8: ProtocolError,
-    9: OperationCancelled,
-}
-_OF_RANKS = (PeerLost, OperationTimeout, ProtocolError)
 _FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
 
 _core.learn_tensors(torch.Tensor)
@@ -124,7 +97,7 @@ class NativeBackend(Backend):
         self._context: Any = _CLOSED
         ranks = counted(membership.local_size, "rank")
         room = f"reserving {capacity >> 20} MiB of address space for each of {ranks}"
-        with _limits(f"rank {membership.rank} cannot start ({room})"):
+        with limits(f"rank {membership.rank} cannot start ({room})"):
             try:
                 self._context = _core.Context.make(
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat
@@ -159,7 +132,7 @@ class NativeBackend(Backend):
                 self._context.add_remote(rank, mesh.remote.pop(rank))
 
     def channel(self, group: GroupSpec) -> NativeChannel:
-        with _limits(f"rank {self._me.rank} cannot make the group {group.name!r}"):
+        with limits(f"rank {self._me.rank} cannot make the group {group.name!r}"):
             core = self._context.group(
                 group.ident,
                 encodable(group.name),
@@ -192,6 +165,9 @@ class NativeBackend(Backend):
             dispatcher.join(max(deadline - time.monotonic(), 0.1))
         # Whoever keeps the group must not keep all of its host's shared memory mapped.
         self._context = _CLOSED
+
+    def program_ends(self) -> None:
+        self._context.program_ends()
 
     def after_fork_in_child(self) -> None:
         self._lock = threading.RLock()  # a thread that the child does not have may have held it
@@ -337,7 +313,7 @@ class NativeChannel(DataChannel):
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        with _limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
+        with limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
             return from_dlpack(self._core.allocate(nbytes))
 
     def failure(self) -> GroupError | None:
@@ -402,7 +378,7 @@ class _Closed:
     def ignore(self, *args: object) -> None:
         pass
 
-    failure = abort = begin_close = close = disown = ignore
+    failure = abort = begin_close = close = program_ends = disown = ignore
 
     def __getattr__(self, name: str) -> Any:
         raise GroupClosed(f"the group was closed while {name}() was on its way; make a new group to go on")
@@ -424,41 +400,6 @@ def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[i
     """
     reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code)
     return partial(_core.kernels.reduce, reduction)
-
-
-def error_of(error: tuple[int, str, list[int], int] | None) -> GroupError | None:
-    """The exception for an error of the core: (code, text, ranks, last operation completed, or -1)."""
-    if error is None:
-        return None
-    code, text, ranks, completed = error
-    kind = _ERRORS.get(code, GroupError)
-    raised = kind(text, ranks) if issubclass(kind, _OF_RANKS) else kind(text)
-    if completed >= 0:
-        raised.last_completed = completed
-    return raised
-
-
-@contextlib.contextmanager
-def _limits(what: str) -> Iterator[None]:
-    """Tell what ran out, and what to do about it, where the system or a limit refuses more."""
-    try:
-        yield
-    except OutOfSharedMemory:
-        raise
-    except MemoryError as error:
-        raise OutOfSharedMemory(
-            f"{what}: {error}.  Free tensors of group.empty() or close groups; else raise the limit that was "
-            "met: SHOAL_SHARED_MEMORY_LIMIT (or lower it, where address space is what lacks), the address "
-            "space and file size of the process (ulimit -v, ulimit -f), the memory of its container"
-        ) from None
-    except OSError as error:
-        lack = lacking(error)
-        if lack is None and isinstance(error, ShoalError):
-            raise
-        raise OutOfResources(
-            f"{what}: {(lack or error).strerror or error}.  Each rank needs a few descriptors for every "
-            "other rank, and two threads: raise the limits of the process (ulimit -n, ulimit -u) or machine"
-        ) from error
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -139,10 +139,11 @@ class TorchStore(c10d.Store):
     def queue_push(self, key: str, value: bytes | str) -> None:
         """Put ``value`` at the end of the queue ``key``."""
         data = value.encode() if isinstance(value, str) else bytes(value)
+        deadline = Deadline(self._seconds())
         with _errors():
             while True:
                 old, queue = self._queue(key)
-                if self._swap(key, old, [*queue.values, data]):
+                if self._swap(key, old, [*queue.values, data], deadline):
                     return
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -157,7 +158,7 @@ class TorchStore(c10d.Store):
             while True:
                 old, queue = self._queue(key)
                 if queue.values:
-                    if self._swap(key, old, queue.values[1:]):
+                    if self._swap(key, old, queue.values[1:], deadline):
                         return queue.values[0]
                 elif not block:
                     raise dist.QueueEmptyError(f"queue {key!r} is empty")
@@ -186,9 +187,14 @@ class TorchStore(c10d.Store):
             return b"", _Queue()
         return raw, msgspec.msgpack.decode(raw, type=_Queue)
 
-    def _swap(self, key: str, old: bytes, values: list[bytes]) -> bool:
+    def _swap(self, key: str, old: bytes, values: list[bytes], deadline: Deadline) -> bool:
         new = msgspec.msgpack.encode(_Queue(values))
-        return self._store.compare_set(_queue_key(key), old, new) == new
+        if self._store.compare_set(_queue_key(key), old, new) == new:
+            return True
+        if deadline.expired:
+            within = in_seconds(deadline.timeout)
+            raise dist.DistStoreError(f"queue {key!r} was changed by others all the time, for {within}")
+        return False
 
 
 def _queue_key(key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,6 @@ from ..backend.arguments import check_options, lanes
 from ..backend.registry import BackendFactory, backend_factory
 from ..keywords import misspelt
 from ..links import Links
-
-#: what the functions take beside the options of a backend
-_ARGUMENTS = {
-    "split": ("color", "key", "timeout", "scope", "concurrency", "backend"),
-    "subgroup": ("ranks", "name", "timeout", "scope", "concurrency", "backend"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +34,12 @@ class Choices:
         named = {name: value for name, value in given.items() if value is not None}
         return ", ".join(f"{name}={value!r}" for name, value in sorted({**named, **self.options}.items()))
 
-    def checked(self, function: str, rank: int, parent: Links) -> Choices:
+    def checked(self, where: str, others: Sequence[str], parent: Links) -> Choices:
         """Refuse what cannot be right.
+
+        Args:
+            where: the function that was given the options, for the message.
+            others: what it takes beside them.
 
         Raises:
             UsageError: naming what was expected.
@@ -49,7 +47,6 @@ class Choices:
         if self.concurrency is not None:
             lanes(self.concurrency)
         if self.own_links:
-            where, others = f"{function} on rank {rank}", _ARGUMENTS[function]
             if parent.factory is None and self.backend is None:
                 raise misspelt(where, list(self.options), others)
             factory, options = self.engine(parent)

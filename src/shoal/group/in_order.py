@@ -6,6 +6,8 @@ which rank 0 issues them.  Rank 0 writes their keys into the group's store, one 
 submit operation *n* when its key is known and it was issued here too.  Nothing deadlocks: where one
 operation is issued because another one is complete, that is so on rank 0 as well.
 
+The two channels fail together: what breaks one ends what is pending in the other.
+
 A feeder also connects a channel that needs all members for that, in a thread, at its first operation.
 """
 
@@ -16,13 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..backend.base import Backend, DataChannel, GroupSpec, Shortcut
-from ..errors import GroupClosed, GroupError, OperationTimeout, StoreError, StoreTimeout
+from ..errors import GroupAborted, GroupClosed, GroupError, OperationTimeout, StoreError, StoreTimeout
 from ..future import Future, derive_key
 from ..recorder import FlightRecorder
 from ..spec import Operation, OpKind, ReduceOp
@@ -58,6 +60,8 @@ class InOrder(DataChannel):
         self._making = threading.Lock()
         self._closed = False
         self._keyed: Feeder | None = None
+        #: The first failure of the callbacks' channel: the other one is aborted because of it.
+        self._cause: GroupError | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
         if operation.key and self._channel.ordered:
@@ -84,8 +88,17 @@ class InOrder(DataChannel):
         return self._channel.empty(nbytes, device)
 
     def failure(self) -> GroupError | None:
-        failures = (part.failure() for part in (self._main or self._channel, self._keyed) if part is not None)
-        return next((failure for failure in failures if failure is not None), None)
+        if self._cause is not None:
+            return self._cause
+        return self._main_failure() or (None if self._keyed is None else self._keyed.failure())
+
+    def _main_failure(self) -> GroupError | None:
+        return (self._main or self._channel).failure()
+
+    def _callbacks_failed(self, error: GroupError) -> None:
+        if self._main_failure() is None:
+            self._cause = error
+            self._channel.abort(str(error))
 
     def abort(self, reason: str) -> None:
         self._channel.abort(reason)
@@ -127,7 +140,10 @@ class InOrder(DataChannel):
                 own = replace(spec, name=f"{spec.name}/callbacks", ident=derive_key(b"callbacks", spec.ident))
                 channel = self._backend.channel(own)
                 channel.on_failure = self._failed
-                self._keyed = Feeder(channel, f"{own.name} on rank {spec.rank}", self._order)
+                name = f"{own.name} on rank {spec.rank}"
+                self._keyed = Feeder(
+                    channel, name, Callbacks(self._order, self._main_failure, self._callbacks_failed)
+                )
             return self._keyed
 
     def _failed(self) -> None:
@@ -180,16 +196,49 @@ class Order:
                 self._store.set(str(self._next), str(_END))
 
 
+@dataclass(frozen=True)
+class Callbacks:
+    """What a feeder of operations of callbacks needs to know of its group.
+
+    Attributes:
+        order: of the operations.
+        failure: of the channel of numbered operations; it ends those of callbacks too.
+        failed: told why the channel of callbacks failed.
+    """
+
+    order: Order
+    failure: Callable[[], GroupError | None]
+    failed: Callable[[GroupError], None]
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What broke the group, where an operation of a callback failed with ``error``.
+
+        A channel that was aborted was so because the other one failed.  If a peer did that, the failure may
+        still be on its way here.
+        """
+        deadline = time.monotonic() + _LOOK
+        while isinstance(error, GroupAborted):
+            failure = self.failure()
+            if failure is not None:
+                return failure
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK / 20)
+        return error
+
+
 class Feeder:
     """Gives operations to a channel when it can take them; they wait in a queue until then.
 
     Args:
-        order: of the operations; None: that in which they are submitted here.
+        callbacks: the operations are those of callbacks; None: their order is that in which they come.
     """
 
-    def __init__(self, channel: DataChannel, name: str, order: Order | None = None) -> None:
+    def __init__(self, channel: DataChannel, name: str, callbacks: Callbacks | None = None) -> None:
         self.channel = channel
-        self._name, self._order = name, order
+        self._name, self._callbacks = name, callbacks
+        #: Operations of callbacks that the channel has been given and that may not be complete.
+        self._begun: list[_Queued] = []
         self._condition = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._ready = not channel.collective
@@ -199,9 +248,9 @@ class Feeder:
 
     def submit(self, operation: Operation) -> Future[Any]:
         with self._condition:
-            if self._order is None and self._ready and not self._queue:
+            if self._callbacks is None and self._ready and not self._queue:
                 return self.channel.submit(operation)
-            queued = _Queued(operation)
+            queued = _Queued(operation, self._callbacks)
             if self._closed:
                 queued.fail(GroupClosed(f"{self._name} was closed; make a new group to go on"))
                 return queued.future()
@@ -235,44 +284,73 @@ class Feeder:
         try:
             while (queued := self._next()) is not None:
                 if not self._ready:
-                    self.channel.connect(queued.operation.timeout)
+                    self._connect(queued.operation.timeout)
                     self._ready = True
                 # It leaves the queue afterwards: what is submitted meanwhile must not overtake it.
                 queued.start(self.channel)
                 with self._condition:
                     self._queue.remove(queued)
-                if self._order is not None:
-                    self._order.go_on()
+                if self._callbacks is not None:
+                    self._begun.append(queued)
+                    self._callbacks.order.go_on()
                 del queued
             ended = GroupClosed(f"{self._name} was closed; make a new group to go on")
         except Exception as error:
-            ended = error if isinstance(error, GroupError) else GroupError(f"{self._name}: {error}")
+            cause = error if self._callbacks is None else self._callbacks.cause_of(error)
+            ended = cause if isinstance(cause, GroupError) else GroupError(f"{self._name}: {cause}")
             ended.__traceback__ = None  # it holds the frame of this thread
             if not isinstance(ended, GroupClosed):
                 self._failure = ended
-                self.channel.abort(str(error))
+                if self._callbacks is not None:
+                    self._callbacks.failed(ended)
+                self.channel.abort(str(ended))
+            self._begun.clear()
         with self._condition:
             queue, self._queue = self._queue, deque()
             self._thread = None
         for each in queue:
             each.fail(ended)
 
+    def _connect(self, timeout: float) -> None:
+        """Connect the channel; as soon as the channel of numbered operations fails, that fails too."""
+        if self._callbacks is None:
+            return self.channel.connect(timeout)
+        connected, failure_of_other = threading.Event(), self._callbacks.failure
+
+        def watch() -> None:
+            while not connected.wait(_LOOK):
+                if (failure := failure_of_other()) is not None:
+                    self.channel.abort(str(failure))
+                    break
+
+        watcher = threading.Thread(target=watch, name=f"shoal-connecting-{self._name}", daemon=True)
+        watcher.start()
+        try:
+            self.channel.connect(timeout)
+        finally:
+            connected.set()
+            watcher.join()
+
     def _next(self) -> _Queued | None:
         """The operation that comes next; None at the end."""
         while True:
+            # Before failures are looked at, since an operation that has failed is complete.
+            self._begun = [each for each in self._begun if not each.done()]
+            other = None if self._callbacks is None else self._callbacks.failure()
+            if (failure := other or self.channel.failure()) is not None:
+                raise failure
             with self._condition:
-                while not (self._queue or self._closed):
-                    if self._order is None:
+                if not (self._queue or self._closed):
+                    if self._callbacks is None:
                         return None  # from now on the channel is given everything at once
-                    self._condition.wait()
+                    self._condition.wait(_LOOK if self._begun else None)
+                    continue
                 if self._closed:
                     return None
                 queue = list(self._queue)
-            if (failure := self.channel.failure()) is not None:
-                raise failure
-            if self._order is None:
+            if self._callbacks is None:
                 return queue[0]
-            key = self._order.next_key([queued.operation.key for queued in queue])
+            key = self._callbacks.order.next_key([queued.operation.key for queued in queue])
             for queued in queue:
                 if queued.operation.key == key:
                     return queued
@@ -290,8 +368,9 @@ class Feeder:
 class _Queued:
     """An operation that the channel is given later, as a source."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Operation, callbacks: Callbacks | None) -> None:
         self.operation = operation
+        self._callbacks = callbacks
         self.deadline = time.monotonic() + operation.timeout
         #: The work that the caller has enqueued, on which the operation depends.
         self._before = events_behind((operation.inputs, operation.outputs), None, None)
@@ -340,7 +419,8 @@ class _Queued:
         return self._started.is_set() and self._given().done()
 
     def exception(self) -> BaseException | None:
-        return self._given().exception()
+        error = self._given().exception()
+        return error if error is None or self._callbacks is None else self._callbacks.cause_of(error)
 
     def events(self) -> tuple[DeviceEvents | None, object]:
         return self._given()._device, self._given()._payload()

@@ -1,10 +1,10 @@
 """Detects that the members of a subgroup gave different lists of ranks.
 
 ``subgroup`` does not communicate, so ranks that give different lists make different groups, and each waits
-for members that never come to its own.  While the first numbered operation of a subgroup is pending, its
-rank therefore tells in the parent's store which subgroups it made, and looks at what the other members made.
-A correct program pays only for a thread that sleeps: the store is not used before an operation has waited
-for :data:`PATIENCE` seconds.
+for members that never come to its own.  While the first collective of a subgroup is pending, or its first
+receive, its rank therefore tells in the parent's store which subgroups it made, and looks at what the other
+members made.  A correct program pays only for a thread that sleeps: the store is not used before an operation
+has waited for :data:`PATIENCE` seconds.
 
 Another rank gave another list if it waits in a subgroup that this rank is said to be in and has not made,
 and has not made the one that this rank waits in.  Members make their common subgroups in the same order, so
@@ -29,8 +29,6 @@ from .watched import Watched
 #: Seconds that the first operation of a subgroup may take before its rank looks, and until it looks again.
 PATIENCE = 0.5
 _LONGEST_INTERVAL = 8.0
-#: seconds until a group that connects is looked at by the thread: it looks itself
-_NEVER = 86400.0
 
 
 @dataclass(frozen=True)
@@ -52,18 +50,30 @@ class Given:
 
 @dataclass
 class _Wait:
-    """A subgroup whose first operation is pending."""
+    """This rank waits for the other members of a subgroup, which connect."""
 
     parent: Watched
-    group: Watched | None
     given: Given
-    future: ref[Future[Any]] | None
+
+    def abort(self, reason: str) -> None:
+        """There is no group yet: the rank that connects looks itself, and raises."""
+
+
+@dataclass
+class _FirstOperation(_Wait):
+    """One of the first operations of a subgroup is pending, and the thread looks at it when it is due."""
+
+    group: Watched
+    future: ref[Future[Any]]
     due: float
     interval: float = PATIENCE
 
     def over(self) -> bool:
-        future = None if self.future is None else self.future()
-        return future is None or self.group is None or self.group.state != "open" or future.done()
+        future = self.future()
+        return future is None or self.group.state != "open" or future.done()
+
+    def abort(self, reason: str) -> None:
+        self.group.abort(reason)
 
 
 class ListWatch:
@@ -71,12 +81,12 @@ class ListWatch:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._waits: list[_Wait] = []
+        self._connecting: list[_Wait] = []
+        self._pending: list[_FirstOperation] = []
         self._thread: threading.Thread | None = None
 
     def first_operation(self, parent: Watched, given: Given, group: Watched, future: Future[Any]) -> None:
-        """``future`` is of the first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
-        group._on_first = None  # which keeps the parent
+        """``future`` is of a first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
         with self._condition:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
@@ -85,14 +95,15 @@ class ListWatch:
                 except RuntimeError:
                     return  # no more threads: there is the timeout
                 self._thread = thread
-            self._waits.append(_Wait(parent, group, given, ref(future), time.monotonic() + PATIENCE))
+            due = time.monotonic() + PATIENCE
+            self._pending.append(_FirstOperation(parent, given, group, ref(future), due))
             self._condition.notify()  # the thread may sleep for longer than this one has patience
 
     def forget(self, group: Watched, timeout: float) -> None:
         """``group`` is closed.  The thread ends with the last wait."""
         with self._condition:
-            self._waits = [wait for wait in self._waits if wait.group is not group]
-            if self._waits:
+            self._pending = [wait for wait in self._pending if wait.group is not group]
+            if self._pending:
                 return
             self._condition.notify()
             thread = self._thread
@@ -102,19 +113,19 @@ class ListWatch:
     def _run(self) -> None:
         while True:
             with self._condition:
-                if self._waits:
-                    self._condition.wait(max(min(wait.due for wait in self._waits) - time.monotonic(), 0.0))
-                if not self._waits:
+                if self._pending:
+                    self._condition.wait(max(min(wait.due for wait in self._pending) - time.monotonic(), 0.0))
+                if not self._pending:
                     self._thread = None
                     return
                 now = time.monotonic()
-                due = [wait for wait in self._waits if wait.due <= now]
+                due = [wait for wait in self._pending if wait.due <= now]
             finished = [wait for wait in due if wait.over() or self._look(wait)]
             with self._condition:
-                self._waits = [wait for wait in self._waits if not any(wait is each for each in finished)]
+                self._pending = [wait for wait in self._pending if not any(wait is each for each in finished)]
             del due, finished  # they must not keep groups alive until the next one is due
 
-    def _look(self, wait: _Wait) -> bool:
+    def _look(self, wait: _FirstOperation) -> bool:
         """Compare with the subgroups of the other members; True if nothing is left to look for."""
         try:
             others = self._exchange(wait)
@@ -139,8 +150,7 @@ class ListWatch:
                 foreign = wait.parent._subgroup(list(theirs.members), theirs.name, None, asked=theirs.choices)
                 # Whoever hears of the first abort may close the whole world: not this one before its abort.
                 stack.enter_context(foreign._closing)
-            if wait.group is not None:
-                wait.group.abort(reason)
+            wait.abort(reason)
             if foreign is not None:
                 foreign.abort(reason)
         if foreign is not None:
@@ -150,9 +160,9 @@ class ListWatch:
     @contextlib.contextmanager
     def connecting(self, parent: Watched, given: Given) -> Iterator[Callable[[], None]]:
         """While the members of a group connect: gives what to call, which raises if they gave other lists."""
-        wait = _Wait(parent, None, given, None, time.monotonic() + _NEVER)
+        wait = _Wait(parent, given)
         with self._condition:
-            self._waits.append(wait)
+            self._connecting.append(wait)
         began = time.monotonic()
 
         def look() -> None:
@@ -167,8 +177,7 @@ class ListWatch:
             yield look
         finally:
             with self._condition:
-                self._waits = [each for each in self._waits if each is not wait]
-                self._condition.notify()
+                self._connecting = [each for each in self._connecting if each is not wait]
 
     def _exchange(self, wait: _Wait) -> dict[int, Any]:
         """Publish the subgroups that this rank made; returns those that the other members have published."""
@@ -179,7 +188,7 @@ class ListWatch:
 
     def _tell(self, wait: _Wait) -> None:
         with self._condition:
-            waits = [other for other in self._waits if other.parent is wait.parent]
+            waits = [other for other in (*self._connecting, *self._pending) if other.parent is wait.parent]
         made = [[*identity, count] for identity, count in wait.parent._made.copy().items()]
         waiting = [
             [other.given.name, other.given.choices, *other.given.members, other.given.count]

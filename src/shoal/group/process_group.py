@@ -27,7 +27,7 @@ import torch
 from .. import failure_report
 from ..backend.base import Backend, GroupSpec
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
-from ..keywords import explained
+from ..keywords import explained, named
 from ..links import Links, connect_some
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
@@ -312,8 +312,8 @@ class ProcessGroup(Objects, MonitoredBarrier):
         through this group's store, and the call waits for them, for ``timeout`` at most.
 
         Members that gave different lists, or other values than the others, wait for one another in different
-        groups.  About a second after the first collective of each, both raise GroupAborted with what they
-        gave; a call that waits for the members raises UsageError.
+        groups.  About a second after the first collective or receive of each, both raise GroupAborted with
+        what they gave; a call that waits for the members raises UsageError.
         """
         call = self._call("subgroup")
         seconds = None if timeout is None else self._checked_timeout(timeout)
@@ -363,12 +363,12 @@ class ProcessGroup(Objects, MonitoredBarrier):
         if scope not in ("all", "pair"):
             call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
         choices = Choices(None if scope == "all" else scope, concurrency, backend, options)
-        choices.checked(call.name, self._rank, self._links)
+        choices.checked(called(call.name, self), named(getattr(ProcessGroup, call.name)), self._links)
         factory = choices.engine(self._links)[0] if choices.own_links else None
         scopes = getattr(factory, "scopes", self._backend.scopes)
         if scope not in scopes:
-            named = self._backend.name if backend is None else backend
-            raise UnsupportedOperation(f"groups of the backend {named!r} have no scope={scope!r}")
+            chosen = self._backend.name if backend is None else backend
+            raise UnsupportedOperation(f"groups of the backend {chosen!r} have no scope={scope!r}")
         return choices
 
     def _make(

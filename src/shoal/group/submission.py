@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from inspect import signature
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,7 @@ from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
 from ..errors import ForkedProcess, GroupAborted, GroupClosed, UnsupportedOperation
 from ..future import Completion, Future, callback_scope
-from ..keywords import checked_seconds, misspelt
+from ..keywords import checked_seconds, misspelt, named
 from ..recorder import FlightRecorder
 from ..spec import REDUCING, SUM, Operation, OpKind, ReduceOp
 from .validation import Call
@@ -48,8 +47,10 @@ class Submitter:
         self._size = len(spec.ranks)
         self._cpu = "cpu" in channel.devices
         self._submitting = threading.Lock()
-        #: Told of this group and the future of its first numbered operation, if anybody wants to be.
+        #: Told of this group and the future of its first numbered operation, if anybody wants to be; and of
+        #: its first receive, where that comes before.
         self._on_first: Callable[[Any, Future[Any]], None] | None = None
+        self._has_received = False
         self._calls: dict[str, Call] = {}
         records = config.RECORDER_SIZE.get()
         self._recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
@@ -115,6 +116,7 @@ class Submitter:
                 self._recorder.add(future, kind, number, key, x.dtype, x.numel(), root)
             if number == 0 and self._on_first is not None:
                 self._on_first(self, future)
+                self._on_first = None  # it keeps the group that this one was made from
         return future
 
     def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
@@ -133,6 +135,12 @@ class Submitter:
                     self._recorder.add(
                         future, operation.kind, -1, 0, x.dtype, x.numel(), -1, operation.peer, operation.tag
                     )
+                if operation.kind is OpKind.RECV and not self._has_received:
+                    self._has_received = True
+                    if self._on_first is not None:
+                        self._on_first(self, future)
+                    if self._spec.scope == "pair":
+                        self._on_first = None  # there will be no collective
             return futures
 
     def _message(
@@ -188,9 +196,7 @@ class Submitter:
 
     def _refuse_keywords(self, name: str, unknown: Iterable[str]) -> NoReturn:
         """For operations on which small messages depend: they spare themselves ``keywords.explained``."""
-        parameters = signature(getattr(type(self), name)).parameters
-        known = [word for word in parameters if word not in ("self", "unknown")]
-        raise misspelt(called(name, self), unknown, known)
+        raise misspelt(called(name, self), unknown, named(getattr(type(self), name)))
 
     def _checked_timeout(self, timeout: float) -> float:
         return checked_seconds("timeout", timeout, f" on rank {self._rank}")

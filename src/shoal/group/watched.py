@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..backend.base import DataChannel, GroupSpec
-from ..future import Future
 from ..recorder import FlightRecorder
 from ..store import Store
 from ..world import World
@@ -24,7 +22,6 @@ class Watched(Protocol):
     _spec: GroupSpec
     _world: World
     _closing: threading.Lock
-    _on_first: Callable[[Any, Future[Any]], None] | None
     #: how many subgroups were made of each name and list
     _made: Counter[tuple[Any, ...]]
 

@@ -91,21 +91,21 @@ class PrivateFile:
         launcher = _launcher(marker)
         name = f"{launcher}-{start_of(launcher)}-{zlib.crc32(job.encode()):08x}"
         self.path = self._directory / name
-        self._fd = open_trusted(self.path)
+        self._file = open_trusted(self.path)
 
     def store(self, timeout: float) -> FileStore:
         """The store in the file, which works also when the file has no name any more."""
-        return FileStore(self.path, timeout=timeout, descriptor=self._fd)
+        return FileStore(self.path, timeout=timeout, descriptor=self._file.fileno())
 
     def unlink(self) -> None:
         """Take the file's name away, if it still has it."""
         with _locked(self._directory), contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(self.path.stat(), os.fstat(self._fd)):
+            if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
                 self.path.unlink()
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._fd)
+        self._file.close()
 
 
 def _launcher(marker: str) -> int:

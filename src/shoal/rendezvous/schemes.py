@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from ..errors import (
     UsageError,
 )
 from ..store import FileStore, MemoryStore, TCPStore
+from ..wire import listens
+from ..wording import in_seconds
 from .environment import Launch, read
 from .host import address_towards, is_loopback, is_mine, resolve
 from .hosting import share
@@ -93,6 +96,15 @@ def tcp(request: Request) -> Venue:
     secret = request.secret or user_secret()
     serves = request.rank == 0 and request.size is not None and is_mine(address)
     hosted = share(address, port, secret, start=serves)
+    while serves and hosted is None and not listens(address, port, timeout=request.deadline.remaining()):
+        if request.deadline.expired:
+            raise RendezvousTimeout(
+                f"rendezvous: rank 0 cannot serve the store at {host}:{port}: for "
+                f"{in_seconds(request.deadline.timeout)} another socket has had the port, though nobody "
+                "listens there; choose one outside of /proc/sys/net/ipv4/ip_local_port_range"
+            )
+        time.sleep(0.05)  # most likely a connection has it as its own end, and will be closed
+        hosted = share(address, port, secret, start=True)
     try:
         store = TCPStore(address, port, secret, timeout=request.deadline.remaining())
     except BaseException as error:

@@ -16,7 +16,9 @@ import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
+from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline
+from ..wording import in_seconds
 from .operations import MAX_VALUE, Operations
 from .requests import Request
 
@@ -24,6 +26,8 @@ T = TypeVar("T")
 
 #: seconds between two looks of a store that polls: an eighth of the time that it waited already, within these
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+#: so often a change is tried before the store pauses
+_TRIES_AT_ONCE = 8
 
 
 class Executor(abc.ABC):
@@ -77,6 +81,12 @@ class Executor(abc.ABC):
         return type(self).__name__
 
 
+class _Calls(threading.local):
+    """The call of each thread."""
+
+    deadline = Deadline(0.0)
+
+
 class Backing(Operations, Executor):
     """A store of three operations, :meth:`get_now`, :meth:`swap` and :meth:`list_keys`, and :meth:`clone`.
 
@@ -84,6 +94,25 @@ class Backing(Operations, Executor):
     can notify.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = _Calls()
+
     def execute(self, request: Request[T], deadline: Deadline) -> T:
         """Apply the request to the three operations."""
+        self._calls.deadline = deadline
         return request.apply(self)
+
+    def refused(self, key: str, times: int) -> None:
+        """Pause and try again: another client came between.  StoreTimeout when that goes on too long."""
+        deadline = self._calls.deadline
+        if times <= _TRIES_AT_ONCE:
+            return
+        if deadline.expired:
+            raise StoreTimeout(
+                f"key {key!r} could not be changed within {in_seconds(deadline.timeout)}: "
+                f"{type(self).__name__}.swap refused {times} times, though it was given what get_now had "
+                "returned.  Other clients change the key all the time, or swap does not compare as it should"
+            )
+        if self.closed.wait(min(_SHORTEST_PAUSE * times, _LONGEST_PAUSE, deadline.remaining())):
+            raise StoreError("closed")  # the store says which

@@ -23,6 +23,7 @@ from pathlib import Path
 from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline, close_in_forked_child
 from ..wording import in_seconds
+from .trusted import Descriptor
 
 _MAGIC = b"shoallg1"
 _HEADER = struct.Struct("<II")
@@ -33,19 +34,19 @@ class Log:
 
     Args:
         path: where it is.
-        descriptor: of the open file, which the log owns from now on (see ``trusted.py``).
+        file: opened as ``trusted.py`` does; the log owns it from now on.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, file: Descriptor) -> None:
         self.path = path
         self._offset = len(_MAGIC)
         self._checked = False
-        self._fd = descriptor
+        self._file = file
         close_in_forked_child(self)  # the lock goes with the file: a child must not keep it
 
     def fileno(self) -> int:
         """The descriptor, -1 when closed."""
-        return self._fd
+        return self._file.fileno()
 
     @contextlib.contextmanager
     def locked(self, deadline: Deadline) -> Iterator[None]:
@@ -53,7 +54,7 @@ class Log:
         pause = 0.0001
         while True:
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if deadline.expired:
@@ -67,7 +68,7 @@ class Log:
         try:
             yield
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
 
     def read(self, *, locked: bool) -> Iterator[bytes]:
         """The payloads of the records that were added since the last call.
@@ -79,14 +80,14 @@ class Log:
             StoreError: the file is no log, or (seen with the lock only) is damaged.
         """
         self._check_magic(locked)
-        while header := os.pread(self._fd, _HEADER.size, self._offset):
+        while header := os.pread(self._file.fileno(), _HEADER.size, self._offset):
             end = self._offset + _HEADER.size
             if len(header) == _HEADER.size:
                 length, checksum = _HEADER.unpack(header)
                 end += length
-            if len(header) < _HEADER.size or end > os.fstat(self._fd).st_size:
+            if len(header) < _HEADER.size or end > os.fstat(self._file.fileno()).st_size:
                 if locked:
-                    os.ftruncate(self._fd, self._offset)
+                    os.ftruncate(self._file.fileno(), self._offset)
                 return
             payload = self._pread(length, self._offset + _HEADER.size)
             if not payload or zlib.crc32(payload) != checksum:
@@ -108,11 +109,11 @@ class Log:
         end = self._offset
         try:
             while record:
-                written = os.pwrite(self._fd, record, end)
+                written = os.pwrite(self._file.fileno(), record, end)
                 record = record[written:]
                 end += written
         except OSError as error:
-            os.ftruncate(self._fd, self._offset)
+            os.ftruncate(self._file.fileno(), self._offset)
             raise StoreError(f"cannot write to file store {self.path}: {error.strerror}") from error
         self._offset = end
 
@@ -122,26 +123,24 @@ class Log:
 
     def close(self) -> None:
         """Close the file; it may be called twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()
 
     def _check_magic(self, locked: bool) -> None:
         if self._checked:
             return
-        magic = os.pread(self._fd, len(_MAGIC), 0)
+        magic = os.pread(self._file.fileno(), len(_MAGIC), 0)
         if magic == _MAGIC:
             self._checked = True
         elif not _MAGIC.startswith(magic):
             raise StoreError(f"{self.path} is not a file store: it begins with {magic!r}")
         elif locked:
-            os.pwrite(self._fd, _MAGIC, 0)
+            os.pwrite(self._file.fileno(), _MAGIC, 0)
             self._checked = True
 
     def _pread(self, count: int, offset: int) -> bytes:
         parts = []
         while count:
-            part = os.pread(self._fd, count, offset)
+            part = os.pread(self._file.fileno(), count, offset)
             if not part:
                 break
             parts.append(part)

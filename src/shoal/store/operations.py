@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import StoreError
 
@@ -63,8 +63,7 @@ class Operations(abc.ABC):
 
     def set(self, key: str, value: bytes) -> None:
         """Store ``value`` under ``key``, whatever it held."""
-        while not self.swap(key, self._held(key), value):
-            pass
+        self._change(key, lambda held: value)
 
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
         """Store several values; in one step where the store can do that."""
@@ -73,42 +72,48 @@ class Operations(abc.ABC):
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """See :meth:`shoal.store.Store.compare_set`."""
-        while True:
-            held = self._held(key)
-            if held is None and expected:
-                return expected
-            if held is not None and held != expected:
-                return held
-            if self.swap(key, held, desired):
-                return desired
+        _, value = self._change(key, lambda held: desired if (held or b"") == expected else held)
+        return expected if value is None else value
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the sum; StoreError if the key holds no counter."""
-        while True:
-            held = self._held(key)
-            total = counted(key, held, amount)
-            if self.swap(key, held, b"%d" % total):
-                return total
+        _, total = self._change(key, lambda held: b"%d" % counted(key, held, amount))
+        return int(total or 0)
 
     def append(self, key: str, value: bytes) -> None:
         """Add ``value`` at the end of the value of ``key``; StoreError if that gets too long."""
-        while True:
-            held = self._held(key)
-            joined = value if held is None else held + value
-            check_length(key, joined, self.longest_value)
-            if self.swap(key, held, joined):
-                return
+
+        def joined(held: bytes | None) -> bytes:
+            whole = (held or b"") + value
+            check_length(key, whole, self.longest_value)
+            return whole
+
+        self._change(key, joined)
 
     def delete(self, key: str) -> bool:
         """Remove ``key``; whether it existed."""
-        while (held := self._held(key)) is not None:
-            if self.swap(key, held, None):
-                return True
-        return False
+        held, _ = self._change(key, lambda held: None)
+        return held is not None
 
     def delete_prefix(self, prefix: str) -> int:
         """Remove the keys that start with ``prefix``; how many there were."""
         return sum(self.delete(key) for key in self.list_keys(prefix))
+
+    def _change(
+        self, key: str, value_of: Callable[[bytes | None], bytes | None]
+    ) -> tuple[bytes | None, bytes | None]:
+        """Give ``key`` the value that ``value_of`` makes of what it holds: what it held, and holds now."""
+        refusals = 0
+        while True:
+            held = self._held(key)
+            value = value_of(held)
+            if value is held or self.swap(key, held, value):
+                return held, value
+            refusals += 1
+            self.refused(key, refusals)
+
+    def refused(self, key: str, times: int) -> None:
+        """:meth:`swap` has stored nothing, for the ``times``-th time in one call; raises to try no more."""
 
     def _held(self, key: str) -> bytes | None:
         """The value of ``key``, for :meth:`swap`, which would never find a value of another type."""

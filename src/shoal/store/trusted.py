@@ -26,14 +26,37 @@ _KINDS = {
 }
 
 
-def open_trusted(path: Path) -> int:
+class Descriptor:
+    """An open file.  It is closed with this object, if not before, so Ctrl-C leaves none behind."""
+
+    #: of an object whose making was interrupted
+    _held: list[int] = []  # noqa: RUF012
+
+    def __init__(self, path: str | Path, flags: int, mode: int = 0o777) -> None:
+        self._held = []
+        # One call of C opens the file and keeps it: a Ctrl-C comes before or after.
+        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
+
+    def fileno(self) -> int:
+        """Its number, -1 when closed."""
+        return self._held[0] if self._held else -1
+
+    def close(self) -> None:
+        """Close the file; it may be called twice."""
+        while self._held:
+            os.close(self._held.pop())
+
+    __del__ = close
+
+
+def open_trusted(path: Path) -> Descriptor:
     """Open ``path`` for reading and writing; made with mode 600, whatever the umask, if it does not exist.
 
     Nothing is waited for and nothing is written.  The directories above are taken as they are: whoever can
     write to one of them can remove the file or put another in its place, but that one is refused in turn.
 
     Returns:
-        A descriptor, close-on-exec.
+        The open file, close-on-exec.
 
     Raises:
         ConfigurationError: the file is not this user's alone; the message says why and what to do.
@@ -47,19 +70,19 @@ def open_trusted(path: Path) -> int:
             except FileExistsError:
                 pass
             try:
-                found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+                found = Descriptor(path, os.O_PATH | os.O_NOFOLLOW)
             except FileNotFoundError:
                 continue
             try:
-                return reopen_trusted(found, path)
+                return reopen_trusted(found.fileno(), path)
             finally:
-                os.close(found)
+                found.close()
     except OSError as error:
         raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
     raise StoreError(f"cannot open file store {path}: it is made and removed again and again")
 
 
-def reopen_trusted(descriptor: int, path: Path) -> int:
+def reopen_trusted(descriptor: int, path: Path) -> Descriptor:
     """Open the file behind ``descriptor`` anew (with locks of its own), though its name may be gone.
 
     Args:
@@ -71,7 +94,7 @@ def reopen_trusted(descriptor: int, path: Path) -> int:
     """
     refuse_untrusted(descriptor, path)
     try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        return Descriptor(f"/proc/self/fd/{descriptor}", os.O_RDWR)
     except OSError as error:
         raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
 
@@ -106,17 +129,17 @@ def refuse_untrusted(descriptor: int, path: Path) -> None:
         )
 
 
-def _make(path: Path) -> int:
+def _make(path: Path) -> Descriptor:
     """Make the file, which must not exist: ``O_EXCL`` follows no symbolic link either."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    made = Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
     try:
-        if stat.S_IMODE(os.fstat(descriptor).st_mode) != _MODE:  # the umask took even more
-            os.fchmod(descriptor, _MODE)
-        refuse_untrusted(descriptor, path)
+        if stat.S_IMODE(os.fstat(made.fileno()).st_mode) != _MODE:  # the umask took even more
+            os.fchmod(made.fileno(), _MODE)
+        refuse_untrusted(made.fileno(), path)
     except BaseException:
-        os.close(descriptor)
+        made.close()
         raise
-    return descriptor
+    return made
 
 
 def _refuse(path: Path, why: str, remedy: str) -> None:

@@ -26,7 +26,7 @@ from .inherit import close_in_forked_child
 from .introduce import SharedMemory, be_introduced, introduce, share_memory
 from .pending import PendingHandshake
 from .server import Server, Session
-from .sockets import accept, connect, listen
+from .sockets import accept, connect, listen, listens
 from .stream import Stream
 from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
 
@@ -55,6 +55,7 @@ __all__ = [
     "introduce",
     "listen",
     "listen_unix",
+    "listens",
     "peer_pid",
     "recv_fds",
     "send_fds",

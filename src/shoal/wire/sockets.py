@@ -72,6 +72,17 @@ def connect(
     return authenticate(sock, True, secret, purpose, deadline, limit, peer=f"{host}:{port}")
 
 
+def listens(host: str, port: int, *, timeout: float) -> bool:
+    """Whether somebody listens at ``host:port``; also if the host does not answer in ``timeout`` seconds."""
+    try:
+        _connected(host, port, Deadline(timeout)).close()
+    except WireTimeout:
+        return True
+    except WireError:
+        return False
+    return True
+
+
 def accept(
     listener: socket.socket, *, secret: bytes, purpose: str, timeout: float, limit: int = DEFAULT_LIMIT
 ) -> Connection:

@@ -79,7 +79,12 @@ def test_accelerate_trains_under_shoal_run_with_its_own_variables(tmp_path: Path
 
 @needs_fabric
 @pytest.mark.parametrize(
-    "launcher", [(), TORCHRUN, SHOAL_RUN], ids=["its own launcher", "torchrun", "shoal run"]
+    "launcher",
+    [
+        pytest.param((), id="its own launcher"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.stress),  # under which Accelerate is tried
+        pytest.param(SHOAL_RUN, id="shoal run"),
+    ],
 )
 def test_fabric_trains_by_ddp_and_fsdp2_under(launcher: tuple[str, ...], tmp_path: Path) -> None:
     check(run("fabric_program.py", tmp_path, *launcher))

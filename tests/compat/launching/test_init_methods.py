@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.support.stage import free_port
+from tests.support.ports import free_port
 
 
 def summed(size: int) -> None:

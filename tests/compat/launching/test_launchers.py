@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.tools.bench.environments import mpi_environment
-from tests.support.stage import PRELUDE, ROOT, Ended, Stage, free_port
+from tests.support.ports import free_port
+from tests.support.stage import PRELUDE, ROOT, Ended, Stage
 
 TORCHRUN = (str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node", "2")
 DISTRIBUTED_RUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")

@@ -11,6 +11,8 @@ from torch import nn
 import shoal
 from shoal.parallel.averaging import average_parameters
 from shoal.testing import run_threads
+from tests.parallel.hooks.buckets import count_sent, same_on_all
+from tests.parallel.training import on_ranks
 
 
 def own(rank: int, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
@@ -42,84 +44,52 @@ def test_all_trained_parameters_become_their_mean_on_all_ranks(size: int) -> Non
         torch.testing.assert_close(strided.detach(), (sum(own(r, (4, 6)) for r in range(size)) / size).t())
         return [p.detach() for p in parameters]
 
-    results = run_threads(rank, size)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
-    precision = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-    for averaged in results[0]:
-        tolerance = precision.get(averaged.dtype, 1e-6)
+    for averaged in same_on_all(run_threads(rank, size)):
+        tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(averaged.dtype, 1e-6)
         expected = mean(range(size)).to(averaged.dtype)
         torch.testing.assert_close(averaged, expected, rtol=tolerance, atol=tolerance)
 
 
+@on_ranks(3)
 def test_large_models_go_in_several_messages_and_the_groups_of_an_optimiser_are_taken_too(
-    monkeypatch: pytest.MonkeyPatch,
+    group: shoal.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.parallel.averaging.parameters.MESSAGE_BYTES", 300)
-
-    def rank(group: shoal.ProcessGroup) -> Any:
-        parameters = [parameter(group.rank) for _ in range(7)]
-        optimizer = torch.optim.SGD(
-            [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}], lr=1.0
-        )
-        sent: list[int] = []
-        all_reduce = group.all_reduce
-
-        def counted(x: torch.Tensor, *args: Any, **how: Any) -> Any:
-            sent.append(x.numel())
-            return all_reduce(x, *args, **how)
-
-        group.all_reduce = counted  # type: ignore[method-assign]
-        average_parameters(optimizer.param_groups, group)
-        assert sent == [30, 30, 30, 15]
-        return parameters
-
-    for parameters in run_threads(rank, 3):
-        for averaged in parameters:
-            torch.testing.assert_close(averaged.detach(), mean(range(3)))
+    parameters = [parameter(group.rank) for _ in range(7)]
+    optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}], lr=1.0)
+    sent = count_sent(group)
+    average_parameters(optimizer.param_groups, group)
+    assert sent == [30, 30, 30, 15]
+    for averaged in parameters:
+        torch.testing.assert_close(averaged.detach(), mean(range(3)))
 
 
-def when(averager: Any, steps: int, rank: int) -> list[int]:
-    """The steps in which a parameter changed."""
-    mine = parameter(rank)
-    changed = []
-    for step in range(steps):
+@on_ranks(2)
+def test_the_period_begins_right_after_the_warm_up(group: shoal.ProcessGroup) -> None:
+    averager = shoal.PeriodicModelAverager(3, 2, group=group)
+    mine = parameter(group.rank)
+    for step in range(12):
         with torch.no_grad():
-            mine.copy_(own(rank))
+            mine.copy_(own(group.rank))
         averager.average_parameters([mine])
-        if not torch.equal(mine, own(rank)):
-            changed.append(step)
-    return changed
+        assert torch.equal(mine, own(group.rank)) == (step not in (2, 5, 8, 11))
+    assert averager.step == 12
 
 
-def test_the_period_begins_right_after_the_warm_up() -> None:
-    def rank(group: shoal.ProcessGroup) -> Any:
-        averager = shoal.PeriodicModelAverager(3, 2, group=group)
-        steps = when(averager, 12, group.rank)
-        assert averager.step == 12
-        return steps
-
-    assert run_threads(rank, 2) == [[2, 5, 8, 11]] * 2
-
-
-def test_the_largest_group_whose_period_it_is_averages() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        averager = shoal.HierarchicalModelAverager({2: 2, 4: 4, 8: 8}, 3, group=group)
-        sizes = [one.size for one in averager.period_process_group_dict.values()]
-        assert sizes == [2, 4, 8]
-        first = {size: group.rank // size * size for size in (2, 4, 8)}
-        mine = parameter(group.rank)
-        for step in range(17):
-            with torch.no_grad():
-                mine.copy_(own(group.rank))
-            averager.average_parameters([mine])
-            size = (
-                1 if step < 3 else 8 if step % 8 == 0 else 4 if step % 4 == 0 else 2 if step % 2 == 0 else 1
-            )
-            start = first.get(size, group.rank)
-            torch.testing.assert_close(mine.detach(), mean(range(start, start + size)))
-
-    run_threads(rank, 8)
+@on_ranks(8)
+def test_the_largest_group_whose_period_it_is_averages(group: shoal.ProcessGroup) -> None:
+    averager = shoal.HierarchicalModelAverager({2: 2, 4: 4, 8: 8}, 3, group=group)
+    sizes = [one.size for one in averager.period_process_group_dict.values()]
+    assert sizes == [2, 4, 8]
+    first = {size: group.rank // size * size for size in (2, 4, 8)}
+    mine = parameter(group.rank)
+    for step in range(17):
+        with torch.no_grad():
+            mine.copy_(own(group.rank))
+        averager.average_parameters([mine])
+        size = 1 if step < 3 else 8 if step % 8 == 0 else 4 if step % 4 == 0 else 2 if step % 2 == 0 else 1
+        start = first.get(size, group.rank)
+        torch.testing.assert_close(mine.detach(), mean(range(start, start + size)))
 
 
 @pytest.mark.parametrize(
@@ -133,42 +103,38 @@ def test_the_largest_group_whose_period_it_is_averages() -> None:
         ({2: 2}, "must be that of the group, 4, got 2"),
     ],
 )
-def test_hierarchies_that_do_not_fit_are_refused(sizes: dict[int, int], message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(shoal.UsageError, match=message):
-            shoal.HierarchicalModelAverager(sizes, group=group)
-
-    run_threads(rank, 4)
-
-
-def test_other_arguments_without_meaning_are_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(shoal.UsageError, match="a period must be a positive number of steps, got 0"):
-            shoal.PeriodicModelAverager(0, group=group)
-        with pytest.raises(shoal.UsageError, match="warmup_steps must be a number of steps, got -1"):
-            shoal.PeriodicModelAverager(2, -1, group=group)
-        with pytest.raises(shoal.UsageError, match="no default group of shoal"):
-            shoal.PeriodicModelAverager(2, group=None)  # type: ignore[arg-type]
-        averager = shoal.PeriodicModelAverager(2, group=group)
-        with pytest.raises(shoal.UsageError, match="got str"):
-            averager.average_parameters(["weight"])  # type: ignore[list-item]
-        sgd = torch.optim.SGD([parameter(0)], lr=1.0)
-        with pytest.raises(shoal.UsageError, match="optim must be an optimiser of torch, got list"):
-            shoal.PostLocalSGDOptimizer([], averager)  # type: ignore[arg-type]
-        with pytest.raises(shoal.UsageError, match=r"averager must be a Periodic.*got int"):
-            shoal.PostLocalSGDOptimizer(sgd, 4)  # type: ignore[arg-type]
-
-    run_threads(rank, 1)
+@on_ranks(4)
+def test_hierarchies_that_do_not_fit_are_refused(
+    group: shoal.ProcessGroup, sizes: dict[int, int], message: str
+) -> None:
+    with pytest.raises(shoal.UsageError, match=message):
+        shoal.HierarchicalModelAverager(sizes, group=group)
 
 
-def test_averaging_in_every_step_is_warned_of() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.warns(UserWarning, match="choose a longer period"):
-            shoal.PeriodicModelAverager(1, group=group)
-        with pytest.warns(UserWarning, match="choose a longer period"):
-            shoal.HierarchicalModelAverager({1: 1}, group=group)
+@on_ranks(1)
+def test_other_arguments_without_meaning_are_refused(group: shoal.ProcessGroup) -> None:
+    with pytest.raises(shoal.UsageError, match="a period must be a positive number of steps, got 0"):
+        shoal.PeriodicModelAverager(0, group=group)
+    with pytest.raises(shoal.UsageError, match="warmup_steps must be a number of steps, got -1"):
+        shoal.PeriodicModelAverager(2, -1, group=group)
+    with pytest.raises(shoal.UsageError, match="no default group of shoal"):
+        shoal.PeriodicModelAverager(2, group=None)  # type: ignore[arg-type]
+    averager = shoal.PeriodicModelAverager(2, group=group)
+    with pytest.raises(shoal.UsageError, match="got str"):
+        averager.average_parameters(["weight"])  # type: ignore[list-item]
+    sgd = torch.optim.SGD([parameter(0)], lr=1.0)
+    with pytest.raises(shoal.UsageError, match="optim must be an optimiser of torch, got list"):
+        shoal.PostLocalSGDOptimizer([], averager)  # type: ignore[arg-type]
+    with pytest.raises(shoal.UsageError, match=r"averager must be a Periodic.*got int"):
+        shoal.PostLocalSGDOptimizer(sgd, 4)  # type: ignore[arg-type]
 
-    run_threads(rank, 1)
+
+@on_ranks(1)
+def test_averaging_in_every_step_is_warned_of(group: shoal.ProcessGroup) -> None:
+    with pytest.warns(UserWarning, match="choose a longer period"):
+        shoal.PeriodicModelAverager(1, group=group)
+    with pytest.warns(UserWarning, match="choose a longer period"):
+        shoal.HierarchicalModelAverager({1: 1}, group=group)
 
 
 def test_the_optimiser_steps_averages_and_obeys_a_schedule() -> None:
@@ -204,25 +170,23 @@ def _loss(mine: nn.Parameter, rank: int) -> torch.Tensor:
     return loss
 
 
-def test_the_optimiser_state_holds_the_step_of_the_averager() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        def make() -> shoal.PostLocalSGDOptimizer:
-            inner = torch.optim.Adam([parameter(0)], lr=0.5)
-            return shoal.PostLocalSGDOptimizer(inner, shoal.PeriodicModelAverager(4, group=group))
+@on_ranks(1)
+def test_the_optimiser_state_holds_the_step_of_the_averager(group: shoal.ProcessGroup) -> None:
+    def make() -> shoal.PostLocalSGDOptimizer:
+        inner = torch.optim.Adam([parameter(0)], lr=0.5)
+        return shoal.PostLocalSGDOptimizer(inner, shoal.PeriodicModelAverager(4, group=group))
 
-        first, second = make(), make()
-        for _ in range(3):
-            first.step()
-        state = first.state_dict()
-        assert state["step"] == 3
-        second.load_state_dict(state)
-        assert second.averager.step == 3
-        assert state["step"] == 3  # what was loaded from is as before
-        assert second.param_groups is second.optim.param_groups
-        with pytest.warns(UserWarning, match="counts from 0"):
-            second.load_state_dict(first.optim.state_dict())
-        assert second.averager.step == 0
-        second.add_param_group({"params": [parameter(1)], "lr": 0.1})
-        assert len(second.optim.param_groups) == 2
-
-    run_threads(rank, 1)
+    first, second = make(), make()
+    for _ in range(3):
+        first.step()
+    state = first.state_dict()
+    assert state["step"] == 3
+    second.load_state_dict(state)
+    assert second.averager.step == 3
+    assert state["step"] == 3  # what was loaded from is as before
+    assert second.param_groups is second.optim.param_groups
+    with pytest.warns(UserWarning, match="counts from 0"):
+        second.load_state_dict(first.optim.state_dict())
+    assert second.averager.step == 0
+    second.add_param_group({"params": [parameter(1)], "lr": 0.1})
+    assert len(second.optim.param_groups) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import traceback
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,150 +16,97 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.parallel.ddp.copies import Copies, pick_devices
-from shoal.testing import run_threads
-from tests.parallel.models import (
-    SMALL_MB,
-    assert_all_equal,
-    assert_same_gradients,
-    assert_same_parameters,
-    batches,
-    fixed,
-    loss_of,
-    mlp,
+from shoal.parallel.ddp.mirror import Mirror
+from tests.parallel.models import Normed, batches, fixed, loss_of, mlp, part
+from tests.parallel.training import (
+    assert_as_simulated,
+    assert_close,
+    assert_gradients,
+    assert_reduces,
+    local,
     on_ranks,
-    part,
     sgd,
+    steps,
     train,
+    values,
+    wrapped,
 )
 
 CPU = torch.device("cpu")
-
-
-def wrap(module: nn.Module, group: shoal.ProcessGroup, copies: int = 2, **options: Any) -> Any:
-    options.setdefault("bucket_cap_mb", SMALL_MB)
-    return shoal.DistributedDataParallel(module, ["cpu"] * copies, group=group, **options)
 
 
 # -- training ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize(("copies", "as_views"), [(1, True), (2, False), (3, True)])
 def test_copies_and_ranks_train_like_one_process(size: int, copies: int, as_views: bool) -> None:
-    data = batches(6)
-    reference = mlp()
-    train(reference, data)
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = mlp()
-        train(
-            wrap(own, group, copies, gradient_as_bucket_view=as_views),
-            [part(batch, group) for batch in data],
-        )
-        return own
-
-    results = run_threads(rank, size, timeout=60)
-    assert_same_parameters(results[0], reference)
-    assert_all_equal(results)
+    assert_as_simulated(steps(batches(6)), size, copies=copies, gradient_as_bucket_view=as_views)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_batches_too_small_for_all_copies_count_in_full(set_to_none: bool) -> None:
     """Ranks with other numbers of copies and rows; after small batches large ones again."""
     data = [(x[:rows], y[:rows]) for rows, (x, y) in zip((12, 4, 12, 2, 8), batches(5), strict=True)]
-    reference = mlp()
-    train(reference, data, set_to_none=set_to_none)
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = mlp()
-        model = wrap(own, group, 3 - group.rank)
-        train(model, [part(batch, group) for batch in data], set_to_none=set_to_none)
-        return own
-
-    results = run_threads(rank, 2, timeout=60)
-    assert_same_parameters(results[0], reference)
-    assert_all_equal(results)
+    assert_as_simulated(
+        steps(data, set_to_none=set_to_none),
+        wrap=lambda group, model: wrapped(group, model, copies=3 - group.rank),
+    )
 
 
-def test_the_state_and_parameters_are_those_of_one_model() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = mlp()
-        model = wrap(own, group, 3)
-        assert list(model.state_dict()) == [f"module.{name}" for name in own.state_dict()]
-        assert [id(p) for p in model.parameters()] == [id(p) for p in own.parameters()]
-        assert sum(1 for _ in model.modules()) == 1 + sum(1 for _ in own.modules())
-        loss_of(model, batches(1)[0]).backward()
-        for other in model._copies.modules[1:]:
-            assert all(parameter.grad is None for parameter in other.parameters())
-        again = copy.deepcopy(model)
-        with torch.no_grad():
-            torch.testing.assert_close(again(torch.ones(4, 6).double()), own(torch.ones(4, 6).double()))
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_the_state_and_parameters_are_those_of_one_model(group: shoal.ProcessGroup) -> None:
+    own = mlp()
+    model = wrapped(group, own, copies=3)
+    assert list(model.state_dict()) == [f"module.{name}" for name in own.state_dict()]
+    assert [id(p) for p in model.parameters()] == [id(p) for p in own.parameters()]
+    assert sum(1 for _ in model.modules()) == 1 + sum(1 for _ in own.modules())
+    loss_of(model, batches(1)[0]).backward()
+    for other in model._copies.modules[1:]:
+        assert all(parameter.grad is None for parameter in other.parameters())
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        torch.testing.assert_close(again(torch.ones(4, 6).double()), own(torch.ones(4, 6).double()))
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 3)
-        fixed(self.double())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-
-def test_running_statistics_are_those_of_the_first_copy() -> None:
+@on_ranks(1)
+def test_running_statistics_are_those_of_the_first_copy(group: shoal.ProcessGroup) -> None:
     data = batches(4)
-    reference = Normed()
+    own, reference = fixed(Normed().double()), fixed(Normed().double())
+    model = wrapped(group, own, copies=2)
+    train(model, data)
     optimizer = sgd(reference)
     for x, y in data:
         optimizer.zero_grad()
-        outputs, statistics = [], None
-        for chunk in x.chunk(2):
-            outputs.append(reference(chunk))
-            if statistics is None:
-                statistics = {name: buffer.clone() for name, buffer in reference.named_buffers()}
+        first, second = x.chunk(2)
+        output = reference(first)
+        statistics = {name: buffer.clone() for name, buffer in reference.named_buffers()}
+        output = torch.cat([output, reference(second)])
         for name, buffer in reference.named_buffers():
             buffer.data.copy_(statistics[name])
-        ((torch.cat(outputs) - y) ** 2).mean().backward()
+        ((output - y) ** 2).mean().backward()
         optimizer.step()
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = Normed()
-        model = wrap(own, group)
-        train(model, data)
-        model.eval()
-        reference.eval()
-        torch.testing.assert_close(model(data[0][0]), reference(data[0][0]))
-        assert not any(part.training for one in model._copies.modules for part in one.modules())
-        return own
-
-    (result,) = run_threads(rank, 1, timeout=60)
-    assert_same_parameters(result, reference)
-    for a, b in zip(result.buffers(), reference.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+    assert_close(values(own), values(reference))
+    assert_close(list(own.buffers()), list(reference.buffers()))
+    torch.testing.assert_close(model.eval()(data[0][0]), reference.eval()(data[0][0]))
+    assert not any(part.training for one in model._copies.modules for part in one.modules())
 
 
-def test_copies_see_parameters_loaded_between_steps() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = mlp()
-        model = wrap(own, group, 3)
-        x = batches(1)[0][0]
-        model(x)
-        other = mlp()
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.mul_(2)
-        own.load_state_dict(other.state_dict())
-        torch.testing.assert_close(model(x), other(x))
-        for parameter in own.parameters():  # unseen by torch's version counters
-            parameter.data = parameter.data / 2
-        torch.testing.assert_close(model(x), mlp()(x))
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_copies_see_parameters_loaded_between_steps(group: shoal.ProcessGroup) -> None:
+    own = mlp()
+    model = wrapped(group, own, copies=3)
+    x = batches(1)[0][0]
+    model(x)
+    other = mlp()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    own.load_state_dict(other.state_dict())
+    torch.testing.assert_close(model(x), other(x))
+    for parameter in own.parameters():  # unseen by torch's version counters
+        parameter.data = parameter.data / 2
+    torch.testing.assert_close(model(x), mlp()(x))
 
 
 # -- accumulation --------------------------------------------------------------------------------
@@ -168,92 +116,65 @@ def test_copies_see_parameters_loaded_between_steps() -> None:
 def test_accumulation_over_copies_equals_one_large_batch(reduce_all: bool) -> None:
     data = batches(3)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(mlp(), group, 2)
-        reference = mlp()
+    def program(model: nn.Module, place: Any) -> Iterator[None]:
         for step in range(2):
-            for model_or_reference in (model, reference):
-                model_or_reference.zero_grad(set_to_none=step == 0)
-            for x, y in data[:2]:
-                with model.no_sync() if not reduce_all else nullcontext():
-                    loss_of(model, part((x, y), group)).backward()
-            loss_of(model, part(data[2], group)).backward()
-            for batch in data:
-                loss_of(reference, batch).backward()
-            assert_same_gradients(model, reference)
+            model.zero_grad(set_to_none=step == 0)
+            for batch in data[:2]:
+                with nullcontext() if reduce_all else local(model):
+                    loss_of(model, part(batch, place)).backward()
+                if reduce_all:
+                    yield
+            loss_of(model, part(data[2], place)).backward()
+            yield
 
-    on_ranks(2, rank)
+    assert_as_simulated(program, copies=2)
 
 
-def test_a_pass_without_reduction_leaves_all_gradients_with_the_first_copy() -> None:
-    batch = batches(1)[0]
-    reference = mlp()
-    loss_of(reference, batch).backward()
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(mlp(), group, 3)
-        with model.no_sync():
-            loss_of(model, batch).backward()
-        assert_same_gradients(model, reference)
-        model.zero_grad()  # forgets all of them
+@on_ranks(1)
+def test_a_pass_without_reduction_leaves_all_gradients_with_the_first_copy(group: shoal.ProcessGroup) -> None:
+    (batch,) = batches(1)
+    model = wrapped(group, copies=3)
+    with model.no_sync():
         loss_of(model, batch).backward()
-        assert_same_gradients(model, reference)
-
-    on_ranks(1, rank)
+    assert_gradients(model, batch)
+    assert_reduces(model, group, [batch])  # it forgets all of them
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_gradients_of_a_pass_that_failed_are_forgotten(local: bool) -> None:
-    batch = batches(1)[0]
-    reference = mlp()
-    loss_of(reference, batch).backward()
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(mlp(), group, 2)
-        with model.no_sync() if local else nullcontext():
-            loss = loss_of(model, batch)
-        handle = model.module[0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-        handle.remove()
-        model.zero_grad()
-        for _ in range(2):
-            model.zero_grad()
-            loss_of(model, batch).backward()
-            assert_same_gradients(model, reference)
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_gradients_of_a_pass_that_failed_are_forgotten(group: shoal.ProcessGroup, local: bool) -> None:
+    (batch,) = batches(1)
+    model = wrapped(group, copies=2)
+    with model.no_sync() if local else nullcontext():
+        loss = loss_of(model, batch)
+    handle = model.module[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    assert_reduces(model, group, [batch, batch])
 
 
-def test_two_forward_passes_before_one_backward() -> None:
-    data = batches(2)
-    small = data[1][0][:2], data[1][1][:2]
-    reference = mlp()
-    (loss_of(reference, data[0]) + loss_of(reference, small)).backward()
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(mlp(), group, 3)
-        (loss_of(model, data[0]) + loss_of(model, small)).backward()
-        assert_same_gradients(model, reference)
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_two_forward_passes_before_one_backward(group: shoal.ProcessGroup) -> None:
+    large, (x, y) = batches(2)
+    model = wrapped(group, copies=3)
+    (loss_of(model, large) + loss_of(model, (x[:2], y[:2]))).backward()
+    assert_gradients(model, large, (x[:2], y[:2]))
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_forward_passes_between_other_backward_passes(half: bool) -> None:
+@on_ranks(1)
+def test_forward_passes_between_other_backward_passes(group: shoal.ProcessGroup, half: bool) -> None:
     """No step was taken, so graphs from before a reduced pass are still good."""
-    data = [(x.float(), y.float()) for x, y in batches(3)]
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        precision = shoal.MixedPrecision(param_dtype=torch.bfloat16) if half else None
-        model = wrap(mlp().float(), group, 2, mixed_precision=precision)
-        with model.no_sync():
-            second = loss_of(model, data[1])
-        loss_of(model, data[0]).backward()
-        loss_of(model, data[2])
-        second.backward()
-
-    on_ranks(1, rank)
+    data = batches(3, dtype=torch.float32)
+    precision = shoal.MixedPrecision(param_dtype=torch.bfloat16) if half else None
+    model = wrapped(group, mlp(torch.float32), copies=2, mixed_precision=precision)
+    with model.no_sync():
+        second = loss_of(model, data[1])
+    loss_of(model, data[0]).backward()
+    loss_of(model, data[2])
+    second.backward()
 
 
 # -- forward -------------------------------------------------------------------------------------
@@ -271,19 +192,17 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_an_error_in_a_copy_names_the_copy(which: int) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(Failing(), group, 3)
-        x = torch.ones(3)
-        x[which] = -1
-        with pytest.raises(ValueError, match="negative") as caught:
-            model(x)
-        told = "".join(traceback.format_exception(caught.value))
-        assert f"raised in copy {which} of 3 on cpu" in told
-        model(torch.ones(3)).sum().backward()
-        assert model.module.weight.grad == 3
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_an_error_in_a_copy_names_the_copy(group: shoal.ProcessGroup, which: int) -> None:
+    model = wrapped(group, Failing(), copies=3)
+    x = torch.ones(3)
+    x[which] = -1
+    with pytest.raises(ValueError, match="negative") as caught:
+        model(x)
+    told = "".join(traceback.format_exception(caught.value))
+    assert f"raised in copy {which} of 3 on cpu" in told
+    model(torch.ones(3)).sum().backward()
+    assert model.module.weight.grad == 3
 
 
 class Asking(nn.Module):
@@ -304,31 +223,28 @@ class Asking(nn.Module):
         }
 
 
-def test_threads_of_copies_have_the_settings_of_the_caller() -> None:
+@on_ranks(1)
+def test_threads_of_copies_have_the_settings_of_the_caller(group: shoal.ProcessGroup) -> None:
     x = torch.ones(4, 2)
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(Asking(), group, 2)
-        usual = model(x)
-        assert [usual[name] for name in ("grad", "inference", "autocast", "cache")] == [
-            True,
-            False,
-            False,
-            True,
-        ]
-        with torch.no_grad():
-            assert not model(x)["grad"]
-        with torch.inference_mode():
-            told = model(x)
-            assert told["inference"] is told["product"].is_inference() is True
-        with torch.autocast("cpu", torch.float16, cache_enabled=False):
-            told = model(x)
-            assert (told["autocast"], told["dtype"], told["cache"]) == (True, "torch.float16", False)
-            assert told["product"].dtype == torch.float16
-            told["product"].sum().backward()
-        assert not model(x)["autocast"]
-
-    on_ranks(1, rank)
+    model = wrapped(group, Asking(), copies=2)
+    usual = model(x)
+    assert (usual["grad"], usual["inference"], usual["autocast"], usual["cache"]) == (
+        True,
+        False,
+        False,
+        True,
+    )
+    with torch.no_grad():
+        assert not model(x)["grad"]
+    with torch.inference_mode():
+        told = model(x)
+        assert told["inference"] is told["product"].is_inference() is True
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        told = model(x)
+        assert (told["autocast"], told["dtype"], told["cache"]) == (True, "torch.float16", False)
+        assert told["product"].dtype == torch.float16
+        told["product"].sum().backward()
+    assert not model(x)["autocast"]
 
 
 def test_parameters_that_share_memory_in_the_model_do_so_in_a_copy() -> None:
@@ -350,13 +266,8 @@ def test_buffers_that_the_model_replaces_reach_the_copies() -> None:
 
     module = Caching()
     copies = Copies(module, [CPU] * 2, CPU, 0)
-    for cache, expected in (
-        (None, 0),
-        (torch.ones(2), 2),
-        (torch.ones(3), 3),
-        (2 * torch.ones(3), 6),
-        (None, 0),
-    ):
+    for cache in (None, torch.ones(2), torch.ones(3), 2 * torch.ones(3), None):
+        expected = 0 if cache is None else cache.sum()
         module.cache = cache
         assert copies(module, (torch.zeros(2),), {}, 0).tolist() == [expected] * 2
         assert cache is None or copies.modules[1].cache is not cache
@@ -365,26 +276,21 @@ def test_buffers_that_the_model_replaces_reach_the_copies() -> None:
 # -- devices -------------------------------------------------------------------------------------
 
 
-def test_one_device_moves_inputs_there_and_several_are_checked() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), ["cpu"], "cpu", group=group)
-        reference = mlp()
-        loss_of(model, batches(1)[0]).backward()
-        loss_of(reference, batches(1)[0]).backward()
-        assert_same_gradients(model, reference)
-        elsewhere = nn.Linear(2, 2, device="meta")
-        with pytest.raises(UsageError, match="must be on cpu, but it is on meta"):
-            shoal.DistributedDataParallel(elsewhere, ["cpu", "cpu"], group=group)
-        with pytest.raises(UsageError, match="output_device needs device_ids"):
-            shoal.DistributedDataParallel(mlp(), output_device="cpu", group=group)
-        with pytest.raises(UsageError, match="output_device=meta differs"):
-            shoal.DistributedDataParallel(mlp(), ["cpu"], "meta", group=group)
-        unlike = mlp()
-        unlike.lock = threading.Lock()
-        with pytest.raises(UsageError, match=r"copy\.deepcopy fails: cannot pickle"):
-            wrap(unlike, group)
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_one_device_moves_inputs_there_and_several_are_checked(group: shoal.ProcessGroup) -> None:
+    model = shoal.DistributedDataParallel(mlp(), ["cpu"], "cpu", group=group)
+    assert_reduces(model, group, batches(1))
+    elsewhere = nn.Linear(2, 2, device="meta")
+    with pytest.raises(UsageError, match="must be on cpu, but it is on meta"):
+        shoal.DistributedDataParallel(elsewhere, ["cpu", "cpu"], group=group)
+    with pytest.raises(UsageError, match="output_device needs device_ids"):
+        shoal.DistributedDataParallel(mlp(), output_device="cpu", group=group)
+    with pytest.raises(UsageError, match="output_device=meta differs"):
+        shoal.DistributedDataParallel(mlp(), ["cpu"], "meta", group=group)
+    unlike = mlp()
+    unlike.lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"copy\.deepcopy fails: cannot pickle"):
+        wrapped(group, unlike, copies=2)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there are accelerators here")
@@ -393,7 +299,8 @@ def test_a_number_without_an_accelerator_is_refused() -> None:
         pick_devices(mlp(), [0, 1], None)
 
 
-def test_other_dimensions_can_be_split() -> None:
+@on_ranks(1)
+def test_other_dimensions_can_be_split(group: shoal.ProcessGroup) -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -402,13 +309,28 @@ def test_other_dimensions_can_be_split() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x.t()).t()
 
-    (x, y) = batches(1)[0]
-    reference = mlp()
-    loss_of(reference, (x, y)).backward()
+    x, y = batches(1)[0]
+    model = wrapped(group, Turned(), copies=2, dim=1)
+    loss_of(model, (x.t(), y.t())).backward()
+    assert_gradients(model, (x, y))
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = wrap(Turned(), group, 2, dim=1)
-        loss_of(model, (x.t(), y.t())).backward()
-        assert_same_gradients(model, reference)
 
-    on_ranks(1, rank)
+def test_followers_are_written_to_only_after_a_change() -> None:
+    source = torch.ones(2, requires_grad=True)
+    follower = torch.zeros(2, requires_grad=True)
+    mirror = Mirror([source], [[follower]])
+    mirror.refresh(0)
+    version = follower._version
+    mirror.refresh(0)
+    assert follower._version == version
+    with torch.no_grad():
+        source.mul_(2)
+    source.requires_grad_(False)
+    mirror.refresh(0)
+    assert follower.tolist() == [2, 2]
+    assert not follower.requires_grad
+    version = follower._version
+    source.data.mul_(2)  # torch does not notice
+    mirror.refresh(1)
+    assert follower.tolist() == [4, 4]
+    assert follower._version == version

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
 import shoal
-from shoal.errors import ModelMismatch
-from tests.parallel.models import on_ranks
+from tests.parallel.training import told_alike, wrapped
 
 
 def _message(make: Callable[[int], nn.Module], size: int = 3, **options: Callable[[int], object]) -> str:
     """What every rank is told, which must be the same but for who says it."""
 
-    def rank(group: shoal.ProcessGroup) -> str:
+    def wrap(group: shoal.ProcessGroup) -> None:
         own = {name: choose(group.rank) for name, choose in options.items()}
-        with pytest.raises(ModelMismatch) as caught:
-            shoal.DistributedDataParallel(make(group.rank), group=group, **own)
-        group.barrier().wait()  # the group is as good as before
-        return str(caught.value).replace(f"seen by rank {group.rank}", "")
+        wrapped(group, make(group.rank), **own)
 
-    (message,) = set(on_ranks(size, rank))
-    return message
+    return told_alike(wrap, size)
 
 
 def test_another_shape_is_reported_with_rank_and_parameter() -> None:

@@ -12,20 +12,13 @@ from torch import nn
 
 import shoal
 from shoal.errors import UsageError
-from tests.parallel.models import (
-    SMALL_MB,
-    assert_same_parameters,
-    batches,
-    fixed,
-    loss_of,
-    mlp,
-    on_ranks,
-    part,
-    train,
-)
+from shoal.testing import run_threads
+from tests.parallel.models import batches, fixed, loss_of, mlp, part
+from tests.parallel.training import assert_close, on_ranks, train, values, wrapped
 
 
-def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0() -> None:
+@on_ranks(3)
+def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0(group: shoal.ProcessGroup) -> None:
     class Everything(nn.Module):
         def __init__(self, rank: int) -> None:
             super().__init__()
@@ -39,31 +32,27 @@ def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0() -> None:
             self.register_buffer("nothing", torch.empty(0))
             self.register_buffer("absent", None)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(Everything(group.rank), group=group).module
-        assert model.weight.tolist() == [[0.0, 0.0]] * 3
-        assert model.frozen.tolist() == [0.0] * 5
-        assert model.count.item() == 0
-        assert model.flags.tolist() == [True, False]
-        assert model.waves.tolist() == [0j, 0j]
-
-    on_ranks(3, rank)
+    model = wrapped(group, Everything(group.rank)).module
+    assert model.weight.tolist() == [[0.0, 0.0]] * 3
+    assert model.frozen.tolist() == [0.0] * 5
+    assert model.count.item() == 0
+    assert model.flags.tolist() == [True, False]
+    assert model.waves.tolist() == [0j, 0j]
 
 
-def test_the_state_is_that_of_the_module_with_a_prefix() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        inner = mlp()
-        model = shoal.DistributedDataParallel(inner, group=group)
-        assert model.module is inner
-        assert list(model.state_dict()) == [f"module.{name}" for name in inner.state_dict()]
-        model.load_state_dict(model.state_dict())
-        assert not model.eval().module.training
-        assert model.train().module.training
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_the_state_is_that_of_the_module_with_a_prefix(group: shoal.ProcessGroup) -> None:
+    inner = mlp()
+    model = wrapped(group, inner)
+    assert model.module is inner
+    assert list(model.state_dict()) == [f"module.{name}" for name in inner.state_dict()]
+    model.load_state_dict(model.state_dict())
+    assert not model.eval().module.training
+    assert model.train().module.training
 
 
-def test_arguments_and_outputs_pass_through() -> None:
+@on_ranks(2)
+def test_arguments_and_outputs_pass_through(group: shoal.ProcessGroup) -> None:
     class Picky(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -72,61 +61,54 @@ def test_arguments_and_outputs_pass_through() -> None:
         def forward(self, x: torch.Tensor, *more: int, flag: bool) -> dict[str, object]:
             return {"out": [self.layer(x)], "more": more, "flag": flag}
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(Picky(), group=group)
-        result = model(torch.ones(1, 2), 3, 4, flag=True)
-        assert result["more"] == (3, 4)
-        assert result["flag"] is True
-        result["out"][0].sum().backward()
-        assert model.module.layer.bias.grad.tolist() == [1.0, 1.0]
-
-    on_ranks(2, rank)
+    model = wrapped(group, Picky())
+    result = model(torch.ones(1, 2), 3, 4, flag=True)
+    assert result["more"] == (3, 4)
+    assert result["flag"] is True
+    result["out"][0].sum().backward()
+    assert model.module.layer.bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_rank_may_run_forward_alone_where_nothing_is_synchronised() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        inner = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
-        model = shoal.DistributedDataParallel(inner, group=group)
-        batch = part(batches(1)[0], group)
-        if group.rank == 1:  # each would hang if it communicated
-            with torch.no_grad():
-                model(batch[0])
-            with torch.inference_mode():
-                model(batch[0])
-            with model.no_sync():
-                loss_of(model, batch).backward()
-            model.eval()
+@on_ranks(2)
+def test_a_rank_may_run_forward_alone_where_nothing_is_synchronised(group: shoal.ProcessGroup) -> None:
+    inner = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
+    model = wrapped(group, inner)
+    batch = part(batches(1)[0], group)
+    if group.rank == 1:  # each would hang if it communicated
+        with torch.no_grad():
             model(batch[0])
-            model.train()
-        loss_of(model, batch).backward()
-
-    on_ranks(2, rank)
-
-
-def test_within_no_sync_gradients_stay_local_until_the_next_synchronised_backward() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(nn.Linear(1, 1, bias=False), group=group)
-        x = torch.full((1, 1), float(group.rank + 1))
+        with torch.inference_mode():
+            model(batch[0])
         with model.no_sync():
-            with model.no_sync():
-                model(x).sum().backward()
+            loss_of(model, batch).backward()
+        model.eval()
+        model(batch[0])
+        model.train()
+    loss_of(model, batch).backward()
+
+
+@on_ranks(2)
+def test_within_no_sync_gradients_stay_local_until_the_next_synchronised_backward(
+    group: shoal.ProcessGroup,
+) -> None:
+    model = wrapped(group, nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), float(group.rank + 1))
+    with model.no_sync():
+        with model.no_sync():
             model(x).sum().backward()
-            assert model.module.weight.grad.item() == 2 * (group.rank + 1)
         model(x).sum().backward()
-        assert model.module.weight.grad.item() == 4.5  # the mean of 3 and 6
+        assert model.module.weight.grad.item() == 2 * (group.rank + 1)
+    model(x).sum().backward()
+    assert model.module.weight.grad.item() == 4.5  # the mean of 3 and 6
 
-    on_ranks(2, rank)
 
-
-def test_a_no_sync_block_that_raises_ends() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(nn.Linear(1, 1, bias=False), group=group)
-        with pytest.raises(KeyError), model.no_sync():
-            raise KeyError
-        model(torch.full((1, 1), float(group.rank))).sum().backward()
-        assert model.module.weight.grad.item() == 0.5
-
-    on_ranks(2, rank)
+@on_ranks(2)
+def test_a_no_sync_block_that_raises_ends(group: shoal.ProcessGroup) -> None:
+    model = wrapped(group, nn.Linear(1, 1, bias=False))
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    model(torch.full((1, 1), float(group.rank))).sum().backward()
+    assert model.module.weight.grad.item() == 0.5
 
 
 def _batch_normed() -> nn.Module:
@@ -138,9 +120,7 @@ def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -
     data = batches(3)
 
     def rank(group: shoal.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        model = shoal.DistributedDataParallel(
-            _batch_normed(), group=group, broadcast_buffers=broadcast_buffers
-        )
+        model = wrapped(group, _batch_normed(), broadcast_buffers=broadcast_buffers)
         seen = []
         norm = model.module[1]
         norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean.clone()))
@@ -148,20 +128,17 @@ def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -
             loss_of(model, part(batch, group)).backward()
         return seen[-1], norm.running_mean
 
-    (before, after), (other_before, other_after) = on_ranks(2, rank)
+    (before, after), (other_before, other_after) = run_threads(rank, 2)
     assert torch.equal(before, other_before) == broadcast_buffers
     assert not torch.equal(after, other_after)  # each rank's own part of the batch went in
 
 
-def test_two_forward_passes_through_batch_norm_before_backward_work() -> None:
+@on_ranks(2)
+def test_two_forward_passes_through_batch_norm_before_backward_work(group: shoal.ProcessGroup) -> None:
     """Overwriting buffers between them would make autograd refuse to go back through the first."""
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(_batch_normed(), group=group)
-        for one, two in (batches(2), batches(2)):
-            (loss_of(model, part(one, group)) + loss_of(model, part(two, group))).backward()
-
-    on_ranks(2, rank)
+    model = wrapped(group, _batch_normed())
+    for one, two in (batches(2), batches(2)):
+        (loss_of(model, part(one, group)) + loss_of(model, part(two, group))).backward()
 
 
 def test_buffers_that_the_module_replaces_are_followed() -> None:
@@ -176,33 +153,29 @@ def test_buffers_that_the_module_replaces_are_followed() -> None:
             return self.layer(x)
 
     def rank(group: shoal.ProcessGroup) -> float:
-        model = shoal.DistributedDataParallel(Replacing(), group=group)
+        model = wrapped(group, Replacing())
         for _ in range(3):
             model(torch.full((1, 1), 10.0**group.rank)).sum().backward()
         return model.module.seen.item()
 
-    assert on_ranks(2, rank) == [3.0, 12.0]
+    assert run_threads(rank, 2) == [3.0, 12.0]
 
 
-def test_frozen_parameters_are_not_reduced() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        inner = mlp()
-        inner[0].requires_grad_(False)
-        model = shoal.DistributedDataParallel(inner, group=group, bucket_cap_mb=SMALL_MB)
-        loss_of(model, part(batches(1)[0], group)).backward()
-        assert inner[0].weight.grad is None
-        assert sum(len(bucket.members) for bucket in model._reducer.buckets) == 7
-
-    on_ranks(2, rank)
+@on_ranks(2)
+def test_frozen_parameters_are_not_reduced(group: shoal.ProcessGroup) -> None:
+    inner = mlp()
+    inner[0].requires_grad_(False)
+    model = wrapped(group, inner)
+    loss_of(model, part(batches(1)[0], group)).backward()
+    assert inner[0].weight.grad is None
+    assert sum(len(bucket.members) for bucket in model._reducer.buckets) == 7
 
 
 @pytest.mark.parametrize("cap", [0, -1])
-def test_a_bucket_cap_that_is_not_positive_is_refused(cap: float) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=f"bucket_cap_mb must be positive, got {cap}"):
-            shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=cap)
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_a_bucket_cap_that_is_not_positive_is_refused(group: shoal.ProcessGroup, cap: float) -> None:
+    with pytest.raises(UsageError, match=f"bucket_cap_mb must be positive, got {cap}"):
+        wrapped(group, bucket_cap_mb=cap)
 
 
 @pytest.mark.parametrize(
@@ -213,131 +186,100 @@ def test_a_bucket_cap_that_is_not_positive_is_refused(cap: float) -> None:
         (nn.LazyLinear(3), "parameter 'weight' has no shape yet; run a forward pass"),
     ],
 )
-def test_modules_that_cannot_be_trained_are_refused(module: nn.Module, problem: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=problem):
-            shoal.DistributedDataParallel(module, group=group)
+@on_ranks(2)
+def test_modules_that_cannot_be_trained_are_refused(
+    group: shoal.ProcessGroup, module: nn.Module, problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem):
+        wrapped(group, module)
 
-    on_ranks(2, rank)
 
-
-def test_a_copy_computes_and_says_that_it_belongs_to_no_group_when_it_is_trained() -> None:
+@on_ranks(2)
+def test_a_copy_computes_and_says_that_it_belongs_to_no_group_when_it_is_trained(
+    group: shoal.ProcessGroup,
+) -> None:
     x = torch.ones(1, 6, dtype=torch.float64)
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = fixed(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double())
-        model = shoal.DistributedDataParallel(module, group=group)
-        model(x).sum().backward()
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            with torch.no_grad():
-                assert torch.equal(other(x), model(x))
-            with pytest.raises(UsageError, match="belongs to no group"):
-                other(x)
-            again = shoal.DistributedDataParallel(other.module, group=group)
-            again(x).sum().backward()
-
-    on_ranks(2, rank)
-
-
-def _thaw(module: nn.Module) -> None:
-    module[0].bias.requires_grad_()
-
-
-def _replace(module: nn.Module) -> None:
-    module[2].weight = nn.Parameter(torch.zeros(2, 3))
-
-
-def _remove(module: nn.Module) -> None:
-    module[2].bias = None
-
-
-def _add(module: nn.Module) -> None:
-    module[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-def _add_layer(module: nn.Module) -> None:
-    module.append(nn.Linear(2, 2))
-
-
-def _widen(module: nn.Module) -> None:
-    module[2].double()
+    module = fixed(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double())
+    model = wrapped(group, module)
+    model(x).sum().backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            assert torch.equal(other(x), model(x))
+        with pytest.raises(UsageError, match="belongs to no group"):
+            other(x)
+        again = wrapped(group, other.module)
+        again(x).sum().backward()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_thaw, r"'0\.bias' was frozen when it was wrapped and requires a gradient now"),
-        (_replace, r"'2\.weight' was replaced"),
-        (_remove, r"'2\.bias' was taken out of the module"),
-        (_add, r"'2\.scale' was added"),
-        (_add_layer, r"'3\.weight' was added"),
-        (_widen, r"'2\.weight' was torch\.float32 when it was wrapped and is torch\.float64 now"),
+        (
+            lambda layers: layers[0].bias.requires_grad_(),
+            r"'0\.bias' was frozen when it was wrapped and requires a gradient now",
+        ),
+        (
+            lambda layers: setattr(layers[2], "weight", nn.Parameter(torch.zeros(2, 3))),
+            r"'2\.weight' was replaced",
+        ),
+        (lambda layers: setattr(layers[2], "bias", None), r"'2\.bias' was taken out of the module"),
+        (lambda layers: setattr(layers[2], "scale", nn.Parameter(torch.ones(1))), r"'2\.scale' was added"),
+        (lambda layers: layers.append(nn.Linear(2, 2)), r"'3\.weight' was added"),
+        (
+            lambda layers: layers[2].double(),
+            r"'2\.weight' was torch\.float32 when it was wrapped and is torch\.float64 now",
+        ),
     ],
 )
+@on_ranks(2)
 def test_a_model_that_changed_after_wrapping_is_named(
-    change: Callable[[nn.Module], None], message: str
+    group: shoal.ProcessGroup, change: Callable[[nn.Module], None], message: str
 ) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        module[0].bias.requires_grad_(False)
-        model = shoal.DistributedDataParallel(module, group=group)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    module[0].bias.requires_grad_(False)
+    model = wrapped(group, module)
+    model(torch.ones(1, 4)).sum().backward()
+    change(module)
+    where = f"on rank {group.rank} changed after it was wrapped .*: parameter "
+    with pytest.raises(UsageError, match=f"{where}{message}; wrap the module again"):
+        model(torch.ones(1, 4))
+
+
+@on_ranks(2)
+def test_other_changes_of_the_model_are_no_matter(group: shoal.ProcessGroup) -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model = wrapped(group, module)
+    for layer in (nn.ReLU(), nn.Sigmoid()):
+        module[1] = layer
         model(torch.ones(1, 4)).sum().backward()
-        change(module)
-        where = f"on rank {group.rank} changed after it was wrapped .*: parameter "
-        with pytest.raises(UsageError, match=f"{where}{message}; wrap the module again"):
-            model(torch.ones(1, 4))
-
-    on_ranks(2, rank)
 
 
-def test_other_changes_of_the_model_are_no_matter() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-        model = shoal.DistributedDataParallel(module, group=group)
-        for layer in (nn.ReLU(), nn.Sigmoid()):
-            module[1] = layer
-            model(torch.ones(1, 4)).sum().backward()
-
-    on_ranks(2, rank)
+@on_ranks(1)
+def test_a_model_within_a_wrapped_model_is_refused(group: shoal.ProcessGroup) -> None:
+    inner = wrapped(group, nn.Linear(4, 3))
+    for module, where in ((inner, ""), (nn.Sequential(nn.Tanh(), inner), ", '1'")):
+        with pytest.raises(UsageError, match=f"holds a DistributedDataParallel already{where}: two"):
+            wrapped(group, module)
 
 
-def test_a_model_within_a_wrapped_model_is_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        inner = shoal.DistributedDataParallel(nn.Linear(4, 3), group=group)
-        for module, where in ((inner, ""), (nn.Sequential(nn.Tanh(), inner), ", '1'")):
-            with pytest.raises(UsageError, match=f"holds a DistributedDataParallel already{where}: two"):
-                shoal.DistributedDataParallel(module, group=group)
-
-    on_ranks(1, rank)
-
-
-def test_parameters_that_are_reduced_late_have_buckets_of_their_own() -> None:
+@on_ranks(2)
+def test_parameters_that_are_reduced_late_have_buckets_of_their_own(group: shoal.ProcessGroup) -> None:
     data = batches(3)
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        module = mlp()
-        named = dict(module.named_parameters())
-        late = [(name, named[name]) for name in ("7.weight", "7.bias")]
-        with pytest.raises(UsageError, match="belong together"):
-            shoal.DistributedDataParallel(module, group=group, delay_all_reduce_named_params=late)
-        model = shoal.DistributedDataParallel(
-            module,
-            group=group,
-            delay_all_reduce_named_params=late,
-            param_to_hook_all_reduce=named["3.weight"],
-        )
-        train(model, [part(batch, group) for batch in data])
-        names = list(named)
-        buckets = [{names[index] for index in bucket.members} for bucket in model._reducer.buckets]
-        assert {"7.weight", "7.bias"} in buckets
-        position = buckets.index({"7.weight", "7.bias"})
-        assert any("3.weight" in bucket for bucket in [*buckets[:position], *buckets[position + 1 :]])
-        return module
-
-    expected = mlp()
-    train(expected, data)
-    for module in on_ranks(2, rank):
-        assert_same_parameters(module, expected)
+    module = mlp()
+    named = dict(module.named_parameters())
+    late = [(name, named[name]) for name in ("7.weight", "7.bias")]
+    with pytest.raises(UsageError, match="belong together"):
+        wrapped(group, module, delay_all_reduce_named_params=late)
+    model = wrapped(
+        group, module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=named["3.weight"]
+    )
+    train(model, [part(batch, group) for batch in data])
+    names = list(named)
+    buckets = [{names[index] for index in bucket.members} for bucket in model._reducer.buckets]
+    assert {"7.weight", "7.bias"} in buckets
+    buckets.remove({"7.weight", "7.bias"})
+    assert any("3.weight" in bucket for bucket in buckets)
+    assert_close(values(module), values(train(mlp(), data)))

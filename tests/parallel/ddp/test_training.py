@@ -1,8 +1,13 @@
-"""Training on several ranks equals training in one process with the whole batch."""
+"""Training on several ranks equals training in one process with the whole batch, whatever the loop does.
+
+What depends on the model (shared and checkpointed layers, several dtypes, memory layouts) is in ``equality``.
+"""
 
 from __future__ import annotations
 
-import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,263 +15,301 @@ import torch
 from torch import nn
 
 import shoal
-from tests.parallel.models import (
-    SMALL_MB,
-    assert_same_parameters,
-    batches,
-    fixed,
-    loss_of,
-    mlp,
+from tests.parallel.models import Batch, Checkpointed, batches, fixed, loss_of, mlp, part
+from tests.parallel.training import (
+    assert_as_simulated,
+    assert_close,
+    assert_gradients,
+    assert_reduces,
+    gradients,
     on_ranks,
-    part,
     sgd,
+    simulated,
+    steps,
     train,
-    train_on_ranks,
+    values,
+    wrapped,
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_simulation_of_ranks_trains_as_one_process_with_the_whole_batch() -> None:
+    data = batches(5)
+    assert_close(simulated(steps(data), mlp, 3)[1], values(train(mlp(), data)))
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_perceptron_trains_as_in_one_process(size: int, set_to_none: bool) -> None:
-    expected, data = mlp(), batches(5)
-    models = train_on_ranks(expected, data, size, set_to_none=set_to_none)
-    train(expected, data)
-    for model in models:
-        assert_same_parameters(model, expected)
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{"hosts": ["a", "b", "c"]}, {"hosts": ["a", "a", "b"]}, {"concurrency": 4}],
-    ids=["between hosts", "within and between hosts", "four lanes"],
+    ("size", "ranks", "options"),
+    [
+        (1, {}, {}),
+        (2, {}, {"bucket_cap_mb": 25}),
+        (3, {"hosts": ["a", "b", "c"]}, {}),
+        (3, {"hosts": ["a", "a", "b"]}, {}),
+        (3, {"concurrency": 4}, {}),
+    ],
+    ids=["alone", "one bucket", "between hosts", "within and between hosts", "four lanes"],
 )
-def test_training_is_the_same_wherever_ranks_are_and_with_several_lanes(
-    options: dict[str, Any],
+def test_a_perceptron_trains_as_in_one_process(
+    size: int, ranks: Any, options: Any, set_to_none: bool
 ) -> None:
-    expected, data = mlp(), batches(3)
-    models = train_on_ranks(expected, data, 3, **options)
-    train(expected, data)
-    for model in models:
-        assert_same_parameters(model, expected)
+    assert_as_simulated(steps(batches(4), set_to_none=set_to_none), size, ranks=ranks, **options)
 
 
-def test_all_ranks_end_with_bitwise_the_same_parameters() -> None:
-    first, *others = train_on_ranks(mlp().float(), [(x.float(), y.float()) for x, y in batches(4)], 3)
-    for model in others:
-        for a, b in zip(model.parameters(), first.parameters(), strict=True):
-            assert torch.equal(a, b)
-
-
-def test_one_bucket_for_everything_gives_the_same_as_many() -> None:
-    expected, data = mlp(), batches(3)
-    models = train_on_ranks(expected, data, 2, bucket_cap_mb=25)
-    train(expected, data)
-    assert_same_parameters(models[1], expected)
-
-
-def test_a_convolutional_network_in_channels_last_trains_as_in_one_process() -> None:
-    expected = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.Conv2d(4, 5, 3),
-        nn.Flatten(),
-        nn.Linear(80, 3),
-    )
-    expected = fixed(expected.double()).to(memory_format=torch.channels_last)
-    data = batches(3, inputs=(3, 6, 6))
-    models = train_on_ranks(expected, data, 2)
-    train(expected, data)
-    assert_same_parameters(models[0], expected)
-    assert_same_parameters(models[1], expected)
-
-
-class Mixed(nn.Module):
-    """Layers of four precisions, registered in turn so that neighbours never share a dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=dtype) for dtype in dtypes * 2)
-        self.last = nn.Linear(6, 3, dtype=torch.float64)
-        fixed(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x.to(layer.weight.dtype)))
-        return self.last(x.double())
-
-
-def test_parameters_of_several_dtypes_are_reduced_each_in_its_own() -> None:
-    expected, data = Mixed(), batches(2)
-
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = copy.deepcopy(expected)
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
-        for batch in data:
-            model.zero_grad()
-            loss_of(model, part(batch, group)).backward()
-        return [parameter.grad.clone() for parameter in own.parameters()]
-
-    gradients = on_ranks(2, rank)
-    loss_of(expected, data[-1]).backward()
-    for mine, other, parameter in zip(*gradients, expected.parameters(), strict=True):
-        assert mine.dtype == parameter.dtype
-        assert torch.equal(mine, other)
-        precision = {torch.float16: 2e-2, torch.bfloat16: 6e-2}.get(parameter.dtype, 1e-2)
-        torch.testing.assert_close(
-            mine, parameter.grad, rtol=precision, atol=precision * parameter.grad.abs().max()
-        )
-
-
-class Shared(nn.Module):
-    """One layer used three times, and a parameter that two modules hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.twin = nn.Linear(6, 6)
-        self.twin.bias = self.inner.bias
-        self.last = nn.Linear(6, 3)
-        fixed(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.inner(x))
-        return self.last(self.twin(x))
-
-
-def test_a_parameter_used_several_times_is_reduced_once() -> None:
-    expected, data = Shared().double(), batches(4)
-    models = train_on_ranks(expected, data, 2)
-    train(expected, data)
-    assert_same_parameters(models[0], expected)
-    assert_same_parameters(models[1], expected)
-
-
-def test_two_forward_passes_and_one_backward_reduce_the_sum() -> None:
-    expected, data = mlp(), batches(4)
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = copy.deepcopy(expected)
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
-        optimizer = sgd(model)
-        for one, two in (data[:2], data[2:]):
-            optimizer.zero_grad()
-            (loss_of(model, part(one, group)) + loss_of(model, part(two, group))).backward()
-            optimizer.step()
-        return own
-
-    models = on_ranks(2, rank)
-    optimizer = sgd(expected)
-    for one, two in (data[:2], data[2:]):
-        optimizer.zero_grad()
-        (loss_of(expected, one) + loss_of(expected, two)).backward()
-        optimizer.step()
-    assert_same_parameters(models[1], expected)
-
-
-def test_two_forward_passes_before_two_backward_passes_are_both_reduced() -> None:
-    expected, data = mlp(), batches(2)
-
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = copy.deepcopy(expected)
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
-        losses = [loss_of(model, part(batch, group)) for batch in data]
-        for loss in losses:
-            loss.backward()
-        return [parameter.grad.clone() for parameter in own.parameters()]
-
-    gradients = on_ranks(2, rank)
-    for batch in data:
-        loss_of(expected, batch).backward()
-    for mine, other, parameter in zip(*gradients, expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, parameter.grad)
-        assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulated_gradients_equal_those_of_the_batches_together(local: bool, set_to_none: bool) -> None:
-    """With and without ``no_sync``: without it every backward reduces, which only costs more."""
-    expected, data = mlp(), batches(6)
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = copy.deepcopy(expected)
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
-        optimizer = sgd(model)
-        for step in range(0, 6, 3):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for batch in data[step : step + 2]:
-                if local:
-                    with model.no_sync():
-                        loss_of(model, part(batch, group)).backward()
-                else:
-                    loss_of(model, part(batch, group)).backward()
-            loss_of(model, part(data[step + 2], group)).backward()
-            optimizer.step()
-        return own
-
-    models = on_ranks(2, rank)
-    optimizer = sgd(expected)
-    for step in range(0, 6, 3):
-        optimizer.zero_grad()
-        for batch in data[step : step + 3]:
-            loss_of(expected, batch).backward()
-        optimizer.step()
-    assert_same_parameters(models[0], expected)
-    assert_same_parameters(models[1], expected)
+def test_all_ranks_have_the_same_bits_in_single_precision() -> None:
+    assert_as_simulated(steps(batches(4, dtype=torch.float32)), 3, make=lambda: mlp(torch.float32))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("what", ["inside", "whole"])
-def test_checkpointed_models_train_as_others_do(reentrant: bool, what: str) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    expected = mlp()
-    data = [(x.requires_grad_(), y) for x, y in batches(3)]
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        own = copy.deepcopy(expected)
-        mine = [
-            tuple(x.detach().requires_grad_(x.requires_grad) for x in part(batch, group)) for batch in data
-        ]
-        if what == "inside":
-            train(shoal.DistributedDataParallel(Checkpointed(own), group=group, bucket_cap_mb=SMALL_MB), mine)
-        else:
-            train(Checkpointed(shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)), mine)
-        return own
-
-    models = on_ranks(2, rank)
-    train(expected, data)
-    assert_same_parameters(models[0], expected)
-    assert_same_parameters(models[1], expected)
+@on_ranks(2)
+def test_the_wrapper_may_be_checkpointed_as_a_whole(group: shoal.ProcessGroup, reentrant: bool) -> None:
+    own = mlp()
+    model = Checkpointed(wrapped(group, own), reentrant)
+    for x, y in batches(3):
+        own.zero_grad()
+        loss_of(model, part((x.requires_grad_(), y), group)).backward()
+        assert_gradients(own, (x.detach(), y))
 
 
 def test_gradient_penalties_by_autograd_grad_reduce_only_in_backward() -> None:
-    expected, (batch,) = mlp(), batches(1)
-
-    def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
+    def penalised(model: nn.Module, place: Any) -> Iterator[None]:
+        x = part(batches(1)[0], place)[0].requires_grad_()
         out = model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return (out**2).mean() + (slope**2).mean()
+        ((out**2).mean() + (slope**2).mean()).backward()
+        yield
 
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = copy.deepcopy(expected)
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
-        penalised(model, part(batch, group)[0]).backward()
-        return [parameter.grad.clone() for parameter in own.parameters()]
+    assert_as_simulated(penalised)
 
-    (mine, _) = on_ranks(2, rank)
-    penalised(expected, batch[0]).backward()
-    for gradient, parameter in zip(mine, expected.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+
+# -- several forward and backward passes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@on_ranks(2)
+def test_graphs_that_are_alive_together_are_reduced_in_any_order(
+    group: shoal.ProcessGroup, order: tuple[int, ...]
+) -> None:
+    data = batches(3)
+    model = wrapped(group)
+    for _ in range(2):
+        model.zero_grad()
+        losses = [loss_of(model, part(batch, group)) for batch in data]
+        for number in order:
+            losses[number].backward()
+        assert_gradients(model, *data)
+
+
+@on_ranks(2)
+def test_forward_passes_without_backward_leave_no_trace(group: shoal.ProcessGroup) -> None:
+    data = batches(3)
+    model = wrapped(group)
+    for batch in data:
+        loss_of(model, part(data[0], group))
+        kept = loss_of(model, part(data[1], group))
+        assert_reduces(model, group, [batch])
+        del kept
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode", "no_sync"])
+@on_ranks(2)
+def test_a_forward_pass_for_another_purpose_may_stand_between_forward_and_backward(
+    group: shoal.ProcessGroup, mode: str
+) -> None:
+    data = batches(2)
+    model = wrapped(group)
+    contexts = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "no_sync": model.no_sync,
+    }
+    for _ in range(3):
+        model.zero_grad()
+        loss = loss_of(model, part(data[0], group))
+        if group.rank == 0:  # and on some ranks only
+            model.train(mode != "eval")
+            with contexts.get(mode, nullcontext)():
+                loss_of(model, data[1])
+            model.train()
+        loss.backward()
+        assert_gradients(model, data[0])
+
+
+@on_ranks(2)
+def test_a_graph_that_is_kept_may_be_gone_through_twice(group: shoal.ProcessGroup) -> None:
+    (batch,) = batches(1)
+    model = wrapped(group)
+    loss = loss_of(model, part(batch, group))
+    loss.backward(retain_graph=True)
+    assert_gradients(model, batch)
+    loss.backward()
+    assert_gradients(model, batch, batch)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_gradients_may_be_zeroed_between_forward_and_backward(
+    group: shoal.ProcessGroup, set_to_none: bool
+) -> None:
+    model = wrapped(group)
+    for batch in batches(3):
+        loss = loss_of(model, part(batch, group))
+        model.zero_grad(set_to_none=set_to_none)
+        loss.backward()
+        assert_gradients(model, batch)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+@on_ranks(2)
+def test_accumulation_of_changing_length_reduces_the_sum(
+    group: shoal.ProcessGroup, set_to_none: bool, local: bool
+) -> None:
+    """With and without ``no_sync``: without it every backward pass reduces, which only costs more."""
+    data = batches(3)
+    model = wrapped(group)
+    for count in (0, 2, 1, 0, 2):
+        model.zero_grad(set_to_none=set_to_none)
+        with model.no_sync() if local else nullcontext():
+            for batch in data[:count]:
+                loss_of(model, part(batch, group)).backward()
+        loss_of(model, part(data[2], group)).backward()
+        assert_gradients(model, *data[:count], data[2])
+
+
+@on_ranks(2)
+def test_gradients_of_parameters_by_autograd_grad_are_local(group: shoal.ProcessGroup) -> None:
+    data = batches(2)
+    model = wrapped(group)
+    mine = mlp()
+    loss_of(mine, part(data[0], group)).backward()
+    for _ in range(2):
+        local = torch.autograd.grad(loss_of(model, part(data[0], group)), list(model.parameters()))
+        assert_close(list(local), gradients(mine))
+        assert_reduces(model, group, data[1:])
+
+
+@on_ranks(2)
+def test_backward_may_run_in_another_thread(group: shoal.ProcessGroup) -> None:
+    model = wrapped(group)
+    for batch in batches(3):
+        model.zero_grad()
+        thread = threading.Thread(target=loss_of(model, part(batch, group)).backward)
+        thread.start()
+        thread.join()
+        assert_gradients(model, batch)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_delayed_gradients_are_reduced_all_the_same(group: shoal.ProcessGroup, set_to_none: bool) -> None:
+    module = mlp()
+    late = [(name, parameter) for name, parameter in module.named_parameters() if name[0] in "57"]
+    model = wrapped(
+        group, module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight
+    )
+    for batch in batches(3):
+        model.zero_grad(set_to_none=set_to_none)
+        with model.no_sync():
+            loss_of(model, part(batch, group)).backward()
+        loss_of(model, part(batch, group)).backward()
+        assert_gradients(model, batch, batch)
+
+
+# -- several models ---------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_two_models_on_one_group_train_against_each_other(group: shoal.ProcessGroup) -> None:
+    """The pattern of adversarial networks: gradients for one model flow through the other."""
+
+    def critic() -> nn.Module:
+        return fixed(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double())
+
+    def play(maker: nn.Module, judge: nn.Module, some: list[Batch]) -> list[Any]:
+        making, judging = sgd(maker), sgd(judge)
+        for noise, real in some:
+            judging.zero_grad()
+            made = maker(noise)
+            ((judge(real) - 1) ** 2 + judge(made.detach()) ** 2).mean().backward()
+            judging.step()
+            making.zero_grad()
+            ((judge(made) - 1) ** 2).mean().backward()
+            making.step()
+        return [*values(maker), *values(judge)]
+
+    data = batches(4)
+    parts = [part(batch, group) for batch in data]
+    assert_close(play(wrapped(group), wrapped(group, critic()), parts), play(mlp(), critic(), data))
+
+
+@on_ranks(2)
+def test_two_models_in_one_backward_pass_are_both_reduced(group: shoal.ProcessGroup) -> None:
+    one, two = wrapped(group), wrapped(group)
+    for batch in batches(3):
+        one.zero_grad()
+        two.zero_grad()
+        (loss_of(one, part(batch, group)) + 2 * loss_of(two, part(batch, group))).backward()
+        assert_gradients(one, batch)
+        assert_gradients(two, batch, factor=2)
+
+
+@on_ranks(4)
+def test_models_of_one_rank_may_belong_to_different_groups(group: shoal.ProcessGroup) -> None:
+    (batch,) = batches(1)
+    with group.split(group.rank % 2) as pair:
+        inner, outer = wrapped(pair), wrapped(group)
+        for _ in range(2):
+            inner.zero_grad()
+            outer.zero_grad()
+            (loss_of(inner, part(batch, pair)) + loss_of(outer, part(batch, group))).backward()
+            assert_gradients(inner, batch)
+            assert_gradients(outer, batch)
+
+
+@on_ranks(4)
+def test_one_module_may_be_trained_in_two_groups_in_turn(group: shoal.ProcessGroup) -> None:
+    with group.split(group.rank % 2) as pair:
+        module = mlp()
+        in_pair, in_all = wrapped(pair, module), wrapped(group, module)
+        for batch in batches(3):
+            assert_reduces(in_pair, pair, [batch])
+            loss_of(in_all, part(batch, group)).backward()
+            assert_gradients(module, batch, batch)
+
+
+# -- exceptions -------------------------------------------------------------------------------------
+
+
+class _Stumble(Exception):
+    pass
+
+
+def _stumble(*_: object) -> None:
+    raise _Stumble
+
+
+@pytest.mark.parametrize(
+    "hooked",
+    [
+        lambda layers: layers[4].register_forward_hook,
+        lambda layers: layers[3].weight.register_hook,
+        lambda layers: layers[3].weight.register_post_accumulate_grad_hook,
+        lambda layers: layers[3].register_full_backward_hook,
+        None,
+    ],
+    ids=["in forward", "hook of a gradient", "after accumulation", "hook of a module", "in the loss"],
+)
+@pytest.mark.parametrize("when", [0, 2])
+@on_ranks(2)
+def test_training_goes_on_after_an_exception(
+    group: shoal.ProcessGroup, hooked: Callable[[nn.Module], Any] | None, when: int
+) -> None:
+    data = batches(3)
+    model = wrapped(group)
+    assert_reduces(model, group, data[:when])
+    handle = None if hooked is None else hooked(model.module)(_stumble)
+    with pytest.raises(_Stumble):
+        _stumble(loss_of(model, part(data[2], group)).backward() if handle else loss_of(model, data[2]))
+    if handle is not None:
+        handle.remove()
+    assert_reduces(model, group, data)

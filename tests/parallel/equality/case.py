@@ -22,7 +22,8 @@ class Case:
     The same methods serve both wrappers: nothing here may ask which one it is.
 
     Attributes:
-        sizes: numbers of ranks.  Variants of other cases run on two only, because time is short.
+        on_four: whether four ranks show what two do not.  Every case runs on two; the others run on four
+            under ``stress`` only, where nothing differs but the order of the sums.
         options: of both DistributedDataParallel classes, beyond the group.
         hook: name of a communication hook that both have.
         same_bits: whether two ranks must train alike in every bit.  A sum of two terms has one order, and a
@@ -33,7 +34,7 @@ class Case:
         lr: learning rate.
     """
 
-    sizes: ClassVar[tuple[int, ...]] = (2, 4)
+    on_four: ClassVar[bool] = False
     options: ClassVar[Options] = Options()
     hook: ClassVar[str] = ""
     same_bits: ClassVar[bool] = True
@@ -87,6 +88,12 @@ def case(cls: type[Case]) -> type[Case]:
     """Class decorator: list the case under its name in words."""
     CASES[re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()] = cls
     return cls
+
+
+def variant(name: str, base: type[Case], build: Callable[[], nn.Module] | None = None, **other: Any) -> None:
+    """List a case that differs from ``base`` in its model or in attributes; it need not run on four ranks."""
+    attributes = {"on_four": False, **other, **({} if build is None else {"build": lambda _: build()})}
+    CASES[name] = type(name, (base,), attributes)
 
 
 def regression(random: torch.Generator, *shape: int, rows: int = 8, outputs: int = 3) -> Any:

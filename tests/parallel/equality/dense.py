@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from .case import Case, Options, case, regression
+from .case import Case, Options, case, regression, variant
+
+#: Options that give every model here several buckets.
+SMALL = Options(bucket_cap_mb=0.004)
 
 
-def perceptron(width: int = 24, depth: int = 3) -> nn.Sequential:
+def perceptron(width: int = 24, depth: int = 4) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Linear(6, width), nn.Tanh()]
     for _ in range(depth - 2):
         layers += [nn.Linear(width, width), nn.Tanh()]
@@ -19,6 +22,11 @@ def perceptron(width: int = 24, depth: int = 3) -> nn.Sequential:
 
 
 class OnVectors(Case):
+    """A perceptron."""
+
+    def build(self) -> nn.Module:
+        return perceptron()
+
     def batch(self, random: torch.Generator) -> Any:
         return regression(random, 6)
 
@@ -30,34 +38,18 @@ class OnImages(Case):
         return regression(random, 3, 8, 8)
 
 
-@case
-class Perceptron(OnVectors):
-    sizes = (2,)
-
-    def build(self) -> nn.Module:
-        return perceptron()
-
-
-@case
-class PerceptronInManyBuckets(OnVectors):
-    options = Options(bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=8)
-
-
-@case
-class PerceptronWithCopiedGradients(OnVectors):
-    sizes = (2,)
-    options = Options(bucket_cap_mb=0.004, gradient_as_bucket_view=False)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=5)
+variant("perceptron", OnVectors)
+variant("perceptron_in_many_buckets", OnVectors, lambda: perceptron(depth=8), options=SMALL, on_four=True)
+variant(
+    "perceptron_with_copied_gradients", OnVectors, options=Options(**SMALL, gradient_as_bucket_view=False)
+)
 
 
 @case
 class ConvolutionsWithBatchNorm(OnImages):
     """Running statistics are buffers: every step begins with rank 0's."""
+
+    on_four = True
 
     def build(self) -> nn.Module:
         return nn.Sequential(
@@ -72,10 +64,9 @@ class ConvolutionsWithBatchNorm(OnImages):
         )
 
 
-@case
-class BatchNormWithBuffersOfItsOwn(ConvolutionsWithBatchNorm):
-    sizes = (2,)
-    options = Options(broadcast_buffers=False)
+variant(
+    "batch_norm_with_buffers_of_its_own", ConvolutionsWithBatchNorm, options=Options(broadcast_buffers=False)
+)
 
 
 @case
@@ -98,40 +89,21 @@ class ConvolutionsInChannelsLast(OnImages):
         return inputs.to(memory_format=torch.channels_last), targets
 
 
-@case
-class WeightNorm(OnVectors):
-    sizes = (2,)
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(
-            parametrizations.weight_norm(nn.Linear(6, 16)),
-            nn.Tanh(),
-            parametrizations.weight_norm(nn.Linear(16, 3)),
-        )
+def normed(norm: Any) -> nn.Module:
+    return nn.Sequential(norm(nn.Linear(6, 16)), nn.Tanh(), norm(nn.Linear(16, 3)))
 
 
-@case
-class SpectralNorm(OnVectors):
-    """Its power iteration keeps buffers and changes them in every forward pass."""
-
-    def build(self) -> nn.Module:
-        return nn.Sequential(
-            parametrizations.spectral_norm(nn.Linear(6, 16)),
-            nn.Tanh(),
-            parametrizations.spectral_norm(nn.Linear(16, 16)),
-            nn.Tanh(),
-            nn.Linear(16, 3),
-        )
+variant("weight_norm", OnVectors, lambda: normed(parametrizations.weight_norm))
+# Its power iteration keeps buffers and changes them in every forward pass.
+variant("spectral_norm", OnVectors, lambda: normed(parametrizations.spectral_norm))
 
 
 @case
 class FrozenLayers(OnVectors):
     """Some parameters and one whole layer are not trained."""
 
-    sizes = (2,)
-
     def build(self) -> nn.Module:
-        model = perceptron(depth=4)
+        model = perceptron()
         model[2].requires_grad_(False)
         model[0].bias.requires_grad_(False)
         return model
@@ -149,9 +121,4 @@ class _Waves(nn.Module):
         return (hidden @ self.out).real + self.shift
 
 
-@case
-class ComplexParameters(OnVectors):
-    lr = 0.005
-
-    def build(self) -> nn.Module:
-        return _Waves()
+variant("complex_parameters", OnVectors, _Waves, lr=0.005)

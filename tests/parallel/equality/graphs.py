@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .case import Options, case
-from .dense import OnVectors, perceptron
+from ..models import Shared
+from .case import Options, case, variant
+from .dense import SMALL, OnVectors
 
 
 class _Checkpointed(nn.Module):
@@ -30,69 +31,22 @@ class _Checkpointed(nn.Module):
         return self.head(x)
 
 
-@case
-class CheckpointedNonReentrant(OnVectors):
-    options = Options(bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return _Checkpointed(False)
-
-
-@case
-class CheckpointedNonReentrantTwice(OnVectors):
-    sizes = (2,)
-    options = Options(bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return _Checkpointed(False, times=2)
-
-
-@case
-class CheckpointedReentrant(OnVectors):
-    options = Options(bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return _Checkpointed(True)
-
-
-@case
-class CheckpointedTwiceInStaticGraph(OnVectors):
-    """The gradient of a layer comes once for every checkpoint that holds it."""
-
-    options = Options(static_graph=True, bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return _Checkpointed(True, times=2)
-
-
-class _Repeated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(6, 12)
-        self.again = nn.Linear(12, 12)
-        self.twin = nn.Linear(12, 12)
-        self.twin.bias = self.again.bias
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.into(x))
-        for _ in range(3):
-            x = x + torch.tanh(self.again(x)) * self.again.weight.mean()
-        return self.head(self.twin(x))
-
-
-@case
-class ParametersUsedSeveralTimes(OnVectors):
-    def build(self) -> nn.Module:
-        return _Repeated()
+variant("checkpointed_non_reentrant_twice", OnVectors, lambda: _Checkpointed(False, 2), options=SMALL)
+variant("checkpointed_reentrant", OnVectors, lambda: _Checkpointed(True), options=SMALL)
+# The gradient of a layer comes once for every checkpoint that holds it.
+variant(
+    "checkpointed_twice_in_static_graph",
+    OnVectors,
+    lambda: _Checkpointed(True, 2),
+    options=Options(**SMALL, static_graph=True),
+    on_four=True,
+)
+variant("parameters_used_several_times", OnVectors, Shared)
 
 
 @case
 class Siamese(OnVectors):
     """Two forward passes through the wrapper, then one backward pass through both."""
-
-    def build(self) -> nn.Module:
-        return perceptron()
 
     def loss(self, model: nn.Module, batch: Any, step: int) -> torch.Tensor:
         inputs, targets = batch
@@ -107,32 +61,18 @@ class _Answer:
 
 
 class _Nested(nn.Module):
-    def __init__(self, as_dataclass: bool) -> None:
+    kind: Any = _Answer
+
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 12)
         self.heads = nn.ModuleList(nn.Linear(12, 3) for _ in range(4))
-        self.as_dataclass = as_dataclass
 
     def forward(self, x: torch.Tensor) -> Any:
         x = torch.tanh(self.stem(x))
         one, two, three, four = (head(x) for head in self.heads)
         details = {"rest": [two, (three, "a word")], "last": four, "number": 3, "nothing": None}
-        return _Answer(one, details) if self.as_dataclass else {"mean": one, "details": details}
-
-
-@case
-class OutputsInDictionaries(OnVectors):
-    sizes = (2,)
-
-    def build(self) -> nn.Module:
-        return _Nested(as_dataclass=False)
-
-    def loss(self, model: nn.Module, batch: Any, step: int) -> torch.Tensor:
-        inputs, targets = batch
-        answer = model(inputs)
-        mean, details = answer["mean"], answer["details"]
-        guess = mean + details["rest"][0] + details["rest"][1][0] * details["last"]
-        return ((guess - targets) ** 2).mean()
+        return self.kind(mean=one, details=details)
 
 
 @case
@@ -142,12 +82,18 @@ class OutputsInDataclass(OnVectors):
     options = Options(find_unused_parameters=True)
 
     def build(self) -> nn.Module:
-        return _Nested(as_dataclass=True)
+        return _Nested()
 
     def loss(self, model: nn.Module, batch: Any, step: int) -> torch.Tensor:
         inputs, targets = batch
         answer = model(inputs)
-        guess = (
-            answer.mean + answer.details["rest"][0] + answer.details["rest"][1][0] * answer.details["last"]
-        )
+        mean, details = answer.values() if isinstance(answer, dict) else (answer.mean, answer.details)
+        guess = mean + details["rest"][0] + details["rest"][1][0] * details["last"]
         return ((guess - targets) ** 2).mean()
+
+
+class _InDictionaries(_Nested):
+    kind = dict
+
+
+variant("outputs_in_dictionaries", OutputsInDataclass, _InDictionaries, options=Options())

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .case import Options, case
-from .dense import OnVectors, perceptron
+from .case import Options, case, variant
+from .dense import SMALL, OnVectors, perceptron
+from .procedures import Accumulated
 from .unused import UnusedExperts
 
 
@@ -20,25 +21,25 @@ class Uneven(OnVectors):
     def train(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], steps: int
     ) -> list[float]:
-        losses = []
         with model.join(**self.arguments):
-            for number in range(steps - 7 * (self.size - 1 - self.rank)):
-                losses.append(self.step(model, optimizer, batches[number % len(batches)], number).item())
-        return losses
+            return super().train(model, optimizer, batches, steps - 3 * (self.size - 1 - self.rank))
 
 
 @case
 class UnevenInputs(Uneven):
-    options = Options(bucket_cap_mb=0.004)
+    on_four = True
+    options = SMALL
 
     def build(self) -> nn.Module:
         return perceptron(depth=5)
 
 
-@case
-class UnevenInputsDividedByActiveRanks(UnevenInputs):
-    sizes = (2,)
-    arguments = Options(divide_by_initial_world_size=False)
+variant(
+    "uneven_inputs_divided_by_active_ranks",
+    UnevenInputs,
+    arguments=Options(divide_by_initial_world_size=False),
+)
+variant("uneven_inputs_with_accumulation", UnevenInputs, step=Accumulated.step)
 
 
 @case
@@ -56,25 +57,12 @@ class UnevenInputsWithUnusedExperts(Uneven, UnusedExperts):
 
 
 @case
-class UnevenInputsWithAccumulation(UnevenInputs):
-    sizes = (2,)
-
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        with model.no_sync():
-            self.loss(model, batch, step).backward()
-        loss = self.loss(model, batch, step)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-
-@case
 class UnevenInputsWithBatchNorm(Uneven):
     """Each step begins with the buffers of a rank that still trains: of the highest with torch, of rank 0 as
     long as it trains here.
     """
 
+    on_four = True
     apart = ("1.running_mean", "1.running_var")
 
     def build(self) -> nn.Module:

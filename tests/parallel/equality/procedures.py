@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .case import Options, case
-from .dense import OnVectors, perceptron
+from .case import case, variant
+from .dense import SMALL, OnVectors, perceptron
 
 
 @case
 class GradientAccumulation(OnVectors):
     """Two local passes, then one that reduces; gradients are set to None or to zero in turn."""
 
-    options = Options(bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=4)
+    options = SMALL
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -33,12 +29,22 @@ class GradientAccumulation(OnVectors):
         return loss
 
 
+class Accumulated(OnVectors):
+    """A local pass as of the step after, then one that reduces."""
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        with model.no_sync():
+            self.loss(model, batch, step + 1).backward()
+        loss = self.loss(model, batch, step)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+
 @case
 class GradientClipping(OnVectors):
-    options = Options(bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=4)
+    options = SMALL
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=False)
@@ -53,10 +59,8 @@ class GradientClipping(OnVectors):
 class SeveralParameterGroups(OnVectors):
     """The optimiser holds the module's parameters, in groups, and was made before wrapping."""
 
-    sizes = (2,)
-
     def build(self) -> nn.Module:
-        model = perceptron(depth=4)
+        model = perceptron()
         self._optimizer = torch.optim.SGD(
             [{"params": model[:3].parameters()}, {"params": model[3:].parameters(), "lr": 0.02}],
             lr=0.05,
@@ -69,23 +73,13 @@ class SeveralParameterGroups(OnVectors):
         return self._optimizer
 
 
-@case
-class CompiledInsideTheWrapper(OnVectors):
-    sizes = (2,)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=4)
-
-    def wrap(self, model: nn.Module, wrapper: Callable[..., nn.Module]) -> nn.Module:
-        return wrapper(torch.compile(model, backend="aot_eager"))
-
-
-@case
-class CompiledWithTheWrapper(OnVectors):
-    sizes = (2,)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=4)
-
-    def wrap(self, model: nn.Module, wrapper: Callable[..., nn.Module]) -> nn.Module:
-        return torch.compile(wrapper(model), backend="eager")
+variant(
+    "compiled_inside_the_wrapper",
+    OnVectors,
+    wrap=lambda _, model, wrapper: wrapper(torch.compile(model, backend="aot_eager")),
+)
+variant(
+    "compiled_with_the_wrapper",
+    OnVectors,
+    wrap=lambda _, model, wrapper: torch.compile(wrapper(model), backend="eager"),
+)

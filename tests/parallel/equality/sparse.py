@@ -47,6 +47,7 @@ class SparseEmbedding(Case):
 class SparseAndDenseBags(Case):
     """Ranks have different numbers of rows and of words in them, sometimes no words at all."""
 
+    on_four = True
     distinct = 7
 
     def build(self) -> nn.Module:
@@ -71,8 +72,6 @@ class SparseAndDenseBags(Case):
 
 @case
 class AccumulatedSparseGradients(SparseEmbedding):
-    sizes = (2,)
-
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
         optimizer.zero_grad()
         words, kinds = batch

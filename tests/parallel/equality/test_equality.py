@@ -1,12 +1,12 @@
-"""Thirty steps by shoal's wrapper and by torch's over Gloo, the same seeds and data: the same training.
+"""Twelve steps by shoal's wrapper and by torch's over Gloo, the same seeds and data: the same training.
 
 On two ranks the trainings are equal in every bit.  On more, the wrappers add in different orders, and
 training amplifies the rounding, how much depends on the model and on the processor's instructions.  The
 yardstick is a third training in double precision: shoal's may be :data:`FACTOR` times as far from it as
 torch's.
 
-Every case (a class in one of the modules beside this one) is a test, most of them on 2 and on 4 ranks.  The
-ranks are processes, started once for all cases.
+Every case (of the modules beside this one) is a test on 2 ranks, and on 4 where they show more; under
+``stress`` all are on 4 too.  The ranks are processes, started once for all cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.testing import run_processes
 
 from .case import CASES
 from .joining import Uneven
-from .runner import OPERATION, Outcome, Training, in_double, outcomes
+from .runner import OPERATION, Outcome, Training, in_double, outcomes, same_bits
 
 Outcomes: TypeAlias = "list[dict[str, Outcome]]"
 
@@ -62,10 +62,14 @@ def on_ranks(
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        pytest.param(name, size, id=f"{name} on {size}")
+        pytest.param(
+            name,
+            size,
+            id=f"{name} on {size}",
+            marks=[pytest.mark.stress] if size == 4 and not case.on_four else [],
+        )
         for size in (2, 4)
         for name, case in CASES.items()
-        if size in case.sizes
     ],
 )
 def test_training_equals_torchs(name: str, size: int, on_ranks: Callable[[int], Outcomes]) -> None:
@@ -74,14 +78,15 @@ def test_training_equals_torchs(name: str, size: int, on_ranks: Callable[[int], 
     for rank, outcome in enumerate(ranks):
         assert not outcome.failure, f"rank {rank}:\n{outcome.failure}"
     for rank, outcome in enumerate(ranks):
-        assert len(outcome.shoal.losses) == len(outcome.torch.losses) == len(outcome.exact.losses)
+        assert len(outcome.shoal.losses) == len(outcome.torch.losses)
         if "absent" not in case.apart:
             assert outcome.shoal.absent == outcome.torch.absent, f"rank {rank} lacks other gradients"
         for name, tensor in outcome.torch.state.items():
             assert outcome.shoal.state[name].dtype == tensor.dtype, f"rank {rank}: {name}"
         where, difference = largest_difference(outcome.shoal, outcome.torch, case.apart)
-        if size == 2 and case.same_bits:
+        if same_bits(case, size):
             assert difference == 0.0, f"rank {rank}: {where} differs by {difference:.3g}"
+            continue
         where, ours = largest_difference(outcome.shoal, outcome.exact, case.apart)
         _, theirs = largest_difference(outcome.torch, outcome.exact, case.apart)
         bound = FACTOR * theirs + ULPS * precision(outcome.torch)

@@ -7,86 +7,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from .case import Options, case
-from .dense import OnVectors, perceptron
+from ..models import Experts
+from .case import Options, case, variant
+from .dense import SMALL, OnVectors, perceptron
+from .procedures import Accumulated
 
 
-class _Mixture(nn.Module):
-    """Experts behind a shared layer; the caller chooses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(6, 12)
-        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        x = torch.tanh(self.shared(x))
-        return self.head(torch.tanh(self.experts[expert](x)))
-
-
-@case
-class UnusedExperts(OnVectors):
-    """Ranks and steps choose different experts: in each step some are used by one rank, some by none.
-
-    Momentum and weight decay move a parameter whose gradient is zero and not one that has none.
-    """
-
-    options = Options(find_unused_parameters=True, bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return _Mixture()
+class Decaying(OnVectors):
+    """Momentum and weight decay move a parameter whose gradient is zero and not one that has none."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
 
+
+@case
+class UnusedExperts(Decaying):
+    """Ranks and steps choose different experts: in each step some are used by one rank, some by none."""
+
+    on_four = True
+    options = Options(**SMALL, find_unused_parameters=True)
+
+    def build(self) -> nn.Module:
+        return Experts(6, 12)
+
     def loss(self, model: nn.Module, batch: Any, step: int) -> torch.Tensor:
         inputs, targets = batch
-        # The last expert is never used, the one before it only from step 20 on.
-        expert = (step + self.rank) % (4 if step < 20 else 5)
-        return ((model(inputs, expert) - targets) ** 2).mean()
+        # The last expert is never used, the one before it only from step 8 on.
+        expert = (step + self.rank) % (4 if step < 8 else 5)
+        return ((model(inputs, (expert,)) - targets) ** 2).mean()
 
 
 @case
 class UnusedExpertsWithZeroedGradients(UnusedExperts):
     """``zero_grad(set_to_none=False)``: what was used once has a gradient for ever."""
 
-    sizes = (2,)
+    on_four = False
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        loss = self.loss(model, batch, step)
-        loss.backward()
-        optimizer.step()
-        return loss
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().optimizer(model)
+        optimizer.zero_grad = lambda: model.zero_grad(set_to_none=False)
+        return optimizer
 
 
-@case
-class UnusedExpertsWithCopiedGradients(UnusedExperts):
-    sizes = (2,)
-    options = Options(**UnusedExperts.options, gradient_as_bucket_view=False)
-
-
-@case
-class UnusedExpertsLeftOut(UnusedExperts):
-    """Buckets of which no rank uses a parameter are not sent."""
-
-    sizes = (2,)
-    options = Options(**UnusedExperts.options, skip_all_reduce_unused_params=True)
-
-
-@case
-class UnusedExpertsAccumulated(UnusedExperts):
-    """An expert that only the local pass of a step used is reduced by the next pass."""
-
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, step: int) -> torch.Tensor:
-        optimizer.zero_grad()
-        with model.no_sync():
-            self.loss(model, batch, step + 1).backward()
-        loss = self.loss(model, batch, step)
-        loss.backward()
-        optimizer.step()
-        return loss
+# Buckets of which no rank uses a parameter are not sent.
+for _name, _options in {
+    "unused_experts_with_copied_gradients": Options(gradient_as_bucket_view=False),
+    "unused_experts_left_out": Options(skip_all_reduce_unused_params=True),
+}.items():
+    variant(_name, UnusedExperts, options=Options(**UnusedExperts.options, **_options))
+# An expert that only the local pass of a step used is reduced by the next pass.
+variant("unused_experts_accumulated", UnusedExperts, step=Accumulated.step)
 
 
 class _Conditional(nn.Module):
@@ -108,13 +78,13 @@ class _Conditional(nn.Module):
         return self.head(x)
 
 
-@case
-class ConditionalComputation(OnVectors):
-    options = Options(find_unused_parameters=True)
-    distinct = 7
-
-    def build(self) -> nn.Module:
-        return _Conditional()
+variant(
+    "conditional_computation",
+    OnVectors,
+    _Conditional,
+    options=Options(find_unused_parameters=True),
+    distinct=7,
+)
 
 
 class _TwoOutputs(nn.Module):
@@ -139,34 +109,18 @@ class OutputsLeftOutOfTheLoss(OnVectors):
 
     def loss(self, model: nn.Module, batch: Any, step: int) -> torch.Tensor:
         inputs, targets = batch
-        return ((model(inputs)[step // 10 % 2] - targets) ** 2).mean()
+        return ((model(inputs)[step // 4 % 2] - targets) ** 2).mean()
 
 
 class _Spare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(6, 6)
-        self.used = perceptron(depth=4)
+        self.used = perceptron()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)
 
 
-@case
-class StaticGraphWithUnusedParameters(OnVectors):
-    options = Options(static_graph=True, bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return _Spare()
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
-
-
-@case
-class StaticGraph(OnVectors):
-    sizes = (2,)
-    options = Options(static_graph=True, bucket_cap_mb=0.004)
-
-    def build(self) -> nn.Module:
-        return perceptron(depth=5)
+variant("static_graph", OnVectors, options=Options(**SMALL, static_graph=True))
+variant("static_graph_with_unused_parameters", Decaying, _Spare, options=Options(**SMALL, static_graph=True))

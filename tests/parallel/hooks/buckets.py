@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -95,3 +96,16 @@ def same_on_all(results: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Ten
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:
     return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
+
+
+def count_sent(group: shoal.ProcessGroup) -> list[int]:
+    """The elements of each all-reduce of this group from now on."""
+    sent: list[int] = []
+    all_reduce = group.all_reduce
+
+    def counted(x: torch.Tensor, *args: Any, **how: Any) -> Any:
+        sent.append(x.numel())
+        return all_reduce(x, *args, **how)
+
+    group.all_reduce = counted  # type: ignore[method-assign]
+    return sent

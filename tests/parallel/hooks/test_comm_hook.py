@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +14,8 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.parallel.hooks import GradBucket
-from tests.parallel.models import (
-    SMALL_MB,
-    assert_same_parameters,
-    batches,
-    loss_of,
-    mlp,
-    on_ranks,
-    part,
-    train,
-)
-from tests.parallel.reducer.test_sparse_gradients import Words, words
-from tests.parallel.reducer.test_unused import Experts
+from tests.parallel.models import Experts, Words, batches, fixed, loss_of, part, sentences
+from tests.parallel.training import assert_as_simulated, on_ranks, steps, wrapped
 
 
 def average(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
@@ -52,77 +44,64 @@ def with_a_future_of_torch(_: object, bucket: GradBucket) -> torch.futures.Futur
 
 @pytest.mark.parametrize("hook", [average, of_another_dtype, in_a_callback, with_a_future_of_torch])
 def test_a_hook_takes_the_place_of_the_all_reduce(hook: object) -> None:
-    data = batches(4)
-
-    def rank(group: shoal.ProcessGroup) -> nn.Module:
-        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
+    def wrap(group: shoal.ProcessGroup, module: nn.Module) -> nn.Module:
+        model = wrapped(group, module)
         model.register_comm_hook(None, hook)
-        train(model, [part(batch, group) for batch in data])
-        return model.module
+        return model
 
-    expected = mlp()
-    train(expected, data)
-    for module in on_ranks(2, rank):
-        assert_same_parameters(module, expected)
+    assert_as_simulated(steps(batches(4)), wrap=wrap)
 
 
-def test_a_hook_sees_every_gradient_once_and_knows_the_last_bucket() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        seen: list[GradBucket] = []
+@on_ranks(2)
+def test_a_hook_sees_every_gradient_once_and_knows_the_last_bucket(group: shoal.ProcessGroup) -> None:
+    seen: list[GradBucket] = []
 
-        def note(state: list[GradBucket], bucket: GradBucket) -> shoal.Future[torch.Tensor]:
-            state.append(bucket)
-            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-                assert gradient.shape == parameter.shape
-                inside = gradient.data_ptr() - bucket.buffer().data_ptr()
-                assert 0 <= inside < max(bucket.buffer().nbytes, 1)
-                torch.testing.assert_close(gradient, parameter.grad)
-            return average(None, bucket)
+    def note(state: list[GradBucket], bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+        state.append(bucket)
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.shape == parameter.shape
+            inside = gradient.data_ptr() - bucket.buffer().data_ptr()
+            assert 0 <= inside < max(bucket.buffer().nbytes, 1)
+            torch.testing.assert_close(gradient, parameter.grad)
+        return average(None, bucket)
 
-        model = shoal.DistributedDataParallel(mlp(), group=group, bucket_cap_mb=SMALL_MB)
-        model.register_comm_hook(seen, note)
-        for _ in range(2):
-            seen.clear()
-            model.zero_grad()
-            loss_of(model, batches(1)[0]).backward()
-            parameters = [parameter for bucket in seen for parameter in bucket.parameters()]
-            assert sorted(map(id, parameters)) == sorted(map(id, model.parameters()))
-            assert [bucket.index() for bucket in seen] == list(range(len(seen)))
-            assert [bucket.is_last() for bucket in seen] == [False] * (len(seen) - 1) + [True]
-
-    on_ranks(2, rank)
+    model = wrapped(group)
+    model.register_comm_hook(seen, note)
+    for _ in range(2):
+        seen.clear()
+        model.zero_grad()
+        loss_of(model, batches(1)[0]).backward()
+        parameters = [parameter for bucket in seen for parameter in bucket.parameters()]
+        assert sorted(map(id, parameters)) == sorted(map(id, model.parameters()))
+        assert [bucket.index() for bucket in seen] == list(range(len(seen)))
+        assert [bucket.is_last() for bucket in seen] == [False] * (len(seen) - 1) + [True]
 
 
-def test_a_hook_does_not_touch_what_the_ranks_tell_one_another() -> None:
+@on_ranks(2)
+def test_a_hook_does_not_touch_what_the_ranks_tell_one_another(group: shoal.ProcessGroup) -> None:
     """A hook that loses information, as compression does, loses no error."""
 
     def nothing(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
         bucket.buffer().zero_()
         return average(None, bucket)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(Experts(), group=group, find_unused_parameters=False)
-        model.register_comm_hook(None, nothing)
-        with pytest.raises(shoal.UnusedParameterError, match=r"rank 1: 'experts\.3\.weight'"):
-            model(torch.ones(1, 4, dtype=torch.float64), (0, 1, 2, 3)[: 4 - group.rank]).sum().backward()
-
-    on_ranks(2, rank)
+    model = wrapped(group, Experts())
+    model.register_comm_hook(None, nothing)
+    with pytest.raises(shoal.UnusedParameterError, match=r"rank 1: 'experts\.3\.weight'"):
+        model(torch.ones(1, 6), range(4 - group.rank)).sum().backward()
 
 
 def test_unused_and_sparse_gradients_beside_a_hook() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        for hook in (None, average):
-            model = shoal.DistributedDataParallel(Words(), group=group, find_unused_parameters=True)
-            if hook:
-                model.register_comm_hook(None, hook)
-            model(words(0, group.rank), group.rank == 0).sum().backward()
-            results = [parameter.grad.to_dense() for parameter in model.parameters()]
-            if hook is None:
-                expected = results
-        for a, b in zip(results, expected, strict=True):
-            torch.testing.assert_close(a, b)
+    def wrap(group: shoal.ProcessGroup, module: nn.Module) -> nn.Module:
+        model = wrapped(group, module, find_unused_parameters=True)
+        model.register_comm_hook(None, average)
+        return model
 
-    on_ranks(2, rank)
+    def program(model: nn.Module, place: Any) -> Iterator[None]:
+        loss_of(model, part(sentences(1)[0], place), place.rank == 0).backward()
+        yield
+
+    assert_as_simulated(program, make=lambda: fixed(Words().double()), wrap=wrap)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +112,13 @@ def test_unused_and_sparse_gradients_beside_a_hook() -> None:
         (lambda state, bucket, more: None, r"takes \(state, bucket, more\)"),
     ],
 )
-def test_hooks_of_the_wrong_kind_are_refused_at_once(hook: object, message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        with pytest.raises(UsageError, match=r"hook\(state, bucket\) that returns.*" + message):
-            model.register_comm_hook(None, hook)
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_hooks_of_the_wrong_kind_are_refused_at_once(
+    group: shoal.ProcessGroup, hook: object, message: str
+) -> None:
+    model = wrapped(group)
+    with pytest.raises(UsageError, match=r"hook\(state, bucket\) that returns.*" + message):
+        model.register_comm_hook(None, hook)
 
 
 @pytest.mark.parametrize(
@@ -154,56 +133,48 @@ def test_hooks_of_the_wrong_kind_are_refused_at_once(hook: object, message: str)
         (lambda state, bucket: bucket.group.barrier(), "the value NoneType: None"),
     ],
 )
-def test_hooks_that_return_something_else_are_named(hook: object, message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        model.register_comm_hook(None, hook)
-        with pytest.raises(
-            UsageError, match=rf"hook .*<lambda> on rank {group.rank}, for bucket 0, .*{message}"
-        ):
-            loss_of(model, batches(1)[0]).backward()
-
-    on_ranks(2, rank)
+@on_ranks(2)
+def test_hooks_that_return_something_else_are_named(
+    group: shoal.ProcessGroup, hook: object, message: str
+) -> None:
+    model = wrapped(group)
+    model.register_comm_hook(None, hook)
+    with pytest.raises(UsageError, match=rf"hook .*<lambda> on rank {group.rank}, for bucket 0, .*{message}"):
+        loss_of(model, batches(1)[0]).backward()
 
 
-def test_an_exception_of_a_hook_or_of_its_callback_ends_backward() -> None:
+@on_ranks(2)
+def test_an_exception_of_a_hook_or_of_its_callback_ends_backward(group: shoal.ProcessGroup) -> None:
     def fails(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
         raise KeyError("in the hook")
 
     def fails_later(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
         return average(None, bucket).then(lambda future: {}["in the callback"])
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        for hook, message in ((fails, "in the hook"), (fails_later, "in the callback")):
-            model = shoal.DistributedDataParallel(mlp(), group=group)
-            model.register_comm_hook(None, hook)
-            with pytest.raises(KeyError, match=message):
-                loss_of(model, batches(1)[0]).backward()
-
-    on_ranks(2, rank)
+    for hook, message in ((fails, "in the hook"), (fails_later, "in the callback")):
+        model = wrapped(group)
+        model.register_comm_hook(None, hook)
+        with pytest.raises(KeyError, match=message):
+            loss_of(model, batches(1)[0]).backward()
 
 
-def test_a_second_hook_is_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        model.register_comm_hook(None, functools.partial(average))
-        with pytest.raises(UsageError, match="registered already on rank 0"):
-            model.register_comm_hook(None, average)
-
-    on_ranks(1, rank)
+@on_ranks(1)
+def test_a_second_hook_is_refused(group: shoal.ProcessGroup) -> None:
+    model = wrapped(group)
+    model.register_comm_hook(None, functools.partial(average))
+    with pytest.raises(UsageError, match="registered already on rank 0"):
+        model.register_comm_hook(None, average)
 
 
-def test_hooks_run_in_the_thread_of_backward() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        threads = set()
+@on_ranks(1)
+def test_hooks_run_in_the_thread_of_backward(group: shoal.ProcessGroup) -> None:
+    threads = set()
 
-        def note(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
-            threads.add(threading.current_thread())
-            return average(None, bucket)
+    def note(_: object, bucket: GradBucket) -> shoal.Future[torch.Tensor]:
+        threads.add(threading.current_thread())
+        return average(None, bucket)
 
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        model.register_comm_hook(None, note)
-        loss_of(model, batches(1)[0]).backward()
-        assert threads == {threading.current_thread()}
-
-    on_ranks(1, rank)
+    model = wrapped(group)
+    model.register_comm_hook(None, note)
+    loss_of(model, batches(1)[0]).backward()
+    assert threads == {threading.current_thread()}

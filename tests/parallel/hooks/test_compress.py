@@ -10,28 +10,21 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks, pairwise
 
 from .buckets import Model, gradient, same_on_all
 
 HOOKS = {
-    "float16": (hooks.fp16_compress_hook, torch.float16, 2**-11),
-    "bfloat16": (hooks.bf16_compress_hook, torch.bfloat16, 2**-8),
-    "float16 around the all-reduce": (
-        hooks.fp16_compress_wrapper(hooks.allreduce_hook),
-        torch.float16,
-        2**-11,
-    ),
-    "bfloat16 around the all-reduce": (
-        hooks.bf16_compress_wrapper(hooks.allreduce_hook),
-        torch.bfloat16,
-        2**-8,
-    ),
+    f"{dtype}{way}": (hook, dtype, unit)
+    for dtype, unit, direct, around in (
+        (torch.float16, 2**-11, hooks.fp16_compress_hook, hooks.fp16_compress_wrapper),
+        (torch.bfloat16, 2**-8, hooks.bf16_compress_hook, hooks.bf16_compress_wrapper),
+    )
+    for way, hook in (("", direct), (" around the all-reduce", around(hooks.allreduce_hook)))
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@pairwise(size=[2, 3], dtype=[torch.float32, torch.float64], name=HOOKS)
 def test_the_mean_is_rounded_once_before_and_once_after(size: int, dtype: torch.dtype, name: str) -> None:
     hook, narrow, unit = HOOKS[name]
 
@@ -84,19 +77,17 @@ def test_sums_above_the_range_of_halves_are_no_trouble() -> None:
         assert bool((own == 60000).all())
 
 
-def test_hooks_that_return_futures_of_torch_can_be_wrapped() -> None:
+@on_ranks(1)
+def test_hooks_that_return_futures_of_torch_can_be_wrapped(group: shoal.ProcessGroup) -> None:
     def foreign(state: object, bucket: hooks.GradBucket) -> Any:
         future: Any = torch.futures.Future()
         future.set_result([bucket.buffer() * 2])
         return future
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = Model(group, gap=0)
-        for index, own in enumerate(model.reduce(hooks.fp16_compress_wrapper(foreign))):
-            expected = gradient(group.rank, 0, index, own.shape).half().double() * 2
-            assert torch.equal(own, expected)
-
-    run_threads(rank, 1)
+    model = Model(group, gap=0)
+    for index, own in enumerate(model.reduce(hooks.fp16_compress_wrapper(foreign))):
+        expected = gradient(group.rank, 0, index, own.shape).half().double() * 2
+        assert torch.equal(own, expected)
 
 
 def test_memory_is_taken_once() -> None:

@@ -11,21 +11,20 @@ import torch
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
+from tests.parallel.training import on_ranks, pairwise
 
-from .buckets import SHAPES, Model, gradient, norm, same_on_all
+from .buckets import SHAPES, Model, count_sent, gradient, norm, same_on_all
 
-BOTH = pytest.mark.parametrize(
-    "hook", [hooks.powerSGD_hook, hooks.batched_powerSGD_hook], ids=lambda hook: hook.__name__
-)
+HOOKS = [hooks.powerSGD_hook, hooks.batched_powerSGD_hook]
+SETTINGS = {"batch_tensors_with_same_shape": True, "use_error_feedback": False, "warm_start": False}
+BOTH = pytest.mark.parametrize("hook", HOOKS)
 
 
 def state_of(**settings: Any) -> hooks.PowerSGDState:
     return hooks.PowerSGDState(**{"start_powerSGD_iter": 0, "min_compression_rate": 0.1, **settings})
 
 
-@BOTH
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pairwise(size=[1, 2, 3, 4], warm=[True, False], hook=HOOKS)
 def test_at_full_rank_it_is_the_all_reduce(hook: Any, size: int, warm: bool) -> None:
     def rank(group: shoal.ProcessGroup) -> Any:
         model = Model(group, count=2, dtype=torch.float64)
@@ -39,13 +38,11 @@ def test_at_full_rank_it_is_the_all_reduce(hook: Any, size: int, warm: bool) -> 
             torch.testing.assert_close(own, mean, rtol=1e-9, atol=1e-9)
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"batch_tensors_with_same_shape": True}, {"use_error_feedback": False}, {"warm_start": False}],
-    ids=["plain", "batched", "no feedback", "cold"],
+@pairwise(
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    settings=[{}, *({name: value} for name, value in SETTINGS.items())],
+    hook=HOOKS,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_all_ranks_have_bitwise_the_same_gradients(hook: Any, settings: Any, dtype: torch.dtype) -> None:
     shapes = [*SHAPES, SHAPES[0], SHAPES[2], SHAPES[0]]
 
@@ -58,40 +55,32 @@ def test_all_ranks_have_bitwise_the_same_gradients(hook: Any, settings: Any, dty
     assert all(bool(own.isfinite().all()) for own in averaged)
 
 
-def test_several_buckets_are_reduced_as_each_would_be_alone() -> None:
+@on_ranks(3)
+def test_several_buckets_are_reduced_as_each_would_be_alone(group: shoal.ProcessGroup) -> None:
     """Their messages are matched, whichever callback of which rank comes first."""
-
-    def rank(group: shoal.ProcessGroup) -> Any:
-        together = Model(group, count=4)
-        state = state_of()
-        results = [together.reduce(hooks.powerSGD_hook, state) for _ in range(3)]
-        alone = Model(group, count=4)
-        state = state_of()
-        for step in range(3):
-            alone.compute()
-            for bucket in alone.buckets:
-                hooks.powerSGD_hook(state, bucket).wait()
-            own = [
-                view.to(torch.float64, copy=True) for bucket in alone.buckets for view in bucket.gradients()
-            ]
-            assert all(torch.equal(a, b) for a, b in zip(own, results[step], strict=True))
-
-    run_threads(rank, 3)
+    together = Model(group, count=4)
+    state = state_of()
+    results = [together.reduce(hooks.powerSGD_hook, state) for _ in range(3)]
+    alone = Model(group, count=4)
+    state = state_of()
+    for step in range(3):
+        alone.compute()
+        for bucket in alone.buckets:
+            hooks.powerSGD_hook(state, bucket).wait()
+        own = [view.to(torch.float64, copy=True) for bucket in alone.buckets for view in bucket.gradients()]
+        assert all(torch.equal(a, b) for a, b in zip(own, results[step], strict=True))
 
 
-def test_matrices_of_equal_shape_computed_together_give_the_same() -> None:
+@on_ranks(2)
+def test_matrices_of_equal_shape_computed_together_give_the_same(group: shoal.ProcessGroup) -> None:
     shapes = [(24, 40), (7,), (24, 40), (24, 40)]
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        results = []
-        for batched in (False, True):
-            model = Model(group, shapes=shapes, dtype=torch.float64)
-            state = state_of(batch_tensors_with_same_shape=batched)
-            results.append([own for _ in range(4) for own in model.reduce(hooks.powerSGD_hook, state)])
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-    run_threads(rank, 2)
+    results = []
+    for batched in (False, True):
+        model = Model(group, shapes=shapes, dtype=torch.float64)
+        state = state_of(batch_tensors_with_same_shape=batched)
+        results.append([own for _ in range(4) for own in model.reduce(hooks.powerSGD_hook, state)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_one_step_is_a_power_iteration_on_the_mean() -> None:
@@ -166,16 +155,9 @@ def test_less_is_sent_and_the_state_says_how_much(hook: Any) -> None:
     shapes = [(64, 64), (64,), (128, 32)]
 
     def rank(group: shoal.ProcessGroup) -> Any:
-        sent: list[int] = []
         model = Model(group, shapes=shapes, gap=0)
         state = state_of(start_powerSGD_iter=1, min_compression_rate=2)
-        all_reduce = group.all_reduce
-
-        def counted(x: torch.Tensor, *args: Any, **how: Any) -> Any:
-            sent.append(x.numel())
-            return all_reduce(x, *args, **how)
-
-        group.all_reduce = counted  # type: ignore[method-assign]
+        sent = count_sent(group)
         model.reduce(hook, state)
         assert state.compression_stats() == (0.0, 0, 0)
         assert sent == [64 * 64 + 64 + 128 * 32]
@@ -204,97 +186,77 @@ def test_what_would_not_get_smaller_goes_as_it_is() -> None:
 
 
 @BOTH
-def test_a_pickled_state_goes_on_where_it_was(hook: Any) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = Model(group, count=2)
-        state = hooks.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
-        for _ in range(5):
-            model.reduce(hook, state)
-        saved = pickle.dumps(state)
-        expected = [own for _ in range(3) for own in model.reduce(hook, state)]
-
-        resumed = pickle.loads(saved)
-        assert resumed.process_group is None
-        assert resumed.iter == 5
-        again = Model(group, count=2)
-        again.step = 4
-        own = [own for _ in range(3) for own in again.reduce(hook, resumed)]
-        assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
-        assert resumed.compression_stats() == state.compression_stats()
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_a_pickled_state_goes_on_where_it_was(group: shoal.ProcessGroup, hook: Any) -> None:
+    model = Model(group, count=2)
+    state = hooks.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
+    for _ in range(5):
+        model.reduce(hook, state)
+    saved = pickle.dumps(state)
+    expected = [own for _ in range(3) for own in model.reduce(hook, state)]
+    resumed = pickle.loads(saved)
+    assert resumed.process_group is None
+    assert resumed.iter == 5
+    again = Model(group, count=2)
+    again.step = 4
+    own = [own for _ in range(3) for own in again.reduce(hook, resumed)]
+    assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+    assert resumed.compression_stats() == state.compression_stats()
 
 
-def test_buckets_may_be_made_anew_between_steps() -> None:
+@on_ranks(2)
+def test_buckets_may_be_made_anew_between_steps(group: shoal.ProcessGroup) -> None:
     """What is remembered belongs to parameters: those of two buckets may meet in one."""
-
-    def rank(group: shoal.ProcessGroup) -> Any:
-        results = []
-        for regroup in (False, True):
-            model = Model(group, count=2, dtype=torch.float64)
-            state = state_of()
+    results = []
+    for regroup in (False, True):
+        model = Model(group, count=2, dtype=torch.float64)
+        state = state_of()
+        own = model.reduce(hooks.powerSGD_hook, state)
+        if regroup:
+            step, model = model.step, Model(group, count=1, shapes=SHAPES * 2, dtype=torch.float64)
+            model.step = step
+        for _ in range(3):
             own = model.reduce(hooks.powerSGD_hook, state)
-            if regroup:
-                step, model = model.step, Model(group, count=1, shapes=SHAPES * 2, dtype=torch.float64)
-                model.step = step
-            for _ in range(3):
-                own = model.reduce(hooks.powerSGD_hook, state)
-            results.append(own)
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-    run_threads(rank, 2)
+        results.append(own)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 @BOTH
-def test_gradients_of_zeros_are_no_trouble_and_compression_recovers(hook: Any) -> None:
+@on_ranks(2)
+def test_gradients_of_zeros_are_no_trouble_and_compression_recovers(
+    group: shoal.ProcessGroup, hook: Any
+) -> None:
     def sometimes(rank: int, step: int, index: int, shape: torch.Size) -> torch.Tensor:
         return gradient(rank, step, index, shape) * (step >= 2)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        for rank_of_factors, epsilon in ((1, 0), (1, 1e-8), (3, 0), (3, 1e-8)):
-            model = Model(group, gradients=sometimes)
-            state = state_of(matrix_approximation_rank=rank_of_factors, orthogonalization_epsilon=epsilon)
-            for _ in range(2):
-                assert norm(model.reduce(hook, state)) == 0
-            assert norm(model.reduce(hook, state)) > 0.1 * norm(model.mean())
-
-    run_threads(rank, 2)
+    for rank_of_factors, epsilon in ((1, 0), (1, 1e-8), (3, 0), (3, 1e-8)):
+        model = Model(group, gradients=sometimes)
+        state = state_of(matrix_approximation_rank=rank_of_factors, orthogonalization_epsilon=epsilon)
+        for _ in range(2):
+            assert norm(model.reduce(hook, state)) == 0
+        assert norm(model.reduce(hook, state)) > 0.1 * norm(model.mean())
 
 
-@BOTH
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_overflows_is_seen_by_all_and_forgotten(hook: Any, bad: float) -> None:
+@pytest.mark.parametrize(("hook", "bad"), [*zip(HOOKS, [float("nan"), float("inf")], strict=True)])
+@on_ranks(2)
+def test_a_step_that_overflows_is_seen_by_all_and_forgotten(
+    group: shoal.ProcessGroup, hook: Any, bad: float
+) -> None:
     def broken(rank: int, step: int, index: int, shape: torch.Size) -> torch.Tensor:
         x = gradient(rank, step, index, shape)
         if rank == 1 and step == 2 and index == 0:
             x[3, 4] = bad
         return x
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = Model(group, gradients=broken)
-        state = state_of()
-        for step in range(5):
-            before = pickle.dumps((state.errors, state.factors, state.bucket_factors))
-            sound = all(bool(own.isfinite().all()) for own in model.reduce(hook, state))
-            assert sound == (step != 2)
-            if not sound:
-                assert pickle.dumps((state.errors, state.factors, state.bucket_factors)) == before
-
-    run_threads(rank, 2)
-
-
-def test_it_can_be_wrapped_to_send_halves() -> None:
-    def rank(group: shoal.ProcessGroup) -> Any:
-        model = Model(group, shapes=[(24, 40), (40,)])
-        state = state_of(matrix_approximation_rank=24, min_compression_rate=0.01)
-        hook = hooks.bf16_compress_wrapper(hooks.powerSGD_hook)
-        return model.reduce(hook, state), model.mean()
-
-    results = run_threads(rank, 2)
-    averaged = same_on_all([own for own, _ in results])
-    for own, mean in zip(averaged, results[0][1], strict=True):
-        assert norm([own - mean]) < 0.03 * norm([mean])
+    model = Model(group, gradients=broken)
+    state = state_of()
+    for step in range(5):
+        before = pickle.dumps((state.errors, state.factors, state.bucket_factors))
+        sound = all(bool(own.isfinite().all()) for own in model.reduce(hook, state))
+        assert sound == (step != 2)
+        if not sound:
+            assert pickle.dumps((state.errors, state.factors, state.bucket_factors)) == before
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch import nn
 import shoal
 from shoal.parallel import hooks
 from shoal.testing import run_threads
-from tests.parallel.models import SMALL_MB, Batch, batches, loss_of, mlp, part, sgd
+from tests.parallel.models import Batch, batches, loss_of, mlp, part
+from tests.parallel.training import assert_close, assert_same_bits, on_ranks, sgd, values, wrapped
 
 DATA = batches(1) * 12
 
@@ -31,7 +32,7 @@ def train(
 ) -> Run:
     """The losses of this rank's parts, and the parameters at the end."""
     own = mlp()
-    model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB, **options)
+    model = wrapped(group, own, **options)
     optimizer = sgd(model)
     if make_hook is not None:
         hook = make_hook(optimizer)
@@ -45,11 +46,7 @@ def train(
         if make_hook is None:
             optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, [parameter.detach().clone() for parameter in own.parameters()]
-
-
-def equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return losses, values(own)
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +76,20 @@ CASES: dict[str, tuple[hooks.CommHook, Callable[[], object], float]] = {
 def test_a_model_trains_with_every_hook(name: str, plain: list[Run]) -> None:
     hook, state, tolerance = CASES[name]
     results = run_threads(lambda group: train(group, hook, state()), 2)
-    assert equal(results[0][1], results[1][1])
+    assert_same_bits(results[0][1], results[1][1])
     start, end = (sum(losses[i] for losses, _ in results) for i in (0, -1))
     expected = sum(losses[-1] for losses, _ in plain)
     assert end < 0.8 * start
     assert abs(end - expected) <= tolerance * expected
 
 
-@pytest.mark.parametrize("name", ["float16", "bytes", "PowerSGD"])
 @pytest.mark.parametrize(
-    "options",
-    [{"gradient_as_bucket_view": False}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=lambda options: next(iter(options)),
+    ("name", "options"),
+    [
+        ("float16", {"gradient_as_bucket_view": False}),
+        ("bytes", {"find_unused_parameters": True}),
+        ("PowerSGD", {"static_graph": True}),
+    ],
 )
 def test_hooks_do_the_same_in_every_mode_of_the_reducer(name: str, options: dict[str, Any]) -> None:
     hook, state, _ = CASES[name]
@@ -98,101 +97,78 @@ def test_hooks_do_the_same_in_every_mode_of_the_reducer(name: str, options: dict
     expected = run_threads(lambda group: train(group, hook, state(), data), 2)
     results = run_threads(lambda group: train(group, hook, state(), data, **options), 2)
     for (_, a), (_, b) in zip(expected, results, strict=True):
-        for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3)
-    assert equal(results[0][1], results[1][1])
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    assert_same_bits(results[0][1], results[1][1])
 
 
-def test_power_sgd_begins_at_its_step_and_not_before() -> None:
-    def rank(group: shoal.ProcessGroup) -> Any:
-        runs = []
-        for steps in (4, 5):
-            state = hooks.PowerSGDState(None, 1, 4)
-            runs.append(
-                (
-                    train(group, None, None, DATA[:steps]),
-                    train(group, hooks.powerSGD_hook, state, DATA[:steps]),
-                )
-            )
-            assert state.iter == steps
-            assert bool(state.compression_stats()[0]) == (steps > 4)
-        return runs
-
-    for until, after in run_threads(rank, 2):
-        assert equal(until[0][1], until[1][1])
-        assert not equal(after[0][1], after[1][1])
+@pytest.mark.parametrize("steps", [4, 5])
+@on_ranks(2)
+def test_power_sgd_begins_at_its_step_and_not_before(group: shoal.ProcessGroup, steps: int) -> None:
+    state = hooks.PowerSGDState(None, 1, 4)
+    _, plain = train(group, None, None, DATA[:steps])
+    _, own = train(group, hooks.powerSGD_hook, state, DATA[:steps])
+    assert state.iter == steps
+    assert bool(state.compression_stats()[0]) == (steps > 4)
+    assert all(map(torch.equal, own, plain)) == (steps == 4)
 
 
-@pytest.mark.parametrize(
-    "hook", [hooks.powerSGD_hook, hooks.batched_powerSGD_hook], ids=["PowerSGD", "batched"]
-)
-def test_training_with_power_sgd_resumes_from_a_pickle(hook: Any) -> None:
+@on_ranks(2)
+def test_training_with_power_sgd_resumes_from_a_pickle(group: shoal.ProcessGroup) -> None:
     """In a new wrapper, whose buckets are in their first order again for one step."""
+    own, state = mlp(), hooks.PowerSGDState(group, 1, 2)
+    model = wrapped(group, own, bucket_cap_mb=25)
+    model.register_comm_hook(state, hooks.powerSGD_hook)
+    optimizer = sgd(model)
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        own, state = mlp(), hooks.PowerSGDState(group, 1, 2)
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=25)
-        model.register_comm_hook(state, hook)
-        optimizer = sgd(model)
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        optimizer.zero_grad()
+        loss_of(model, part(batch, group)).backward()
+        optimizer.step()
 
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-            optimizer.zero_grad()
-            loss_of(model, part(batch, group)).backward()
-            optimizer.step()
-
-        for batch in DATA[:5]:
-            step(model, optimizer, batch)
-        saved = pickle.dumps(state)
-        again = copy.deepcopy(own)
-        wrapped = shoal.DistributedDataParallel(again, group=group, bucket_cap_mb=25)
-        wrapped.register_comm_hook(pickle.loads(saved), hook)
-        resumed = sgd(wrapped)
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for batch in DATA[:4]:
-            step(model, optimizer, batch)
-            step(wrapped, resumed, batch)
-            for a, b in zip(own.parameters(), again.parameters(), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-    run_threads(rank, 2)
+    for batch in DATA[:5]:
+        step(model, optimizer, batch)
+    saved = pickle.dumps(state)
+    again = copy.deepcopy(own)
+    second = wrapped(group, again, bucket_cap_mb=25)
+    second.register_comm_hook(pickle.loads(saved), hooks.powerSGD_hook)
+    resumed = sgd(second)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for batch in DATA[:4]:
+        step(model, optimizer, batch)
+        step(second, resumed, batch)
+        assert_close(values(own), values(again))
 
 
-@pytest.mark.parametrize("inner", ["all-reduce", "float16", "PowerSGD"])
-def test_steps_in_backward_train_as_steps_after_it(inner: str) -> None:
-    hook, state, _ = CASES[inner]
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        losses, parameters = train(group, hook, state())
-        overlapped = train(
-            group, state=state(), make_hook=lambda optimizer: hooks.hook_then_optimizer(hook, optimizer)
-        )
-        assert overlapped[0] == losses
-        assert equal(overlapped[1], parameters)
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_steps_in_backward_train_as_steps_after_it(group: shoal.ProcessGroup) -> None:
+    hook, state, _ = CASES["PowerSGD"]
+    losses, parameters = train(group, hook, state())
+    overlapped = train(
+        group, state=state(), make_hook=lambda optimizer: hooks.hook_then_optimizer(hook, optimizer)
+    )
+    assert overlapped[0] == losses
+    assert_same_bits(overlapped[1], parameters)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, when imported
-def test_optimisers_that_torch_attached_to_parameters_run_in_backward() -> None:
+@on_ranks(2)
+def test_optimisers_that_torch_attached_to_parameters_run_in_backward(group: shoal.ProcessGroup) -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        _, expected = train(group)
-        own = mlp()
-        _apply_optimizer_in_backward(torch.optim.SGD, own.parameters(), {"lr": 0.1, "momentum": 0.9})
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
-        for batch in DATA:
-            loss_of(model, part(batch, group)).backward()
-            assert all(parameter.grad is None for parameter in own.parameters())
-        assert equal([parameter.detach() for parameter in own.parameters()], expected)
-
-    run_threads(rank, 2)
+    _, expected = train(group)
+    own = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, own.parameters(), {"lr": 0.1, "momentum": 0.9})
+    model = wrapped(group, own)
+    for batch in DATA:
+        loss_of(model, part(batch, group)).backward()
+        assert all(parameter.grad is None for parameter in own.parameters())
+    assert_same_bits(values(own), expected)
 
 
 def test_local_sgd_with_an_averager_keeps_neighbours_equal_and_brings_all_together() -> None:
     def rank(group: shoal.ProcessGroup) -> Any:
         own = mlp()
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=SMALL_MB)
+        model = wrapped(group, own)
         pair = group.split(group.rank // 2)
         model.register_comm_hook(hooks.PostLocalSGDState(None, pair, 3), hooks.post_localSGD_hook)
         optimizer = shoal.PostLocalSGDOptimizer(sgd(model), shoal.PeriodicModelAverager(4, 3, group=group))
@@ -201,28 +177,12 @@ def test_local_sgd_with_an_averager_keeps_neighbours_equal_and_brings_all_togeth
             optimizer.zero_grad()
             loss_of(model, part(batch, group)).backward()
             optimizer.step()
-            seen.append([parameter.detach().clone() for parameter in own.parameters()])
+            seen.append(values(own))
         return seen
 
     results = run_threads(rank, 4)
     for step in range(9):
         first, second, third, fourth = (seen[step] for seen in results)
-        assert equal(first, second)
-        assert equal(third, fourth)
-        assert equal(first, third) == (step < 3 or step in (3, 7))
-
-
-def test_a_hook_of_the_users_own_sees_every_gradient_once() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        seen: list[tuple[int, bool]] = []
-
-        def clipped(limit: float, bucket: hooks.GradBucket) -> shoal.Future[torch.Tensor]:
-            seen.extend((index, bucket.is_last()) for index in bucket.indices())
-            return group.all_reduce(bucket.buffer().clamp_(-limit, limit), "avg")
-
-        train(group, clipped, 0.5, DATA[:3])
-        count = len(list(mlp().parameters()))
-        assert sorted(index for index, _ in seen) == sorted([*range(count)] * 3)
-        assert sum(last for _, last in seen) >= 3
-
-    run_threads(rank, 2)
+        assert_same_bits(first, second)
+        assert_same_bits(third, fourth)
+        assert all(map(torch.equal, first, third)) == (step < 3 or step in (3, 7))

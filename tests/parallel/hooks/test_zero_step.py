@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import shoal
@@ -21,16 +20,14 @@ from shoal.parallel.hooks import (
     hook_with_zero_step_interleaved,
 )
 from shoal.testing import run_threads
-from tests.parallel.models import SMALL_MB, batches, loss_of, mlp, part
+from tests.parallel.models import batches, loss_of, mlp, part
+from tests.parallel.training import assert_same_bits, on_ranks, pairwise, values, wrapped
+from tests.parallel.zero.training import groups_of
+
+from .buckets import same_on_all
 
 HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
 DATA = batches(6)
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [{"params": weights}, {"params": others, "lr": 0.02}]
 
 
 class Training:
@@ -46,7 +43,7 @@ class Training:
     ) -> None:
         self.group = group
         self.module = mlp()
-        self.model = shoal.DistributedDataParallel(self.module, group=group, bucket_cap_mb=SMALL_MB)
+        self.model = wrapped(group, self.module)
         self.optimizer = ZeroRedundancyOptimizer(
             groups_of(self.module),
             optimizer_class,
@@ -68,24 +65,24 @@ class Training:
         self.schedule.step()
 
 
-@pytest.mark.parametrize("make_hook", HOOKS)
-@pytest.mark.parametrize(
-    ("optimizer_class", "inner", "options"),
-    [(SGD, allreduce_hook, {"momentum": 0.9}), (Adam, allreduce_hook, {}), (Adam, fp16_compress_hook, {})],
-    ids=["SGD", "Adam", "Adam of halves"],
+@pairwise(
+    size=[1, 3],
+    inside=[(SGD, allreduce_hook), (Adam, allreduce_hook), (Adam, fp16_compress_hook)],
+    make_hook=HOOKS,
 )
-@pytest.mark.parametrize("size", [1, 3])
 def test_it_equals_steps_after_backward_from_the_first_one_on(
-    make_hook: Any, optimizer_class: Any, inner: CommHook, options: dict[str, Any], size: int
+    size: int, inside: tuple[Any, CommHook], make_hook: Any
 ) -> None:
+    optimizer_class, inner = inside
+    options = {"momentum": 0.9} if optimizer_class is SGD else {}
+
     def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
         plain = Training(group, None, inner, optimizer_class, **options)
         overlapped = Training(group, make_hook, inner, optimizer_class, **options)
         for index in range(len(DATA)):
             plain.step(index)
             overlapped.step(index)
-            for a, b in zip(overlapped.module.parameters(), plain.module.parameters(), strict=True):
-                assert torch.equal(a, b), f"step {index}"
+            assert_same_bits(values(overlapped.module), values(plain.module), f"step {index}")
         states = []
         for training in (plain, overlapped):
             training.optimizer.consolidate_state_dict()
@@ -93,11 +90,9 @@ def test_it_equals_steps_after_backward_from_the_first_one_on(
                 states.append(training.optimizer.state_dict())
         if group.rank == 0:
             assert str(states[0]) == str(states[1])
-        return [parameter.detach() for parameter in overlapped.module.parameters()]
+        return values(overlapped.module)
 
-    first, *others = run_threads(rank, size)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
+    same_on_all(run_threads(rank, size))
 
 
 @pytest.mark.parametrize("make_hook", HOOKS)
@@ -111,51 +106,44 @@ def test_ranks_without_a_batch_update_what_they_own(make_hook: Any) -> None:
                     training.optimizer.zero_grad()
                     loss_of(training.model, batch).backward()
                     training.optimizer.step()
-            results.append([parameter.detach() for parameter in training.module.parameters()])
-        plain, overlapped = results
-        assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
-        return overlapped
+            results.append(values(training.module))
+        assert_same_bits(*results)
+        return results[0]
 
-    first, *others = run_threads(rank, 3)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(other, first, strict=True))
+    same_on_all(run_threads(rank, 3))
 
 
-def test_parameters_of_others_are_only_reduced() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = mlp()
-        model = shoal.DistributedDataParallel(module, group=group, bucket_cap_mb=SMALL_MB)
-        first, *rest = module.parameters()
-        optimizer = ZeroRedundancyOptimizer(rest, SGD, group=group, overlap_with_ddp=True, lr=0.1)
-        model.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, model, optimizer))
-        before = [parameter.detach().clone() for parameter in (first, *rest)]
-        loss_of(model, DATA[0]).backward()
-        changed = [not torch.equal(a, b) for a, b in zip((first, *rest), before, strict=True)]
-        assert changed == [False] + [True] * len(rest)
-        assert first.grad is not None
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_parameters_of_others_are_only_reduced(group: shoal.ProcessGroup) -> None:
+    module = mlp()
+    model = wrapped(group, module)
+    first, *rest = module.parameters()
+    optimizer = ZeroRedundancyOptimizer(rest, SGD, group=group, overlap_with_ddp=True, lr=0.1)
+    model.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, model, optimizer))
+    before = [parameter.detach().clone() for parameter in (first, *rest)]
+    loss_of(model, DATA[0]).backward()
+    changed = [not torch.equal(a, b) for a, b in zip((first, *rest), before, strict=True)]
+    assert changed == [False] + [True] * len(rest)
+    assert first.grad is not None
 
 
-def test_what_is_put_together_wrongly_is_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        module = mlp()
-        model = shoal.DistributedDataParallel(module, group=group)
-        plain = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group)
-        overlapping = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group, overlap_with_ddp=True)
-        for make_hook in HOOKS:
-            for other in (plain, SGD(module.parameters())):
-                with pytest.raises(UsageError, match="made with overlap_with_ddp=True, got"):
-                    make_hook(allreduce_hook, model, other)  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="of one group: Sequential has None"):
-                make_hook(allreduce_hook, module, overlapping)  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="takes a communication hook"):
-                make_hook(None, model, overlapping)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="by a hook that is missing"):
-            overlapping.step()
-        with pytest.raises(UsageError, match="leave parameters_as_bucket_view out"):
-            ZeroRedundancyOptimizer(
-                module.parameters(), SGD, group=group, overlap_with_ddp=True, parameters_as_bucket_view=True
-            )
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_what_is_put_together_wrongly_is_refused(group: shoal.ProcessGroup) -> None:
+    module = mlp()
+    model = wrapped(group, module)
+    plain = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group)
+    overlapping = ZeroRedundancyOptimizer(module.parameters(), SGD, group=group, overlap_with_ddp=True)
+    for make_hook in HOOKS:
+        for other in (plain, SGD(module.parameters())):
+            with pytest.raises(UsageError, match="made with overlap_with_ddp=True, got"):
+                make_hook(allreduce_hook, model, other)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="of one group: Sequential has None"):
+            make_hook(allreduce_hook, module, overlapping)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="takes a communication hook"):
+            make_hook(None, model, overlapping)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="by a hook that is missing"):
+        overlapping.step()
+    with pytest.raises(UsageError, match="leave parameters_as_bucket_view out"):
+        ZeroRedundancyOptimizer(
+            module.parameters(), SGD, group=group, overlap_with_ddp=True, parameters_as_bucket_view=True
+        )

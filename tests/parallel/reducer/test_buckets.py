@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal._core import BUCKET_ALIGNMENT, assign_buckets
 from shoal.parallel.reducer.buckets import TAIL, build_buckets
-from shoal.testing import run_threads
+from tests.parallel.training import on_ranks
 
 Assigned = list[tuple[list[int], list[int], int]]
 
@@ -61,23 +61,21 @@ def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
         assign_buckets([4, 4], [0, 0], order, 100, 100)
 
 
-def test_views_have_the_shape_and_strides_of_their_parameters() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        image = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
-        transposed = torch.empty(5, 7).t()
-        with_holes = torch.empty(6, 8)[::2, ::2]
-        empty = torch.empty(0, 3)
-        double = torch.empty(3, dtype=torch.float64)
-        given = [image, transposed, with_holes, empty, double, torch.empty(())]
-        made = build_buckets(group, given, range(len(given)), 2**20)
-        assert {bucket.flat.dtype for bucket in made.buckets} == {torch.float32, torch.float64}
-        for parameter, view in zip(given, made.views, strict=True):
-            assert view.shape == parameter.shape
-            assert view.dtype == parameter.dtype
-            if parameter is not with_holes:
-                assert view.stride() == parameter.stride()
-            view.fill_(1)  # every element has a place of its own
-        assert made.tail.tolist() == [0] * TAIL
-        assert sum(int((bucket.flat != 0).sum()) for bucket in made.buckets) == sum(x.numel() for x in given)
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_views_have_the_shape_and_strides_of_their_parameters(group: shoal.ProcessGroup) -> None:
+    image = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    transposed = torch.empty(5, 7).t()
+    with_holes = torch.empty(6, 8)[::2, ::2]
+    empty = torch.empty(0, 3)
+    double = torch.empty(3, dtype=torch.float64)
+    given = [image, transposed, with_holes, empty, double, torch.empty(())]
+    made = build_buckets(group, given, range(len(given)), 2**20)
+    assert {bucket.flat.dtype for bucket in made.buckets} == {torch.float32, torch.float64}
+    for parameter, view in zip(given, made.views, strict=True):
+        assert view.shape == parameter.shape
+        assert view.dtype == parameter.dtype
+        if parameter is not with_holes:
+            assert view.stride() == parameter.stride()
+        view.fill_(1)  # every element has a place of its own
+    assert made.tail.tolist() == [0] * TAIL
+    assert sum(int((bucket.flat != 0).sum()) for bucket in made.buckets) == sum(x.numel() for x in given)

@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.parallel.core import Pass
 from shoal.parallel.reducer.arrivals import watch_gradients
-from tests.parallel.models import on_ranks
+from tests.parallel.training import on_ranks, wrapped
 
 
 class Parts(nn.Module):
@@ -35,40 +35,37 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("as_views", [True, False])
-def test_every_kind_of_gradient_is_averaged_in_its_place(as_views: bool) -> None:
-    def run(group: shoal.ProcessGroup) -> None:
-        inner = Parts()
-        model = shoal.DistributedDataParallel(inner, group=group, gradient_as_bucket_view=as_views)
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.tensor(float(group.rank + 1))).backward()
-            for parameter in inner.parameters():
-                assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
-                assert parameter.grad.stride() == parameter.stride()
-
-    on_ranks(2, run)
+@on_ranks(2)
+def test_every_kind_of_gradient_is_averaged_in_its_place(group: shoal.ProcessGroup, as_views: bool) -> None:
+    inner = Parts()
+    model = wrapped(group, inner, gradient_as_bucket_view=as_views)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.tensor(float(group.rank + 1))).backward()
+        for parameter in inner.parameters():
+            assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
+            assert parameter.grad.stride() == parameter.stride()
 
 
-def test_gradients_stay_where_they_are_when_they_are_set_to_zero_in_place() -> None:
-    def run(group: shoal.ProcessGroup) -> None:
-        inner = Parts()
-        model = shoal.DistributedDataParallel(inner, group=group)
-        model(torch.tensor(1.0)).backward()  # after it, buckets are made anew
-        before = [parameter.grad for parameter in inner.parameters()]
-        places = [gradient.data_ptr() for gradient in before]
-        for _ in range(2):
-            model.zero_grad(set_to_none=False)
-            model(torch.tensor(float(group.rank + 1))).backward()
-            after = [parameter.grad for parameter in inner.parameters()]
-            assert all(a is b for a, b in zip(after, before, strict=True))
-            assert [gradient.data_ptr() for gradient in after] == places
-            assert all(bool((gradient == 1.5).all()) for gradient in after)
-
-    on_ranks(2, run)
+@on_ranks(2)
+def test_gradients_stay_where_they_are_when_they_are_set_to_zero_in_place(group: shoal.ProcessGroup) -> None:
+    inner = Parts()
+    model = wrapped(group, inner)
+    model(torch.tensor(1.0)).backward()  # after it, buckets are made anew
+    before = [parameter.grad for parameter in inner.parameters()]
+    places = [gradient.data_ptr() for gradient in before]
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        model(torch.tensor(float(group.rank + 1))).backward()
+        after = [parameter.grad for parameter in inner.parameters()]
+        assert all(a is b for a, b in zip(after, before, strict=True))
+        assert [gradient.data_ptr() for gradient in after] == places
+        assert all(bool((gradient == 1.5).all()) for gradient in after)
 
 
 @pytest.mark.parametrize("as_views", [True, False])
-def test_a_gradient_that_is_conjugated_lazily_is_averaged(as_views: bool) -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_conjugated_lazily_is_averaged(group: shoal.ProcessGroup, as_views: bool) -> None:
     class Conjugated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -77,15 +74,12 @@ def test_a_gradient_that_is_conjugated_lazily_is_averaged(as_views: bool) -> Non
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.weight.conj() * x).imag.sum()
 
-    def run(group: shoal.ProcessGroup) -> None:
-        inner = Conjugated()
-        model = shoal.DistributedDataParallel(inner, group=group, gradient_as_bucket_view=as_views)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.full((3,), float(group.rank))).backward()
-            torch.testing.assert_close(inner.weight.grad, torch.full((3,), -0.5j), check_dtype=False)
-
-    on_ranks(2, run)
+    inner = Conjugated()
+    model = wrapped(group, inner, gradient_as_bucket_view=as_views)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((3,), float(group.rank))).backward()
+        torch.testing.assert_close(inner.weight.grad, torch.full((3,), -0.5j), check_dtype=False)
 
 
 def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() -> None:

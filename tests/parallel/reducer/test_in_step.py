@@ -8,70 +8,66 @@ from torch import nn
 
 import shoal
 from shoal.errors import OutOfStep
-from tests.parallel.models import mlp, on_ranks
+from tests.parallel.training import on_ranks, pairwise, wrapped
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "find_unused_parameters"),
+    [
+        (torch.float32, False),
+        (torch.float64, False),
+        (torch.bfloat16, False),
+        (torch.complex64, False),
+        (torch.float32, True),
+    ],
+)
+@on_ranks(3)
 def test_a_forward_pass_without_backward_on_one_rank_is_named_on_all(
-    dtype: torch.dtype, find_unused_parameters: bool
+    group: shoal.ProcessGroup, dtype: torch.dtype, find_unused_parameters: bool
 ) -> None:
-    def rank(group: shoal.ProcessGroup) -> str:
-        model = shoal.DistributedDataParallel(
-            nn.Linear(3, 2, dtype=dtype), group=group, find_unused_parameters=find_unused_parameters
-        )
-        x = torch.ones(1, 3, dtype=dtype)
-        model(x).abs().sum().backward()
-        if group.rank == 1:
-            model(x)  # the loss was no number, say, and the step was left out
-        with pytest.raises(OutOfStep) as caught:
-            model(x).abs().sum().backward()
-        model(x).abs().sum().backward()  # the group is well
-        return str(caught.value)
-
-    for message in on_ranks(3, rank):
-        assert "rank 0: 1\n  rank 1: 2\n  rank 2: 1\n" in message
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [2, 3, 6, 7])
-def test_passes_that_all_ranks_leave_out_or_run_twice_are_fine(size: int, dtype: torch.dtype) -> None:
+    layer = nn.Linear(3, 2, dtype=dtype)
+    model = wrapped(group, layer, find_unused_parameters=find_unused_parameters)
     x = torch.ones(1, 3, dtype=dtype)
+    model(x).abs().sum().backward()
+    if group.rank == 1:
+        model(x)  # the loss was no number, say, and the step was left out
+    with pytest.raises(OutOfStep, match="rank 0: 1\n  rank 1: 2\n  rank 2: 1\n"):
+        model(x).abs().sum().backward()
+    model(x).abs().sum().backward()  # the group is well
 
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(nn.Linear(3, 2, dtype=dtype), group=group)
-        for count in (*range(1, 17), 40):
-            outputs = [model(x) for _ in range(count)]
-            outputs[-1].sum().backward()
 
-    on_ranks(size, rank)
+@pairwise(size=[2, 3, 7], dtype=[torch.float32, torch.bfloat16, torch.float16])
+@on_ranks("size")
+def test_passes_that_all_ranks_leave_out_or_run_twice_are_fine(
+    group: shoal.ProcessGroup, dtype: torch.dtype
+) -> None:
+    x = torch.ones(1, 3, dtype=dtype)
+    model = wrapped(group, nn.Linear(3, 2, dtype=dtype))
+    for count in (*range(1, 17), 40):
+        outputs = [model(x) for _ in range(count)]
+        outputs[-1].sum().backward()
 
 
 @pytest.mark.parametrize("size", [3, 8])
-def test_one_pass_more_among_many_is_noticed(size: int) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(nn.Linear(3, 2), group=group)
-        x = torch.ones(1, 3)
-        for count in range(1, 15):
-            outputs = [model(x) for _ in range(count + (group.rank == 1))]
-            with pytest.raises(OutOfStep):
-                outputs[-1].sum().backward()
-
-    on_ranks(size, rank)
+@on_ranks("size")
+def test_one_pass_more_among_many_is_noticed(group: shoal.ProcessGroup) -> None:
+    model = wrapped(group, nn.Linear(3, 2))
+    x = torch.ones(1, 3)
+    for count in range(1, 15):
+        outputs = [model(x) for _ in range(count + (group.rank == 1))]
+        with pytest.raises(OutOfStep):
+            outputs[-1].sum().backward()
 
 
-def test_a_rank_may_run_forward_by_itself_to_evaluate() -> None:
+@on_ranks(2)
+def test_a_rank_may_run_forward_by_itself_to_evaluate(group: shoal.ProcessGroup) -> None:
     x = torch.ones(1, 6, dtype=torch.float64)
-
-    def rank(group: shoal.ProcessGroup) -> None:
-        model = shoal.DistributedDataParallel(mlp(), group=group)
-        for _ in range(2):
-            if group.rank == 0:
-                with torch.no_grad():
-                    model(x)
-                model.eval()
+    model = wrapped(group)
+    for _ in range(2):
+        if group.rank == 0:
+            with torch.no_grad():
                 model(x)
-                model.train()
-            model(x).sum().backward()
-
-    on_ranks(2, rank)
+            model.eval()
+            model(x)
+            model.train()
+        model(x).sum().backward()

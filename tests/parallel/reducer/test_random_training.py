@@ -1,16 +1,14 @@
 """Random training programs: every rank's gradients are what a simulation of all ranks in one process finds.
 
 A program is drawn from a seed: options of the wrapper, and steps made of local and reduced passes in all
-kinds of order, in which ranks use different parts of a model.  The simulation knows one rule: after a
-backward pass that is reduced, a gradient is the mean over the ranks of what each of them has accumulated,
-where a rank that has none counts as zero, and there is none where no rank has one.
+kinds of order, in which ranks use different parts of a model.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -18,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-import shoal
-from shoal.testing import run_threads
 from tests.parallel.models import fixed
+from tests.parallel.training import assert_as_simulated, local
 
 WIDTH = 4
 PARTS = 5
@@ -61,7 +58,7 @@ class Step:
 
 
 @dataclass
-class Program:
+class Drawn:
     """What all ranks do."""
 
     seed: int
@@ -71,7 +68,7 @@ class Program:
     steps: list[Step] = field(default_factory=list)
 
 
-def drawn(seed: int) -> Program:
+def drawn(seed: int) -> Drawn:
     random = Random(seed)
     size = random.choice([2, 2, 3, 4])
     mode = random.choice(["plain", "find_unused_parameters", "find_unused_parameters", "static_graph"])
@@ -81,7 +78,7 @@ def drawn(seed: int) -> Program:
     }
     if mode != "plain":
         options[mode] = True
-    program = Program(seed, size, options, sparse=random.random() < 0.4)
+    program = Drawn(seed, size, options, sparse=random.random() < 0.4)
 
     def uses() -> Uses:
         if mode == "plain":
@@ -111,23 +108,22 @@ def drawn(seed: int) -> Program:
     return program
 
 
-def played(model: nn.Module, rank: int, program: Program) -> Iterator[None]:
-    """Plays the part of a rank; yields after every pass that is reduced."""
-    random = torch.Generator().manual_seed(program.seed * 10 + rank)
+def played(program: Drawn, model: nn.Module, place: Any) -> Iterator[None]:
+    random = torch.Generator().manual_seed(program.seed * 10 + place.rank)
 
     def loss(uses: Uses) -> torch.Tensor:
         x = torch.randn(3, WIDTH, generator=random, dtype=torch.float64)
-        return model(x, uses[rank]).square().mean()
+        return model(x, uses[place.rank]).square().mean()
 
     def asides() -> None:
-        for aside in step.asides[rank]:
+        for aside in step.asides[place.rank]:
             _aside(aside, model, lambda: loss(step.reduced[0]))
 
     for step in program.steps:
         if step.zero != "keep":
             model.zero_grad(set_to_none=step.zero == "none")
         for uses in step.local:
-            with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+            with local(model):
                 loss(uses).backward()
         if step.backward == "interleaved":
             living: dict[int, torch.Tensor] = {}
@@ -165,40 +161,13 @@ def _aside(what: str, model: nn.Module, loss: Any) -> None:
         torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [
-        None if parameter.grad is None else parameter.grad.to_dense().clone()
-        for parameter in model.parameters()
-    ]
-
-
-def simulated(program: Program) -> list[list[torch.Tensor | None]]:
-    """The gradients after each reduced pass."""
-    models = [Parts(program.sparse) for _ in range(program.size)]
-    found = []
-    for _ in zip(*(played(model, rank, program) for rank, model in enumerate(models)), strict=True):
-        for parameters in zip(*(model.parameters() for model in models), strict=True):
-            present = [parameter.grad.to_dense() for parameter in parameters if parameter.grad is not None]
-            for parameter in parameters if present else ():
-                parameter.grad = sum(present) / program.size
-        found.append(gradients(models[0]))
-    return found
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_gradients_are_those_of_the_simulation(seed: int) -> None:
     program = drawn(seed)
-
-    def rank(group: shoal.ProcessGroup) -> list[list[torch.Tensor | None]]:
-        model = shoal.DistributedDataParallel(Parts(program.sparse), group=group, **program.options)
-        return [gradients(model) for _ in played(model, group.rank, program)]
-
-    ranks = run_threads(rank, program.size, timeout=30)
-    names = [name for name, _ in Parts(False).named_parameters()]
-    for number, (expected, *actual) in enumerate(zip(simulated(program), *ranks, strict=True)):
-        for name, mean, *own in zip(names, expected, *actual, strict=True):
-            where = f"{name} after pass {number} of {program}"
-            assert all((gradient is None) == (mean is None) for gradient in own), where
-            if mean is not None:
-                torch.testing.assert_close(own[0], mean, msg=lambda text, where=where: f"{where}: {text}")
-                assert all(torch.equal(gradient, own[0]) for gradient in own), where
+    assert_as_simulated(
+        partial(played, program),
+        program.size,
+        make=lambda: Parts(program.sparse),
+        where=program,
+        **program.options,
+    )

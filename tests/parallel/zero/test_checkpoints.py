@@ -13,9 +13,9 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import run_threads
+from tests.parallel.training import assert_same_bits, on_ranks, values
 
-from .test_equality import groups_of, named
-from .training import STEPS, assert_bitwise, mixed, train, values, zero
+from .training import STEPS, groups_of, mixed, named, train, zero
 
 
 def _saved(model: nn.Module, optimizer: shoal.ZeroRedundancyOptimizer, to: int) -> tuple[Any, bytes | None]:
@@ -57,7 +57,7 @@ def test_training_goes_on_with_another_number_of_ranks() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=7)
     optimizer.load_state_dict(_load(saved[1]))
     train(model, optimizer, range(3 * STEPS, 4 * STEPS))
-    assert_bitwise(values(model), values(alone))
+    assert_same_bits(values(model), values(alone))
 
 
 @pytest.mark.parametrize("groups", [groups_of, named])
@@ -79,7 +79,7 @@ def test_the_state_is_that_of_the_optimiser_inside(groups: Any, size: int) -> No
     assert list(actual["state"]) == list(expected["state"])
     for number, state in expected["state"].items():
         assert list(actual["state"][number]) == list(state)
-        assert_bitwise(actual["state"][number].values(), state.values())
+        assert_same_bits(actual["state"][number].values(), state.values())
 
 
 def test_each_rank_keeps_only_its_part_of_a_loaded_state() -> None:
@@ -101,37 +101,33 @@ def test_each_rank_keeps_only_its_part_of_a_loaded_state() -> None:
     assert set.union(*parts) == set(saved["state"])
 
 
-def test_a_rank_without_the_state_says_so_and_how_to_get_it() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = mixed()
-        optimizer = zero(own, group)
-        wanted = rf"rank {group.rank} has only its own part .* consolidate_state_dict\(to={group.rank}\)"
+@on_ranks(2)
+def test_a_rank_without_the_state_says_so_and_how_to_get_it(group: shoal.ProcessGroup) -> None:
+    own = mixed()
+    optimizer = zero(own, group)
+    wanted = rf"rank {group.rank} has only its own part .* consolidate_state_dict\(to={group.rank}\)"
+    with pytest.raises(UsageError, match=wanted):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=1)
+    if group.rank == 1:
+        optimizer.state_dict()
+    else:
         with pytest.raises(UsageError, match=wanted):
             optimizer.state_dict()
-        optimizer.consolidate_state_dict(to=1)
-        if group.rank == 1:
-            optimizer.state_dict()
-        else:
-            with pytest.raises(UsageError, match=wanted):
-                optimizer.state_dict()
-        train(own, optimizer, [0])
-        with pytest.raises(UsageError, match=wanted):  # it would be that of an earlier step
-            optimizer.state_dict()
-
-    run_threads(rank, 2)
+    train(own, optimizer, [0])
+    with pytest.raises(UsageError, match=wanted):  # it would be that of an earlier step
+        optimizer.state_dict()
 
 
-def test_a_state_of_other_groups_is_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = mixed()
-        optimizer = zero(own, group)
-        saved = torch.optim.Adam(groups_of(own)).state_dict()
-        with pytest.raises(UsageError, match=r"groups with \[4, 6\] parameters, .* groups with \[10\]"):
-            optimizer.load_state_dict(saved)
-        with pytest.raises(UsageError, match="to=2 is no rank"):
-            optimizer.consolidate_state_dict(to=2)
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_a_state_of_other_groups_is_refused(group: shoal.ProcessGroup) -> None:
+    own = mixed()
+    optimizer = zero(own, group)
+    saved = torch.optim.Adam(groups_of(own)).state_dict()
+    with pytest.raises(UsageError, match=r"groups with \[4, 6\] parameters, .* groups with \[10\]"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(UsageError, match="to=2 is no rank"):
+        optimizer.consolidate_state_dict(to=2)
 
 
 def test_hooks_around_saving_and_loading_are_called() -> None:
@@ -158,7 +154,8 @@ def test_hooks_around_saving_and_loading_are_called() -> None:
     assert run_threads(rank, 1) == [["saving", "saved", "mine", "loaded"]]
 
 
-def test_state_that_is_no_tensor_travels_too() -> None:
+@on_ranks(3)
+def test_state_that_is_no_tensor_travels_too(group: shoal.ProcessGroup) -> None:
     class Noting(torch.optim.SGD):
         """Keeps things of all kinds."""
 
@@ -170,19 +167,16 @@ def test_state_that_is_no_tensor_travels_too() -> None:
                     self.state[parameter] = {"seen": [parameter.numel(), {"copy": parameter.detach() + 1}]}
             return loss
 
-    def rank(group: shoal.ProcessGroup) -> Any:
-        own = mixed()
-        optimizer = zero(own, group, Noting)
-        train(own, optimizer)
-        optimizer.consolidate_state_dict()
-        if group.rank == 0:
-            saved = optimizer.state_dict()
-            assert saved["state"]["steps"] == STEPS
-            optimizer.load_state_dict(saved)
-            assert optimizer.state["steps"] == STEPS
-            for number, parameter in enumerate(own.parameters()):
-                (count, inner) = saved["state"][number]["seen"]
-                assert count == parameter.numel()
-                assert torch.equal(inner["copy"], parameter.detach() + 1)
-
-    run_threads(rank, 3)
+    own = mixed()
+    optimizer = zero(own, group, Noting)
+    train(own, optimizer)
+    optimizer.consolidate_state_dict()
+    if group.rank == 0:
+        saved = optimizer.state_dict()
+        assert saved["state"]["steps"] == STEPS
+        optimizer.load_state_dict(saved)
+        assert optimizer.state["steps"] == STEPS
+        for number, parameter in enumerate(own.parameters()):
+            (count, inner) = saved["state"][number]["seen"]
+            assert count == parameter.numel()
+            assert torch.equal(inner["copy"], parameter.detach() + 1)

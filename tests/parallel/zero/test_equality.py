@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,26 +12,17 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.testing import run_threads
-from tests.parallel.models import batches, loss_of, mlp, part
+from tests.parallel.models import batches, fixed, loss_of, mlp
+from tests.parallel.training import assert_as_simulated, assert_same_bits, pairwise, steps, values
 
-from .training import STEPS, assert_bitwise, gradients, mixed, train, values, zero
+from .training import STEPS, adam, gradients, groups_of, mixed, named, train, zero
 
-OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
-]
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights decay, the rest does not and learns at another rate."""
-    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
-
-
-def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters())
+#: classes of optimisers, and their options
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"foreach": False}),
+}
 
 
 def _compare(
@@ -42,6 +32,7 @@ def _compare(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
     groups: Callable[[nn.Module], Any] = nn.Module.parameters,
     as_views: bool = False,
+    ranks: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Run with the optimiser alone and on ranks; all parameters must be equal at the end."""
@@ -55,59 +46,32 @@ def _compare(
         return values(own), result
 
     for size in sizes:
-        for trained, result in run_threads(rank, size):
-            assert_bitwise(trained, values(alone))
+        for trained, result in run_threads(rank, size, **(ranks or {})):
+            assert_same_bits(trained, values(alone))
             assert result == done
 
 
-@pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS)
-def test_one_to_four_ranks_train_as_one(
-    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], as_views: bool
-) -> None:
-    _compare(mixed, (1, 2, 3, 4), train, optimizer_class, as_views=as_views, **options)
+@pairwise(name=OPTIMIZERS, as_views=[False, True], size=[1, 2, 3, 4])
+def test_one_to_four_ranks_train_as_one(name: str, as_views: bool, size: int) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    _compare(mixed, (size,), train, optimizer_class, as_views=as_views, **options)
 
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("groups", [groups_of, named])
 def test_parameter_groups_and_names_are_respected(groups: Callable[[nn.Module], Any], as_views: bool) -> None:
-    _compare(mixed, (2, 3), train, torch.optim.AdamW, groups, as_views=as_views)
+    _compare(mixed, (3,), train, torch.optim.AdamW, groups, as_views=as_views)
 
 
 def test_more_ranks_than_parameters_and_hosts_without_shared_memory() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Linear(6, 3, dtype=torch.float64)
-
-    alone = make()
-    train(alone, torch.optim.Adam(alone.parameters(), lr=0.01))
-
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = copy.deepcopy(start)
-        train(own, zero(own, group))
-        return values(own)
-
-    start = make()
-    for trained in run_threads(rank, 4, hosts=["a", "a", "b", "b"]):
-        assert_bitwise(trained, values(alone))
+    _compare(lambda: fixed(nn.Linear(6, 3).double()), (4,), ranks={"hosts": ["a", "a", "b", "b"]})
 
 
 @pytest.mark.parametrize(
-    "optimizer_class",
-    [
-        torch.optim.Adagrad,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.Adadelta,
-        torch.optim.ASGD,
-        torch.optim.Adafactor,
-    ],
+    "name", ["Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adadelta", "ASGD", "Adafactor"]
 )
-def test_any_optimiser_of_torch_can_be_inside(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    _compare(mlp, (3,), train, optimizer_class)
+def test_any_optimiser_of_torch_can_be_inside(name: str) -> None:
+    _compare(mlp, (3,), train, getattr(torch.optim, name))
 
 
 def test_schedulers_and_edited_groups_reach_the_optimiser_inside() -> None:
@@ -155,7 +119,7 @@ def test_a_closure_is_evaluated_and_its_loss_returned() -> None:
 
         return [optimizer.step(closure).item() for _ in range(STEPS)]  # type: ignore[attr-defined, arg-type]
 
-    _compare(mlp, (2, 3), run)
+    _compare(mlp, (2,), run)
 
 
 def test_hooks_run_once_a_step_and_see_the_whole_optimiser() -> None:
@@ -209,16 +173,10 @@ def test_layers_may_thaw_and_groups_be_added_while_training(as_views: bool) -> N
         train(model, optimizer)
         return [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
 
-    _compare(make, (2, 3), run, torch.optim.Adam, groups, as_views=as_views)
+    _compare(make, (3,), run, torch.optim.Adam, groups, as_views=as_views)
 
 
 def test_sparse_gradients_go_through_to_an_optimiser_that_takes_them() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Embedding(20, 3, sparse=True).double()
-
-    start = make()
-
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -226,31 +184,12 @@ def test_sparse_gradients_go_through_to_an_optimiser_that_takes_them() -> None:
             optimizer.step()
         return None
 
-    _compare(lambda: copy.deepcopy(start), (2,), run, torch.optim.SparseAdam)
+    _compare(lambda: fixed(nn.Embedding(20, 3, sparse=True)), (2,), run, torch.optim.SparseAdam)
 
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
 def test_with_distributed_data_parallel_all_ranks_train_one_model(as_views: bool) -> None:
-    alone = mlp()
-    data = batches(STEPS)
-    optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(alone, batch).backward()
-        optimizer.step()
+    def program(model: nn.Module, place: Any) -> Iterator[None]:
+        return steps(batches(STEPS), optimizer=lambda model: adam(model, place, as_views))(model, place)
 
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = mlp()
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=0.0005)
-        distributed = zero(model, group, parameters_as_bucket_view=as_views)
-        for batch in data:
-            distributed.zero_grad()
-            loss_of(model, part(batch, group)).backward()
-            distributed.step()
-        return values(own)
-
-    first, *others = run_threads(rank, 3)
-    for trained in others:
-        assert_bitwise(trained, first)
-    for a, b in zip(first, values(alone), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert_as_simulated(program, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ from torch import nn
 import shoal
 from shoal import Join, Joinable, JoinHook
 from shoal.testing import run_threads
-from tests.parallel.models import batches, loss_of, mlp
+from tests.parallel.models import batches
+from tests.parallel.training import Place, assert_as_simulated, assert_same_bits, steps, values
 
-from .training import STEPS, assert_bitwise, gradients, mixed, train, values, zero
+from .training import STEPS, adam, gradients, mixed, train, zero
 
 
 class Gradients(Joinable):
@@ -44,63 +47,42 @@ class Gradients(Joinable):
 
 
 @pytest.mark.parametrize("first", ["gradients", "optimizer"])
-@pytest.mark.parametrize("steps", [(4, 1), (0, 2, 4)])
+@pytest.mark.parametrize("counts", [(4, 1), (0, 2, 4)])
 def test_all_parameters_are_updated_until_the_last_rank_has_run_out(
-    first: str, steps: tuple[int, ...]
+    first: str, counts: tuple[int, ...]
 ) -> None:
     alone = mixed()
-    train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), range(max(steps)))
+    train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), range(max(counts)))
 
     def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
         own = mixed()
         optimizer = zero(own, group)
         source = Gradients(own, group)
-        if first == "gradients":
-            with Join([source, optimizer]):
-                for _ in range(steps[group.rank]):
-                    source()
-                    optimizer.step()
-        else:  # it speaks for the ranks, and its hook runs the step that would speak
-            with Join([optimizer]):
-                for _ in range(steps[group.rank]):
-                    source()
-                    optimizer.step()
+        # Alone it speaks for the ranks, and its hook runs the step that would speak.
+        with Join([source, optimizer] if first == "gradients" else [optimizer]):
+            for _ in range(counts[group.rank]):
+                source()
+                optimizer.step()
+            if first == "optimizer":
                 own.zero_grad()
         return values(own)
 
-    trained = run_threads(rank, len(steps))
+    trained = run_threads(rank, len(counts))
     for other in trained[1:]:
-        assert_bitwise(other, trained[0])
+        assert_same_bits(other, trained[0])
     if first == "gradients":
-        assert_bitwise(trained[0], values(alone))
+        assert_same_bits(trained[0], values(alone))
 
 
-@pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("divide_by_initial", [False, True])
+@pytest.mark.parametrize(("divide_by_initial", "as_views"), [(False, True), (True, False)])
 def test_a_model_and_its_optimiser_join_together(divide_by_initial: bool, as_views: bool) -> None:
-    """Rank 0 has one batch, rank 1 all: as one rank that adds up the gradients would train."""
-    data = batches(STEPS)
-    alone = mlp()
-    optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
-    for step, batch in enumerate(data):
-        optimizer.zero_grad()
-        present = [data[0], batch] if step == 0 else [batch]
-        for one in present:
-            (loss_of(alone, one) / (2 if divide_by_initial else len(present))).backward()
-        optimizer.step()
+    """Rank 0 has one batch, rank 1 all."""
 
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = mlp()
-        model = shoal.DistributedDataParallel(own, group=group, bucket_cap_mb=0.0005)
-        distributed = zero(model, group, parameters_as_bucket_view=as_views)
-        with Join([model, distributed], divide_by_initial_world_size=divide_by_initial):
-            for batch in data[: 1 if group.rank == 0 else STEPS]:
-                distributed.zero_grad()
-                loss_of(model, batch).backward()
-                distributed.step()
-        return values(own)
+    def program(model: nn.Module, place: Any) -> Iterator[None]:
+        optimizer = adam(model, place, as_views)
+        data = batches(STEPS if place.rank else 1)
+        options = {"divide_by_initial_world_size": divide_by_initial}
+        with nullcontext() if isinstance(place, Place) else Join([model, optimizer], **options):
+            yield from steps(data, whole=True, optimizer=lambda _: optimizer)(model, place)
 
-    first, second = run_threads(rank, 2)
-    assert_bitwise(first, second)
-    for a, b in zip(first, values(alone), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert_as_simulated(program, by_all=divide_by_initial)

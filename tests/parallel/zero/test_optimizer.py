@@ -14,9 +14,9 @@ from torch import nn
 import shoal
 from shoal import ZeroRedundancyOptimizer
 from shoal.errors import ModelMismatch, UsageError
-from shoal.testing import run_threads
+from tests.parallel.training import assert_same_bits, on_ranks, told_alike, values
 
-from .training import assert_bitwise, gradients, mixed, train, values, zero
+from .training import gradients, mixed, train, zero
 
 
 def _parameter() -> nn.Parameter:
@@ -40,12 +40,12 @@ def _parameter() -> nn.Parameter:
         (lambda: [_parameter()] * 2, "given twice"),
     ],
 )
-def test_wrong_parameters_are_refused(params: Callable[[], Any], message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=message):
-            ZeroRedundancyOptimizer(params(), torch.optim.Adam, group=group)
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_wrong_parameters_are_refused(
+    group: shoal.ProcessGroup, params: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        ZeroRedundancyOptimizer(params(), torch.optim.Adam, group=group)
 
 
 @pytest.mark.parametrize(
@@ -56,27 +56,23 @@ def test_wrong_parameters_are_refused(params: Callable[[], Any], message: str) -
         (torch.optim.LBFGS, "LBFGS takes all parameters as one vector"),
     ],
 )
-def test_what_cannot_be_inside_is_refused(optimizer_class: Any, message: str) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        with pytest.raises(UsageError, match=message):
-            ZeroRedundancyOptimizer([_parameter()], optimizer_class, group=group)
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_what_cannot_be_inside_is_refused(
+    group: shoal.ProcessGroup, optimizer_class: Any, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        ZeroRedundancyOptimizer([_parameter()], optimizer_class, group=group)
 
 
 def _mismatch(make: Callable[[int], Any], size: int = 3, **options: Callable[[int], Any]) -> str:
     """What all ranks are told alike."""
 
-    def rank(group: shoal.ProcessGroup) -> str:
+    def make_it(group: shoal.ProcessGroup) -> None:
         chosen = {name: choose(group.rank) for name, choose in options.items()}
         arguments = {"optimizer_class": torch.optim.SGD, "lr": 0.1, **chosen}
-        with pytest.raises(ModelMismatch) as caught:
-            ZeroRedundancyOptimizer(make(group.rank), group=group, **arguments)
-        group.barrier().wait()  # the group is as good as before
-        return str(caught.value).replace(f"seen by rank {group.rank}", "")
+        ZeroRedundancyOptimizer(make(group.rank), group=group, **arguments)
 
-    (message,) = set(run_threads(rank, size))
-    return message
+    return told_alike(make_it, size)
 
 
 def test_other_parameters_on_a_rank_are_named() -> None:
@@ -102,80 +98,66 @@ def test_other_options_on_a_rank_are_named() -> None:
     )
 
 
-def test_a_group_that_differs_is_not_added() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = mixed()
-        optimizer = zero(own, group)
-        extra = nn.Linear(2, 2 + group.rank)
-        with pytest.raises(ModelMismatch, match=r"rank 1: parameter 0 of group 1 is float32 \[3, 2\]"):
-            optimizer.add_param_group({"params": extra.parameters()})
-        assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
-        train(own, optimizer)
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_a_group_that_differs_is_not_added(group: shoal.ProcessGroup) -> None:
+    own = mixed()
+    optimizer = zero(own, group)
+    extra = nn.Linear(2, 2 + group.rank)
+    with pytest.raises(ModelMismatch, match=r"rank 1: parameter 0 of group 1 is float32 \[3, 2\]"):
+        optimizer.add_param_group({"params": extra.parameters()})
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+    train(own, optimizer)
 
 
-def test_it_cannot_be_copied_or_pickled() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        optimizer = zero(mixed(), group)
-        for duplicate in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(UsageError, match="cannot be pickled or copied"):
-                duplicate(optimizer)
-
-    run_threads(rank, 1)
+@on_ranks(1)
+def test_it_cannot_be_copied_or_pickled(group: shoal.ProcessGroup) -> None:
+    optimizer = zero(mixed(), group)
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be pickled or copied"):
+            duplicate(optimizer)
 
 
-def test_it_looks_like_the_optimiser_inside() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        own = mixed()
-        optimizer, plain = zero(own, group), torch.optim.Adam(own.parameters(), lr=0.01)
-        assert optimizer.defaults == plain.defaults
-        assert repr(optimizer) == repr(plain).replace("Adam", "ZeroRedundancyOptimizer", 1)
-        gradients(own, 0)
-        optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in own.parameters())
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_it_looks_like_the_optimiser_inside(group: shoal.ProcessGroup) -> None:
+    own = mixed()
+    optimizer, plain = zero(own, group), torch.optim.Adam(own.parameters(), lr=0.01)
+    assert optimizer.defaults == plain.defaults
+    assert repr(optimizer) == repr(plain).replace("Adam", "ZeroRedundancyOptimizer", 1)
+    gradients(own, 0)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in own.parameters())
 
 
 @pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
-def test_autograd_knows_of_updates_that_came_from_other_ranks(as_views: bool) -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-        optimizer = zero(layers, group, parameters_as_bucket_view=as_views)
-        output = layers(torch.ones(2, 3, requires_grad=True)).sum()
-        output.backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.backward()
+@on_ranks(2)
+def test_autograd_knows_of_updates_that_came_from_other_ranks(
+    group: shoal.ProcessGroup, as_views: bool
+) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = zero(layers, group, parameters_as_bucket_view=as_views)
+    output = layers(torch.ones(2, 3, requires_grad=True)).sum()
+    output.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
 
-    run_threads(rank, 2)
 
-
-def test_parameters_whose_data_is_replaced_are_taken_in_again() -> None:
-    def rank(group: shoal.ProcessGroup) -> list[torch.Tensor]:
-        own = mixed()
-        optimizer = zero(own, group, parameters_as_bucket_view=True)
-        train(own, optimizer, [0])
-        for parameter in own.parameters():
-            parameter.data = parameter.data.clone()
-        train(own, optimizer, [1])
-        return values(own)
-
-    alone = mixed()
+@on_ranks(2)
+def test_parameters_whose_data_is_replaced_are_taken_in_again(group: shoal.ProcessGroup) -> None:
+    own, alone = mixed(), mixed()
+    optimizer = zero(own, group, parameters_as_bucket_view=True)
+    train(own, optimizer, [0])
+    for parameter in own.parameters():
+        parameter.data = parameter.data.clone()
+    train(own, optimizer, [1])
     train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), [0, 1])
-    for trained in run_threads(rank, 2):
-        assert_bitwise(trained, values(alone))
+    assert_same_bits(values(own), values(alone))
 
 
-def test_a_model_that_is_converted_later_is_refused() -> None:
-    def rank(group: shoal.ProcessGroup) -> None:
-        layer = nn.Linear(2, 2)
-        optimizer = zero(layer, group, parameters_as_bucket_view=True)
-        layer.double()
-        with pytest.raises(
-            UsageError, match=r"was torch.float32 .* is torch.float64 .*convert the model before"
-        ):
-            optimizer.step()
-
-    run_threads(rank, 2)
+@on_ranks(2)
+def test_a_model_that_is_converted_later_is_refused(group: shoal.ProcessGroup) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = zero(layer, group, parameters_as_bucket_view=True)
+    layer.double()
+    with pytest.raises(UsageError, match=r"was torch.float32 .* is torch.float64 .*convert the model before"):
+        optimizer.step()

@@ -1,4 +1,4 @@
-"""Training the same model with an optimiser alone and distributed, for the tests of this folder."""
+"""Training with an optimiser alone and distributed; all ranks have the same gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 import shoal
 from shoal import ZeroRedundancyOptimizer
 from tests.parallel.models import batches, fixed, loss_of
+from tests.parallel.training import Place
 
 STEPS = 4
 
@@ -49,13 +50,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
         optimizer.step()
 
 
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights decay, the rest does not and learns at another rate."""
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
 
 
-def assert_bitwise(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
-    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(a, b), f"tensor {index} differs by {(a - b).abs().max()}"
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
 
 
 def zero(
@@ -66,3 +69,10 @@ def zero(
     **options: Any,
 ) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(groups(model), optimizer_class, group=group, **{"lr": 0.01, **options})
+
+
+def adam(model: nn.Module, place: Place | shoal.ProcessGroup, as_views: bool) -> torch.optim.Optimizer:
+    """Distributed in a group, alone in the simulation of one."""
+    if isinstance(place, Place):
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+    return zero(model, place, parameters_as_bucket_view=as_views)

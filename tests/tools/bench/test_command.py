@@ -28,16 +28,17 @@ def _bench(
     )  # fmt: skip
 
 
-def test_a_quick_run_measures_every_operation_and_leaves_a_record(tmp_path: Path) -> None:
-    options = ["--quick", "--dtypes", "fp32,bf16", "--sizes", "64K+4@1", "--rounds", "1"]
+@pytest.mark.parametrize("dtypes", ["fp32", pytest.param("fp32,bf16", marks=pytest.mark.stress)])
+def test_a_quick_run_measures_every_operation_and_leaves_a_record(dtypes: str, tmp_path: Path) -> None:
+    options = ["--quick", "--dtypes", dtypes, "--sizes", "64K+4@1", "--rounds", "1"]
     result = _bench(tmp_path, *options, "--contenders", "shoal,gloo,floor")
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert record["absent"] == []
     assert set(record["versions"]) == {"shoal", "gloo", "floor"}
     names = ["shoal registered", "shoal", "Gloo", "floor"]
-    # Six operations in two dtypes, and the barrier; memcpy and numpy's sum for fp32's all_reduce.
-    assert len(record["cells"]) == len(names) * (6 * 2 + 1) + 2
+    # Six operations in each dtype, and the barrier; memcpy and numpy's sum for fp32's all_reduce.
+    assert len(record["cells"]) == len(names) * (6 * len(dtypes.split(",")) + 1) + 2
     assert all(cell["samples"] for cell in record["cells"])
     assert record["futex_round_trip"]
     assert (tmp_path / "out" / "all_reduce-fp32-n2.png").exists()

@@ -111,8 +111,15 @@ def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[N
             bucket.set_buffer(value)
     parameters = bucket.parameters()
     before = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
-        parameter.grad = gradient.to(parameter.dtype)  # another one with mixed precision
+    # With mixed precision these are other tensors than the bucket's.  They must outlive the assignments
+    # below: torch frees a gradient that `grad = None` drops before it forgets where it was, and lets other
+    # threads run in between; backward may be reading it there.
+    averages = [
+        gradient.to(parameter.dtype)
+        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
+    ]
+    for parameter, average in zip(parameters, averages, strict=True):
+        parameter.grad = average
     try:
         yield
     finally:

@@ -108,6 +108,8 @@ class Reducer:
         """Begin to record the next pass: the part of its state that holds tensors and futures."""
         #: The graphs that backward went into.
         self._entered: list[Graph] = []
+        #: Whether each parameter had a gradient before any bucket was sent; hooks may change that later.
+        self._present = [False] * len(self._parameters)
         #: The parameters that are reachable on any rank, one future for each forward pass.
         self._reaches: list[Future[torch.Tensor]] = []
         self._participants = Participants()
@@ -221,7 +223,7 @@ class Reducer:
         for parameter in self._parameters:
             parameter.grad = None
         self._pass.open()
-        self._pass.begin(self, ())
+        self._begin(())
         self._finish(shadow=True)
 
     def _tell_reach(self, reached: Collection[int]) -> None:
@@ -263,8 +265,13 @@ class Reducer:
             raise UsageError(self._unexpected(index))
         self._queue_finish()  # if the pass came through no output that we know
         if self._pass.arrived == 1:
-            self._pass.begin(self, self._unreached())
+            self._begin(self._unreached())
         self._pass.launch(self)
+
+    def _begin(self, unreached: Sequence[int]) -> None:
+        if self._pass.separate:
+            self._present = [bool(self._gradients.present(index)) for index in range(len(self._parameters))]
+        self._pass.begin(self, unreached)
 
     def fold_later(self) -> None:
         """A pass that is not reduced must leave its gradients where the optimiser looks for them."""
@@ -315,8 +322,7 @@ class Reducer:
     def send(self, number: int) -> None:
         """Start the reduction of a bucket, or the exchange of the outcome."""
         if number == OUTCOME:
-            count = len(self._parameters)
-            self._outcome.send_flags([bool(self._gradients.present(index)) for index in range(count)])
+            self._outcome.send_flags(self._present)
             for sent in self._sent.values():
                 if isinstance(sent, SparseReduction):
                     sent.start()

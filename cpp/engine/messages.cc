@@ -1,15 +1,15 @@
-#include "collectives/messages.h"
+#include "engine/messages.h"
 
 #include "engine/context.h"
 
-namespace shoal::collectives {
+namespace shoal {
 
 Messages::Messages(Operation& op) : op_(op), group_(op.group()) {
   op_.messages.push_back(this);
-  if (op.request().kind >= Kind::kSend) return;
+  if (!op.request().collective()) return;
   for (const Fingerprint& call :
        group_.context().messenger().early_calls(group_.ident(), op.request().channel))
-    group_.on_call_seen(op.request().channel, call);
+    group_.inquiry().seen(op.request().channel, call);
 }
 
 Messages::~Messages() {
@@ -123,4 +123,4 @@ std::vector<int> Messages::sources_of(const Operation& op) {
   return sources;
 }
 
-}  // namespace shoal::collectives
+}  // namespace shoal

@@ -7,7 +7,7 @@
 #include "engine/group.h"
 #include "engine/operation.h"
 
-namespace shoal::collectives {
+namespace shoal {
 
 class Messages {
  public:
@@ -44,4 +44,4 @@ class Messages {
   std::size_t received_ = 0, sent_ = 0;
 };
 
-}  // namespace shoal::collectives
+}  // namespace shoal

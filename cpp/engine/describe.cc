@@ -1,0 +1,58 @@
+#include "engine/describe.h"
+
+#include <cstdio>
+#include <sstream>
+
+namespace shoal {
+namespace {
+
+const char* name(Kind kind) {
+  static const char* const names[] = {"?",          "all_reduce",     "reduce", "broadcast",
+                                      "all_gather", "reduce_scatter", "gather", "scatter",
+                                      "all_to_all", "barrier",        "send",   "recv"};
+  return kind <= Kind::kRecv ? names[static_cast<std::size_t>(kind)] : names[0];
+}
+
+bool reduces(Kind kind) {
+  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
+}
+
+}  // namespace
+
+// Three digits matter, but no time is shown as 1.8e+03 s.
+std::string seconds(std::int64_t nanoseconds) {
+  const double time = static_cast<double>(nanoseconds) / 1e9;
+  char text[32];
+  std::snprintf(text, sizeof text, time < 100 ? "%.3g s" : "%.0f s", time);
+  return text;
+}
+
+std::string describe(const Fingerprint& call) {
+  const auto kind = static_cast<Kind>(call.kind);
+  std::ostringstream out;
+  out << name(kind) << '(';
+  if (kind != Kind::kBarrier) {
+    out << name(static_cast<DType>(call.dtype));
+    if (call.count > 0 || call.sizes == 0) out << '[' << call.count << ']';
+    if (call.sizes != 0) {
+      char hash[24];
+      std::snprintf(hash, sizeof hash, " sizes#%08x", static_cast<unsigned>(call.sizes));
+      out << hash;
+    }
+    if (reduces(kind)) out << ", op=" << name(static_cast<RedOp>(call.op));
+    if (call.root >= 0) out << ", root=" << call.root;
+  }
+  out << ')';
+  return out.str();
+}
+
+std::string describe(const Request& request) {
+  const std::string kind = name(request.kind);
+  if (request.keyed()) return kind + " issued in a callback";
+  if (request.collective()) return kind + " (operation " + std::to_string(request.channel) + ")";
+  const std::string peer = request.peer < 0 ? "any rank" : "rank " + std::to_string(request.peer);
+  return kind + (request.kind == Kind::kSend ? " to " : " from ") + peer + " (tag " +
+         std::to_string(request.tag) + ")";
+}
+
+}  // namespace shoal

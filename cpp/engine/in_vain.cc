@@ -1,0 +1,135 @@
+// Why an operation can no longer come to its end: what it waits for is ended, lost, gone or leaving.
+
+#include "engine/context.h"
+#include "engine/group.h"
+#include "engine/messages.h"
+
+namespace shoal {
+
+void Group::fail_if_in_vain(Operation& op) {
+  if (op.ending()) {
+    op.step();
+    if (op.done()) return;
+    // A message that needs only our own buffers to get through does so.
+    if (op.request().kind == Kind::kSend && Messages::hand_over(op)) op.step();
+    if (!op.done()) op.fail(op.cause_);
+    return;
+  }
+  if (broken()) {
+    op.step();
+    if (!op.done()) op.fail(*failure());
+    return;
+  }
+  if (any_lost_.load(std::memory_order_acquire)) {
+    if (auto error = lost_for(op)) {
+      op.step();
+      if (!op.done()) op.fail(std::move(*error));
+      return;
+    }
+  }
+  if (leaving_.load(std::memory_order_acquire)) {
+    // Others of this group may still be completed, so this one alone ends.
+    if (auto error = closing_for(op)) {
+      op.step();
+      if (op.done()) return;
+      if (op.request().numbered()) give_up_from(op.request().channel);
+      op.fail(std::move(*error));
+    }
+    return;
+  }
+  if (!any_departed_.load(std::memory_order_acquire)) return;
+  if (auto rank = departed_for(op)) {
+    op.step();
+    if (op.done()) return;
+    Error error = departure(*rank, op.request());
+    if (pairwise()) return op.fail(std::move(error));
+    fail(std::move(error), true);
+    op.fail(*failure());
+  }
+}
+
+std::optional<int> Group::departed_for(Operation& op) {
+  std::lock_guard lock(state_mutex_);
+  const Request& request = op.request();
+  auto is_gone = [&](int rank) { return member(rank).departed != ~0ULL; };
+  if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
+  if (request.kind == Kind::kRecv && request.peer < 0) {
+    if (op.received)
+      if (const int source = op.received->from.load(std::memory_order_acquire); source >= 0)
+        return is_gone(source) ? std::optional(source) : std::nullopt;  // the rest of it will not come
+    int last = -1;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank()) continue;
+      if (!is_gone(r)) return std::nullopt;
+      last = r;
+    }
+    return last < 0 ? std::nullopt : std::optional(last);
+  }
+  if (request.kind == Kind::kRecv || request.keyed()) {
+    for (int source : Messages::sources_of(op))
+      if (is_gone(source)) return source;
+    return std::nullopt;
+  }
+  for (int r = 0; r < size(); ++r)
+    if (r != rank() && member(r).departed <= request.channel) return r;
+  return std::nullopt;
+}
+
+// A collective lacks a rank that closed the group most often because that ran out of batches before the
+// others.
+Error Group::departure(int rank, const Request& request) {
+  bool ended;
+  {
+    std::lock_guard lock(state_mutex_);
+    ended = member(rank).program_ended;
+  }
+  std::string text = "rank " + std::to_string(rank);
+  text +=
+      ended ? " has left without closing the group: its program has ended" : " has closed the group and left";
+  if (!request.collective()) return {ErrorCode::kClosed, text, {rank}};
+  text +=
+      ended
+          ? ", and will not take part.  What it wrote tells why; if it ran out of batches before the others, "
+            "the ranks have uneven inputs."
+          : ", and will not take part.  Most often the ranks have uneven inputs: one runs out of batches "
+            "while others go on.";
+  text += "  Give all ranks equally many, or train inside `with model.join():` (see Join)";
+  return {ErrorCode::kClosed, text, {rank}};
+}
+
+// Why nobody will complete the operation any more, now that this member closes the group, if so.
+std::optional<Error> Group::closing_for(Operation& op) {
+  if (auto gone = departed_for(op)) return departure(*gone, op.request());
+  const Request& request = op.request();
+  std::lock_guard lock(state_mutex_);
+  auto leaves = [&](int r) { return member(r).leaving != ~0ULL || member(r).departed != ~0ULL; };
+  auto closing = [&](int r, const char* so) {
+    return Error{ErrorCode::kClosed, "rank " + std::to_string(r) + " closes the group too" + so, {r}};
+  };
+  if (request.kind == Kind::kSend) {
+    if (!member(request.peer).has_read || !Messages::ungranted(op)) return std::nullopt;
+    return closing(request.peer, " and does not receive the message");
+  }
+  if (request.kind == Kind::kRecv) {
+    if (!op.received || op.received->state.load(std::memory_order_acquire) != Incoming::kPosted)
+      return std::nullopt;
+    if (request.peer >= 0)
+      return leaves(request.peer) ? std::optional(closing(request.peer, " and has sent no such message"))
+                                  : std::nullopt;
+    for (int r = 0; r < size(); ++r)
+      if (r != rank() && !leaves(r)) return std::nullopt;
+    return Error{ErrorCode::kClosed, "all ranks close the group, and none has sent such a message", {}};
+  }
+  for (int r = 0; !request.keyed() && r < size(); ++r)
+    if (r != rank() && member(r).leaving <= request.channel) return closing(r, " and does not take part");
+  return std::nullopt;
+}
+
+// Peers would take what a later operation published for the rest of this one.
+void Group::give_up_from(std::uint64_t channel) {
+  std::uint64_t first = given_up_.load();
+  while (channel < first && !given_up_.compare_exchange_weak(first, channel)) {
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,221 @@
+#include "engine/inquiry.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+#include "engine/context.h"
+#include "engine/describe.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kInquiryTime = 400 * kMillisecond;  // how long peers may take to say what they called
+
+}  // namespace
+
+void Inquiry::note(const Request& request, Fingerprint& call) {
+  std::lock_guard lock(mutex_);
+  if (request.numbered()) {
+    call.history = history_;
+    std::uint64_t words[sizeof(Fingerprint) / 8];
+    std::memcpy(words, &call, sizeof words);
+    for (std::uint64_t word : words) history_ = (history_ ^ word ^ (history_ >> 29)) * 0x9e3779b97f4a7c15ULL;
+    next_number_ = request.channel + 1;
+  }
+  recent_[request.channel % kRecent] = {request.channel, call};
+}
+
+std::uint64_t Inquiry::next_number() {
+  std::lock_guard lock(mutex_);
+  return next_number_;
+}
+
+const Fingerprint* Inquiry::recent(std::uint64_t channel) const {
+  const Recent& entry = recent_[channel % kRecent];
+  return entry.channel == channel ? &entry.call : nullptr;
+}
+
+void Inquiry::compare_with_neighbour(const Operation& op) {
+  FrameHeader query = group_.frame(FrameType::kCallQuery);
+  query.channel = op.request().channel;
+  query.code = kKnown;
+  query.call = op.call();
+  Link* next = group_.link((group_.rank() + 1) % group_.size());
+  if (group_.size() > 1 && next != nullptr && !next->broken()) next->send_control(query);
+}
+
+void Inquiry::on_query(int rank, const FrameHeader& query) {
+  if (query.code == kKnown) seen(query.channel, query.call);
+  FrameHeader reply = group_.frame(FrameType::kCallReply);
+  reply.channel = query.channel;
+  {
+    std::lock_guard lock(mutex_);
+    if (auto* call = recent(query.channel)) {
+      reply.code = kKnown;
+      reply.call = *call;
+    } else {
+      reply.code = query.channel < next_number_ ? kPassed : kNotArrived;
+    }
+  }
+  if (Link* to = group_.link(rank)) to->send_control(reply);
+}
+
+void Inquiry::seen(std::uint64_t channel, const Fingerprint& call) {
+  {
+    std::lock_guard lock(mutex_);
+    auto* mine = recent(channel);
+    if (mine == nullptr || *mine == call) return;
+  }
+  suspect(channel);
+}
+
+void Inquiry::late(const Request& request) {
+  begin({.channel = request.channel, .operation = describe(request), .timeout = request.timeout});
+}
+
+void Inquiry::begin(Question question) {
+  FrameHeader query = group_.frame(FrameType::kCallQuery);
+  query.channel = question.channel;
+  {
+    std::lock_guard lock(mutex_);
+    if (group_.broken() || question_) return;
+    FrameHeader mine;
+    if (auto* call = recent(question.channel)) {
+      mine.code = kKnown;
+      mine.call = *call;
+    }
+    question.until = now_ns() + kInquiryTime;
+    question.replies.resize(static_cast<std::size_t>(group_.size()));
+    question.replies[static_cast<std::size_t>(group_.rank())] = mine;
+    question_ = std::move(question);
+  }
+  group_.tell_all(query);
+  group_.context().submitted(true);  // the progress thread watches the clock
+}
+
+void Inquiry::on_reply(int rank, const FrameHeader& reply) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!question_ || question_->channel != reply.channel) return;
+    question_->replies[static_cast<std::size_t>(rank)] = reply;
+    // A mismatch is told when all have arrived, so that the table is whole; the late ones get a little time.
+    for (auto& each : question_->replies)
+      if (!each || (question_->mismatch && each->code == kNotArrived)) return;
+  }
+  finish();
+}
+
+void Inquiry::check(std::int64_t now, std::int64_t& next) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!question_) return;
+    if (question_->until > now) {
+      next = std::min(next, question_->until);
+      return;
+    }
+  }
+  finish();
+}
+
+void Inquiry::stop() {
+  std::lock_guard lock(mutex_);
+  question_.reset();
+}
+
+void Inquiry::finish() {
+  Question question;
+  bool earlier = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (!question_) return;
+    question = *question_;
+    // All called the same here, and something else before it.
+    earlier = question.mismatch && question.channel > 0 && !calls_differ(question) &&
+              histories_differ(question) && recent(question.channel - 1) != nullptr;
+    if (earlier) question_.reset();
+  }
+  if (earlier) return suspect(question.channel - 1);
+  group_.fail(question.mismatch ? mismatch_error(question) : timeout_error(question), true);
+}
+
+// Whether the calls themselves differ, not only what came before them.
+bool Inquiry::calls_differ(const Question& question) const {
+  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  return std::ranges::any_of(question.replies, [&](const auto& reply) {
+    return !reply || reply->code != mine->code || !reply->call.same_call(mine->call);
+  });
+}
+
+bool Inquiry::histories_differ(const Question& question) const {
+  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  return std::ranges::any_of(question.replies, [&](const auto& reply) {
+    return reply && reply->call.history != mine->call.history;
+  });
+}
+
+// What is wrong with the group itself, if it is: how operations are dealt out to lanes.
+std::string Inquiry::different_lanes(const Question& question) const {
+  std::string list;
+  bool differ = false;
+  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  for (std::size_t r = 0; r < question.replies.size(); ++r) {
+    const auto& reply = question.replies[r];
+    if (!reply || reply->code != kKnown) continue;
+    differ |= reply->call.lanes != mine->call.lanes;
+    list += "\n  rank " + std::to_string(r) + ": concurrency=" + std::to_string(reply->call.lanes);
+  }
+  if (!differ) return {};
+  return "the ranks of group '" + group_.name() +
+         "' have different numbers of lanes; give init() the same concurrency on all:" + list;
+}
+
+std::string Inquiry::table(const Question& question) const {
+  std::string text = "the ranks called different things as " +
+                     (question.channel & kKeyed ? std::string("one operation of a callback")
+                                                : "operation " + std::to_string(question.channel)) +
+                     ":";
+  for (std::size_t r = 0; r < question.replies.size(); ++r) {
+    const auto& reply = question.replies[r];
+    text += "\n  rank " + std::to_string(r) + ": " +
+            (!reply                   ? "did not answer"
+             : reply->code == kKnown  ? describe(reply->call)
+             : reply->code == kPassed ? "has long finished it"
+                                      : "has not called it yet");
+  }
+  return text;
+}
+
+Error Inquiry::mismatch_error(const Question& question) const {
+  std::string text = different_lanes(question);
+  if (text.empty()) text = table(question);
+  if (!calls_differ(question)) text += "\nThe sizes of their parts do not fit one another.";
+  return {ErrorCode::kMismatch, std::move(text), {}};
+}
+
+Error Inquiry::timeout_error(const Question& question) const {
+  Error error{ErrorCode::kTimeout,
+              question.operation + " did not finish within its timeout of " + seconds(question.timeout),
+              {}};
+  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  std::string absent, silent;
+  bool differ = false;
+  for (std::size_t r = 0; r < question.replies.size(); ++r) {
+    const auto& reply = question.replies[r];
+    if (reply && reply->code != kNotArrived) {
+      differ |= reply->code == kKnown && !reply->call.same_call(mine->call);
+      continue;
+    }
+    error.ranks.push_back(static_cast<int>(r));
+    std::string& list = reply ? absent : silent;
+    list += (list.empty() ? "" : ", ") + std::to_string(r);
+  }
+  if (!absent.empty()) error.text += "; ranks that never arrived: " + absent;
+  if (!silent.empty()) error.text += "; ranks that do not answer at all: " + silent;
+  if (error.ranks.empty())
+    error.text +=
+        differ ? "; " + table(question) : "; all ranks have arrived, but the data did not come in time";
+  return error;
+}
+
+}  // namespace shoal

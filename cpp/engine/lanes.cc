@@ -1,0 +1,183 @@
+#include "engine/lanes.h"
+
+#include <algorithm>
+
+#include "engine/context.h"
+
+namespace shoal {
+
+Lanes::Lanes(Group& group, int count) : group_(group) {
+  for (int i = 0; i < count; ++i) lanes_.emplace_back().next = static_cast<std::uint64_t>(i);
+}
+
+void Lanes::submit(const OperationPtr& op) {
+  if (op->request().numbered()) {
+    Lane& lane = lane_of(*op);
+    {
+      std::lock_guard lock(lane.mutex);
+      lane.queue.push_back(op);
+    }
+    run(lane, Effort::kBegin);
+    return;
+  }
+  auto lane = std::make_shared<Lane>();
+  lane->queue.push_back(op);
+  run(*lane, Effort::kBegin);
+  if (op->done()) return;
+  std::lock_guard lock(loose_mutex_);
+  loose_.push_back({op, lane});
+  loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+}
+
+// Who finds the token taken may go to sleep, so its holder looks again before leaving: it may have looked
+// last before what the other came for was there.
+bool Lanes::run(Lane& lane, Effort effort) {
+  bool moved = false;
+  do {
+    if (lane.token.test_and_set(std::memory_order_seq_cst)) {
+      lane.missed.store(true, std::memory_order_seq_cst);
+      if (lane.token.test_and_set(std::memory_order_seq_cst)) return moved;
+    }
+    if (lane.missed.load(std::memory_order_relaxed)) lane.missed.exchange(false, std::memory_order_seq_cst);
+    moved |= run_held(lane, effort);
+    lane.token.clear(std::memory_order_seq_cst);
+    if (effort == Effort::kBegin && lane.missed.load(std::memory_order_seq_cst)) {
+      group_.context().bell().wake();  // what the other came for may be what a submitter leaves alone
+      return moved;
+    }
+  } while (lane.missed.load(std::memory_order_seq_cst));
+  return moved;
+}
+
+// Under the token: runs the lane's operations in order until one must wait.
+bool Lanes::run_held(Lane& lane, Effort effort) {
+  bool moved = false;
+  while (true) {
+    OperationPtr op;
+    {
+      std::lock_guard lock(lane.mutex);
+      if (!lane.queue.empty()) op = lane.queue.front();
+    }
+    if (!op) break;
+    if (effort == Effort::kBegin && op->large()) {
+      moved |= op->begin();
+    } else {
+      moved |= op->step();
+      if (!op->done()) group_.fail_if_in_vain(*op);
+    }
+    if (!op->done()) break;
+    moved = true;
+    std::lock_guard lock(lane.mutex);
+    lane.queue.pop_front();
+  }
+  return moved;
+}
+
+void Lanes::drop_done() {
+  std::erase_if(loose_, [](const Loose& entry) { return entry.op->done(); });
+  loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+}
+
+bool Lanes::drive(Operation& op) {
+  if (op.request().numbered()) return run(lane_of(op));
+  std::shared_ptr<Lane> lane;
+  {
+    std::lock_guard lock(loose_mutex_);
+    for (auto& entry : loose_)
+      if (entry.op.get() == &op) lane = entry.lane;
+  }
+  if (!lane) return false;
+  bool moved = run(*lane);
+  if (op.done()) {
+    std::lock_guard lock(loose_mutex_);
+    drop_done();
+  }
+  return moved;
+}
+
+void Lanes::add_waiter(const Operation& op) {
+  if (op.request().numbered()) lane_of(op).waiters.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Lanes::remove_waiter(const Operation& op) {
+  if (!op.request().numbered()) return;
+  Lane& lane = lane_of(op);
+  lane.waiters.fetch_sub(1, std::memory_order_relaxed);
+  std::lock_guard lock(lane.mutex);
+  if (!lane.queue.empty()) group_.context().submitted(false);  // the progress thread takes over what is left
+}
+
+bool Lanes::progress(bool& waiting) {
+  bool moved = false;
+  const bool all = group_.broken();
+  for (Lane& lane : lanes_) {
+    if (!all && lane.waiters.load(std::memory_order_relaxed) > 0) continue;
+    {
+      std::lock_guard lock(lane.mutex);
+      if (lane.queue.empty()) continue;
+    }
+    moved |= run(lane);
+    std::lock_guard lock(lane.mutex);
+    waiting |= !lane.queue.empty();
+  }
+  if (loose_count_.load(std::memory_order_relaxed) == 0) return moved;
+  std::vector<Loose> loose;
+  {
+    std::lock_guard lock(loose_mutex_);
+    loose = loose_;
+  }
+  for (auto& entry : loose) moved |= run(*entry.lane);
+  std::lock_guard lock(loose_mutex_);
+  drop_done();
+  waiting |= !loose_.empty();
+  return moved;
+}
+
+bool Lanes::pending() {
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    if (!lane.queue.empty()) return true;
+  }
+  std::lock_guard lock(loose_mutex_);
+  return std::ranges::any_of(loose_, [](const Loose& entry) { return !entry.op->done(); });
+}
+
+Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
+  Late late;
+  auto look = [&](const OperationPtr& op, bool first) {
+    if (op->done()) return;
+    if (op->overdue(now, next)) late.overdue.push_back(op);
+    if (first && op->stalls(now, next)) late.stalled.push_back(op);
+  };
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    for (auto& op : lane.queue) look(op, op == lane.queue.front());
+  }
+  if (loose_count_.load(std::memory_order_relaxed) > 0) {
+    std::lock_guard lock(loose_mutex_);
+    for (auto& entry : loose_) look(entry.op, true);
+  }
+  return late;
+}
+
+void Lanes::completed(const Operation& op) {
+  lane_of(op).next.store(op.request().channel + lanes_.size(), std::memory_order_relaxed);
+}
+
+std::int64_t Lanes::last_completed() const {
+  std::uint64_t next = ~0ULL;
+  for (const Lane& lane : lanes_) next = std::min(next, lane.next.load(std::memory_order_relaxed));
+  return static_cast<std::int64_t>(next) - 1;
+}
+
+std::uint64_t Lanes::first_pending() {
+  std::uint64_t first = ~0ULL;
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    for (auto& op : lane.queue)
+      if (!op->done()) first = std::min(first, op->request().channel);
+  }
+  return first;
+}
+
+}  // namespace shoal

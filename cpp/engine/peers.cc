@@ -1,0 +1,329 @@
+#include "engine/peers.h"
+
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+#include "base/clock.h"
+#include "engine/describe.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
+constexpr const char* kProcessEnded = "its process has ended";
+
+// What an epoll event is about, beside the rank of a local peer.
+constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
+
+// The result of a system call that fails only where the system has no more to give.
+int checked(int result, const char* call) {
+  if (result < 0) throw std::system_error(errno, std::generic_category(), call);
+  return result;
+}
+
+// Tells when a process has ended; -1 where the kernel has nothing that does, or it has ended already.
+int handle_of(int pid) {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) checked(fd, "pidfd_open");
+  return fd;
+}
+
+void close_all(std::initializer_list<int*> descriptors) {
+  for (int* fd : descriptors) {
+    if (*fd >= 0) ::close(*fd);
+    *fd = -1;
+  }
+}
+
+}  // namespace
+
+Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat)
+    : sink_(sink), rank_(rank), heartbeat_(heartbeat), peers_(static_cast<std::size_t>(size)) {
+  try {
+    epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    watch(wakeup_, kWakeup);
+    watch(sockets_, kSockets);
+  } catch (...) {
+    close_all({&wakeup_, &epoll_, &sockets_});
+    throw;
+  }
+}
+
+Peers::~Peers() {
+  for (Peer& peer : peers_) peer.link.reset();
+  close_descriptors();
+  close_all({&wakeup_, &epoll_, &sockets_});
+}
+
+void Peers::watch(int fd, std::uint64_t what) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = what;
+  checked(epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
+}
+
+std::uint64_t Peers::make_ring(Arena& arena) {
+  std::uint64_t offset = arena.allocate(Ring::footprint(kRingCapacity), false);
+  new (arena.mapping().base() + offset) Ring;
+  return offset;
+}
+
+Peers::Peer& Peers::new_peer(int rank) {
+  if (rank < 0 || rank >= size() || rank == rank_)
+    throw std::invalid_argument("rank " + std::to_string(rank) + " cannot be a peer of rank " +
+                                std::to_string(rank_) + " of " + std::to_string(size()));
+  if (at(rank).link) throw std::invalid_argument("rank " + std::to_string(rank) + " is connected already");
+  return at(rank);
+}
+
+// The socket belongs to the peer from the moment that this returns, and not if it throws.
+void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::size_t capacity,
+                      std::uint64_t out, std::uint64_t in, int pid) {
+  Peer& peer = new_peer(rank);
+  auto memory = std::make_unique<Mapping>(memory_fd, capacity);
+  auto fits = [](const Mapping& mapping, std::uint64_t ring) {
+    return ring >= sizeof(ArenaHeader) && ring % alignof(Ring) == 0 &&
+           mapping.holds(ring, Ring::footprint(kRingCapacity));
+  };
+  if (capacity < sizeof(ArenaHeader) || memory->at<ArenaHeader>(0)->magic != kArenaMagic)
+    throw BadMemory("the shared memory of rank " + std::to_string(rank) + " is not an arena");
+  if (!fits(arena.mapping(), out) || !fits(*memory, in))
+    throw BadMemory("the ring of rank " + std::to_string(rank) + " lies outside its shared memory");
+  auto link = std::make_unique<RingLink>(rank, sink_, arena.mapping().at<Ring>(out), memory->at<Ring>(in),
+                                         kRingCapacity, &memory->at<ArenaHeader>(0)->doorbell);
+  // A forked child of the peer may hold its socket open; the process itself is what counts.
+  int pidfd = pid > 0 && pid != getpid() ? handle_of(pid) : -1;
+  try {
+    watch(socket, static_cast<std::uint64_t>(rank));
+    if (pidfd >= 0) watch(pidfd, kPidfd | static_cast<std::uint64_t>(rank));
+    ring_peers_.push_back(rank);
+  } catch (...) {
+    close_all({&pidfd});
+    throw;
+  }
+  peer.memory = std::move(memory);
+  peer.socket = socket;
+  peer.pidfd = pidfd;
+  peer.ring = link.get();
+  peer.link = std::move(link);
+}
+
+void Peers::add_remote(int rank, int socket) {
+  Peer& peer = new_peer(rank);
+  auto link = std::make_unique<TcpLink>(rank, sink_, socket, sockets_);
+  peer.tcp = link.get();
+  peer.link = std::move(link);
+  remote_ = true;
+}
+
+// -- reading and writing ----------------------------------------------------------------------------------
+
+bool Peers::poll_rings() {
+  bool any = false;
+  for (int rank : ring_peers_) {
+    RingLink& ring = *at(rank).ring;
+    if (ring.readable()) any |= ring.receive();
+    if (ring.backlog()) any |= ring.flush();
+  }
+  return any;
+}
+
+bool Peers::poll_sockets() {
+  epoll_event events[16];
+  int count = epoll_wait(sockets_, events, 16, 0);
+  bool moved = false;
+  for (int i = 0; i < count; ++i) {
+    TcpLink& link = *at(static_cast<int>(events[i].data.u64)).tcp;
+    if (events[i].events & EPOLLOUT) {
+      link.flush();
+      moved = true;
+    }
+    if (events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP)) moved |= link.receive();
+  }
+  return moved;
+}
+
+// -- watching ---------------------------------------------------------------------------------------------
+
+Peers::News Peers::wait_for_news(int milliseconds) {
+  epoll_event events[64];
+  int count = epoll_wait(epoll_, events, 64, milliseconds);
+  News news;
+  for (int i = 0; i < count; ++i) {
+    const std::uint64_t what = events[i].data.u64;
+    news.readable |= what == kSockets;
+    if (what == kSockets || what == kWakeup) continue;
+    const int rank = static_cast<int>(what & 0xffffffffULL);
+    const bool process = (what & kPidfd) != 0;
+    const int fd = process ? at(rank).pidfd : at(rank).socket;
+    char byte;
+    if (!process && read(fd, &byte, 1) == 1) continue;
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+    news.losses.push_back({rank, process ? kProcessEnded : "its connection closed"});
+  }
+  return news;
+}
+
+void Peers::wake() {
+  std::uint64_t one = 1;
+  (void)!write(wakeup_, &one, sizeof one);
+}
+
+void Peers::listen(bool sockets) {
+  epoll_event event{};
+  if (sockets) event.events = EPOLLIN;
+  event.data.u64 = kSockets;
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, sockets_, &event);
+}
+
+std::int64_t Peers::period() const { return std::clamp(heartbeat_ / 4, 10 * kMillisecond, kSecond); }
+
+std::vector<Loss> Peers::heartbeats(std::int64_t now) {
+  mind_the_gap(now);
+  std::vector<Loss> losses;
+  if (now - last_beat_ < period()) return losses;
+  last_beat_ = now;
+  FrameHeader beat;
+  beat.type = FrameType::kHeartbeat;
+  for (int rank = 0; rank < size(); ++rank) {
+    TcpLink* tcp = at(rank).tcp;
+    if (tcp == nullptr || tcp->broken() || state(rank) != kAlive) continue;
+    if (!silent_.load() && !tcp->backlog()) tcp->send_control(beat);
+    std::int64_t quiet = now - std::max(tcp->last_heard(), watching_since_.load());
+    if (quiet > heartbeat_)
+      losses.push_back({rank, "nothing was heard from its host for " + seconds(quiet) +
+                                  "; it is stopped or starved, or the network is cut"});
+  }
+  return losses;
+}
+
+// A watcher that did not run itself cannot tell how long the others were silent: what they sent meanwhile may
+// lie unread, and they may have been stopped together with it.  They get the whole time to speak anew.
+void Peers::mind_the_gap(std::int64_t now) {
+  const std::int64_t gap = now - last_round_.exchange(now);
+  if (gap < heartbeat_ / 2) return;
+  gap_.store(gap);
+  watching_since_.store(now);
+}
+
+std::string Peers::absence() const {
+  if (!remote_) return {};
+  const std::int64_t now = now_ns();
+  std::int64_t gap = now - last_round_.load();  // the thread that watches may not have run again yet
+  if (gap < heartbeat_ / 2) gap = now - watching_since_.load() < heartbeat_ ? gap_.load() : 0;
+  return gap == 0 ? ""
+                  : "this rank did not run for " + seconds(gap) + " (it was stopped, or got no processor)";
+}
+
+// -- deaths -----------------------------------------------------------------------------------------------
+
+bool Peers::mark_lost(Loss& loss) {
+  Peer& peer = at(loss.peer);
+  // What it had sent before still counts, its goodbye too.
+  if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
+  int alive = kAlive;
+  if (!peer.state.compare_exchange_strong(alive, kLost)) return false;
+  if (peer.tcp == nullptr) return true;
+  if (const std::string gap = absence(); !gap.empty())
+    loss.why += "; " + gap + ", so it may have been given up";
+  return true;
+}
+
+bool Peers::mark_departed(int rank, Departure why) {
+  int alive = kAlive;
+  return at(rank).state.compare_exchange_strong(alive, why == kProgramEnded ? kEnded : kDeparted);
+}
+
+std::vector<Loss> Peers::ended() {
+  std::vector<Loss> dead, losses;
+  {
+    std::lock_guard lock(descriptors_mutex_);
+    for (int rank = 0; rank < size(); ++rank) {
+      pollfd look{at(rank).pidfd, POLLIN, 0};
+      if (look.fd >= 0 && state(rank) == kAlive && ::poll(&look, 1, 0) == 1)
+        dead.push_back({rank, kProcessEnded});
+    }
+  }
+  for (Loss& loss : dead)
+    if (mark_lost(loss)) losses.push_back(std::move(loss));
+  return losses;
+}
+
+std::vector<int> Peers::all_lost() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size(); ++rank)
+    if (state(rank) == kLost || at(rank).lost_to_others.load()) ranks.push_back(rank);
+  return ranks;
+}
+
+void Peers::sever(int rank) {
+  Peer& peer = at(rank);
+  if (peer.tcp != nullptr)
+    peer.tcp->sever();
+  else if (peer.socket >= 0)
+    shutdown(peer.socket, SHUT_RDWR);
+}
+
+std::uint64_t Peers::lent() const {
+  std::uint64_t bytes = 0;
+  for (const Peer& peer : peers_)
+    if (peer.link) bytes += peer.link->lent();
+  return bytes;
+}
+
+// -- the end ----------------------------------------------------------------------------------------------
+
+void Peers::say_goodbye(Departure why, std::int64_t deadline) {
+  FrameHeader bye;
+  bye.type = FrameType::kBye;
+  bye.code = why;
+  for (Peer& peer : peers_)
+    if (peer.link && !peer.link->broken()) peer.link->send_control(bye);
+  auto flushed = [&] {
+    return std::ranges::all_of(
+        peers_, [](Peer& p) { return !p.link || p.state.load() != kAlive || !p.link->backlog(); });
+  };
+  while (!flushed() && now_ns() < deadline) {
+    for (Peer& peer : peers_)
+      if (peer.link) peer.link->flush();
+    if (!flushed()) usleep(500);
+  }
+  for (Peer& peer : peers_)
+    if (peer.tcp != nullptr) peer.tcp->drain(deadline);
+}
+
+void Peers::close_descriptors() {
+  std::lock_guard lock(descriptors_mutex_);
+  for (Peer& peer : peers_) close_all({&peer.socket, &peer.pidfd});
+}
+
+void Peers::close() {
+  for (Peer& peer : peers_)
+    if (peer.link) peer.link->close();
+  close_descriptors();
+  close_all({&epoll_, &wakeup_});
+}
+
+// Locks may be held by threads that exist only in the parent.
+void Peers::disown() {
+  for (Peer& peer : peers_) {
+    if (peer.tcp != nullptr) peer.tcp->disown();
+    if (peer.memory) peer.memory->disown();
+    close_all({&peer.socket, &peer.pidfd});
+  }
+  close_all({&epoll_, &sockets_, &wakeup_});
+}
+
+}  // namespace shoal

@@ -1,0 +1,124 @@
+// The other ranks of the job: the connections to them, and which of them are alive.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "memory/arena.h"
+#include "transport/link.h"
+#include "transport/ring_link.h"
+#include "transport/tcp_link.h"
+
+namespace shoal {
+
+// A peer that died, or to which nothing leads any more.
+struct Loss {
+  int peer;  // global rank
+  std::string why;
+  ErrorCode code = ErrorCode::kPeerLost;
+};
+
+class Peers {
+ public:
+  enum State : int { kAlive, kDeparted, kEnded, kLost };  // kEnded: departed with its program
+
+  // heartbeat: nanoseconds without a word from a remote peer until it is lost.
+  Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat);
+  ~Peers();
+
+  // See Context.
+  static std::uint64_t make_ring(Arena& arena);
+  void add_local(Arena& arena, int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
+                 std::uint64_t in, int pid);
+  void add_remote(int rank, int socket);
+  void start(std::int64_t now) { last_round_ = watching_since_ = now; }
+
+  Link* link(int rank) const { return at(rank).link.get(); }
+  const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
+  State state(int rank) const { return static_cast<State>(at(rank).state.load()); }
+  bool remote() const { return remote_; }  // some are on other hosts
+  bool remote(int rank) const { return at(rank).tcp != nullptr; }
+  // Room for the payload of a control frame on its way in.
+  std::vector<std::byte>& text(int rank) { return at(rank).text; }
+
+  // Reads and writes what is there, and what there is room for; true if anything moved.
+  bool poll_rings();
+  bool poll_sockets();
+
+  // For the thread that watches: waits until something is told of a peer, or so many milliseconds.
+  struct News {
+    bool readable = false;  // sockets, if they are listened to
+    std::vector<Loss> losses;
+  };
+  News wait_for_news(int milliseconds);
+  void wake();
+  void listen(bool sockets);
+  std::int64_t period() const;  // of heartbeats, nanoseconds
+  // Sends what is due, and tells whom nothing was heard of for too long.
+  std::vector<Loss> heartbeats(std::int64_t now);
+  // Says in words that this process did not run for a while just now: it was stopped, or starved.
+  std::string absence() const;
+
+  // Marks a peer as lost; false if it had left before.
+  bool mark_lost(Loss& loss);
+  bool mark_departed(int rank, Departure why);
+  void lost_to_others(int rank) { at(rank).lost_to_others.store(true); }
+  // Marks the local peers whose processes have ended, of which nobody knew.
+  std::vector<Loss> ended();
+  // All that are lost by now, to this rank or to one that said so.
+  std::vector<int> all_lost() const;
+
+  void sever(int rank);                         // fault injection: cut the connection
+  void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
+  std::uint64_t lent() const;                   // bytes lent by all
+
+  // Tells all that this rank leaves, and sees to it that they hear all that was sent.
+  void say_goodbye(Departure why, std::int64_t deadline);
+  void close();
+  void disown();  // in a forked child
+
+ private:
+  struct Peer {
+    std::unique_ptr<Link> link;
+    RingLink* ring = nullptr;
+    TcpLink* tcp = nullptr;
+    std::unique_ptr<Mapping> memory;
+    int socket = -1;  // local: its end means the peer's
+    int pidfd = -1;
+    std::atomic<int> state{kAlive};
+    std::atomic<bool> lost_to_others{false};
+    std::vector<std::byte> text;
+  };
+  Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+  const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
+  int size() const { return static_cast<int>(peers_.size()); }
+  Peer& new_peer(int rank);
+  void watch(int fd, std::uint64_t what);
+  void close_descriptors();
+  void mind_the_gap(std::int64_t now);
+
+  FrameSink& sink_;
+  const int rank_;
+  const std::int64_t heartbeat_;
+  std::vector<Peer> peers_;
+  std::vector<int> ring_peers_;
+  std::mutex descriptors_mutex_;  // those of the peers are not closed under it
+  int epoll_ = -1;
+  // The TCP sockets, watched through an epoll of their own: a thread that waits for an operation polls it,
+  // and one call hands it back to the thread that watches.
+  int sockets_ = -1;
+  int wakeup_ = -1;
+  bool remote_ = false;
+  std::atomic<bool> silent_{false};
+  std::int64_t last_beat_ = 0;
+  std::atomic<std::int64_t> last_round_{0};      // when the thread that watches last ran
+  std::atomic<std::int64_t> watching_since_{0};  // without a gap in its own rounds
+  std::atomic<std::int64_t> gap_{0};             // how long the last one was
+};
+
+}  // namespace shoal

@@ -1,0 +1,212 @@
+// Who runs what: threads in wait(), the progress thread for what nobody waits for, and the watch thread for
+// news of the peers.
+
+#include <sched.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "base/clock.h"
+#include "engine/context.h"
+
+namespace shoal {
+namespace {
+
+// How long after a submission the progress thread looks in.
+constexpr std::int64_t kActive = 20 * kMillisecond;
+// How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
+constexpr std::int64_t kWarm = 2000 * kMillisecond;
+constexpr int kParked = 1;  // milliseconds after which the watch thread takes back sockets that nobody polls
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+bool Context::progress(bool& waiting) {
+  bool moved = peers_.poll_rings();
+  for (auto& group : groups()) moved |= group->lanes().progress(waiting);
+  return moved;
+}
+
+void Context::check(std::int64_t now, std::int64_t& next) {
+  for (auto& group : groups()) group->check(now, next);
+}
+
+void Context::submitted(bool large) {
+  submissions_.fetch_add(1, std::memory_order_seq_cst);
+  if (large || deep_.load(std::memory_order_seq_cst)) bell().wake();
+}
+
+bool Context::wait(Operation& op, std::int64_t until) {
+  if (op.done()) return true;
+  struct Attention {
+    Operation& op;
+    explicit Attention(Operation& o) : op(o) { op.group().lanes().add_waiter(op); }
+    ~Attention() { op.group().lanes().remove_waiter(op); }
+  } attention(op);
+  Driving driving(*this);
+  int idle = 0;
+  std::int64_t give_up = 0;
+  while (true) {
+    bool moved = op.group().lanes().drive(op);
+    if (op.done()) return true;
+    if ((idle & 15) == 0) moved |= peers_.poll_rings();
+    if ((idle & 15) == 0 || idle > spins_) moved |= poll_sockets();
+    if (moved) {
+      idle = 0;
+      continue;
+    }
+    if (idle < spins_) {
+      ++idle;
+      pause_cpu();
+      continue;
+    }
+    std::int64_t now = now_ns();
+    if (idle++ == spins_) give_up = now + patience_;
+    if (now < give_up) {
+      sched_yield();
+      continue;
+    }
+    if (now >= until) return false;
+    std::int64_t next = std::min(until, now + 100 * kMillisecond);
+    op.group().check(now, next);
+    Doorbell::Sleeper sleeper(bell(), Wake::Any);
+    driving.pause();
+    moved = op.group().lanes().drive(op) || peers_.poll_rings();
+    if (op.done()) return true;
+    if (!moved) sleeper.sleep(next - now);
+    driving.resume();
+    idle = moved ? 0 : spins_;  // woken: what was rung for is there, or is not for us
+  }
+}
+
+void Context::progress_loop() {
+  std::uint64_t seen = 0;
+  std::int64_t active_until = 0, trim_at = 0;
+  while (!stop_.load(std::memory_order_acquire)) {
+    bool waiting = false;
+    if (progress(waiting)) continue;
+    std::int64_t now = now_ns();
+    std::uint64_t submissions = submissions_.load(std::memory_order_acquire);
+    if (submissions != seen) {
+      seen = submissions;
+      active_until = now + kActive;
+    }
+    std::int64_t next = std::numeric_limits<std::int64_t>::max();
+    check(now, next);
+    if (now >= trim_at && !arena_->trim(now - kWarm)) trim_at = now + kWarm / 4;
+    bool active = now < active_until;
+    deep_.store(!active && !waiting, std::memory_order_seq_cst);
+    {
+      Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
+      bool still = false;
+      bool moved = progress(still);
+      if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
+          !stop_.load()) {
+        std::int64_t nap = waiting ? 50 * kMillisecond : active ? look_in_ : 1000 * kMillisecond;
+        sleeper.sleep(std::min(nap, next - now));
+      }
+    }
+    deep_.store(false, std::memory_order_relaxed);
+  }
+}
+
+// -- completions ----------------------------------------------------------------------------------
+
+void Context::announce(std::uint64_t ticket) {
+  std::lock_guard lock(completions_mutex_);
+  completions_.push_back(ticket);
+  completions_ready_.notify_one();
+}
+
+std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
+  std::unique_lock lock(completions_mutex_);
+  completions_ready_.wait_for(lock, std::chrono::nanoseconds(timeout),
+                              [&] { return !completions_.empty() || stop_.load(); });
+  std::vector<std::uint64_t> tickets(completions_.begin(), completions_.end());
+  completions_.clear();
+  return tickets;
+}
+
+// -- news of the peers ----------------------------------------------------------------------------
+
+void Context::watch_loop() {
+  std::uint64_t drives = 0;
+  while (!stop_.load(std::memory_order_acquire)) {
+    const int patience = !peers_.remote() ? -1
+                         : parked_.load() ? kParked
+                                          : static_cast<int>(peers_.period() / kMillisecond);
+    Peers::News news = peers_.wait_for_news(patience);
+    for (Loss& loss : news.losses) lost(std::move(loss));
+    if (!peers_.remote()) continue;
+    park_or_rearm(news.readable, drives);
+    for (Loss& loss : peers_.heartbeats(now_ns())) lost(std::move(loss));
+  }
+}
+
+// While a thread in wait() polls the sockets, the watch thread would only take its core away at every
+// segment: told that there is something to read, it stops listening ("parks") until the last driver goes to
+// sleep, or nobody has driven for a moment.  A driver that only leaves wait() does not rearm: most often the
+// next operation follows at once.
+void Context::park_or_rearm(bool readable, std::uint64_t& seen) {
+  if (!readable) {
+    const std::uint64_t drives = drives_.load(std::memory_order_relaxed);
+    if (parked_.load() && drivers_.load() == 0 && drives == seen) rearm();
+    seen = drives;
+    return;
+  }
+  if (drivers_.load() == 0) {
+    poll_sockets();
+    return;
+  }
+  peers_.listen(false);
+  parked_.store(true);
+  if (drivers_.load() == 0) rearm();  // it went to sleep before it could see that we are parked
+}
+
+void Context::rearm() {
+  if (parked_.exchange(false)) peers_.listen(true);
+}
+
+// Runs what came over the sockets: the operations that nobody waits for here, the others in the threads that
+// wait for them.
+bool Context::poll_sockets() {
+  if (!peers_.remote() || !peers_.poll_sockets()) return false;
+  bool waiting = false;
+  for (auto& group : groups()) group->lanes().progress(waiting);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_relaxed) > 0) bell().wake();
+  return true;
+}
+
+void Context::Driving::resume() {
+  if (!context.peers_.remote()) return;
+  context.asleep_.fetch_sub(static_cast<int>(paused));
+  paused = false;
+  context.drivers_.fetch_add(1);
+  context.drives_.fetch_add(1, std::memory_order_relaxed);
+}
+
+// Announces the sleep before it looks whether it is the last to drive: so the last one rearms, or wakes us.
+void Context::Driving::pause() {
+  if (!context.peers_.remote()) return;
+  paused = true;
+  context.asleep_.fetch_add(1);
+  if (context.drivers_.fetch_sub(1) == 1) context.rearm();
+}
+
+Context::Driving::~Driving() {
+  if (!context.peers_.remote()) return;
+  if (paused)
+    context.asleep_.fetch_sub(1);
+  else if (context.drivers_.fetch_sub(1) == 1 && context.asleep_.load() > 0)
+    context.rearm();
+}
+
+}  // namespace shoal
