@@ -120,10 +120,9 @@ void Arrivals::on_frame(const FrameHeader& header, const Destination& destinatio
     return;
   }
   if (!partial(header)) return finish(*piece);
-  if (piece->memory)
-    ask(piece);
-  else
-    waiting_.push_back(piece);
+  if (piece->memory) return ask(piece);
+  waiting_.push_back(piece);
+  grant_waiting();  // the budget may have told of room while the frame was on its way
 }
 
 void Arrivals::grant_waiting() {

@@ -460,7 +460,8 @@ class Post:
         """Send what is queued, say bye to all peers and end; at most ``timeout`` seconds.
 
         Pending calls fail with ``CLOSED`` at once, blocked threads return.  Afterwards no thread and no
-        descriptor is left.  Blocks without the GIL.  A second call does nothing.
+        descriptor is left, but that of the arena, which goes with this object.  Blocks without the GIL.
+        A second call does nothing.
         """
 
 # -- cpp/kernels --------------------------------------------------------------------------------
