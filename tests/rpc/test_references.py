@@ -14,6 +14,7 @@ import torch
 from shoal import Future
 from shoal.errors import UsageError, WorkerLost
 from shoal.rpc import Agent, Peer, RRef, async_execution, current, holds
+from shoal.rpc.leases import Ledger
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 from tests.rpc.stage import Stage
@@ -140,6 +141,28 @@ def become(value: Any, what: Callable[[], Any]) -> None:
         assert time.monotonic() < end, what()
         gc.collect()
         time.sleep(0.005)
+
+
+def test_a_use_that_overtakes_the_making_of_an_object_waits_for_it() -> None:
+    ledger = Ledger(lambda mailbox: None)
+    early = ledger.hold("maker/1", "")
+    ledger.drop("maker/1", "")  # the reference that came with the use has gone
+    assert ledger.begin("maker/1", "maker", "Table") is early
+    early.value.set_result(None)
+    ledger.drop("maker/1", "maker")
+    assert not ledger.held()
+
+
+def test_an_object_that_nobody_will_make_is_lost_with_who_asked_for_it() -> None:
+    ledger = Ledger(lambda mailbox: None)
+    early = ledger.hold("maker/1", "")
+    ledger.drop("maker/1", "")
+    ledger.forget("another")
+    assert not early.value.done()
+    ledger.forget("maker")
+    with pytest.raises(WorkerLost, match="maker/1 was never made"):
+        early.value.wait()
+    assert not ledger.held()
 
 
 def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:

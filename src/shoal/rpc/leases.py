@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import WorkerLost
 from ..future import Future
 
 #: seconds that the holds of a lost worker last, and those of messages of which nothing more is heard
@@ -32,6 +33,8 @@ class Owned:
         holders: how many holds each other worker has, by its incarnation.
         local: how many references to it there are in this process.
         mailbox: of an actor; 0: it is none.
+        begun: the call that makes it has come.  What uses it may overtake that call, and its own reference
+            may be gone before: so the object stays until the call has come and told who holds it.
         made: what made it, for those who look for leaks.
     """
 
@@ -39,6 +42,7 @@ class Owned:
     holders: dict[str, int] = field(default_factory=dict)
     local: int = 0
     mailbox: int = 0
+    begun: bool = False
     made: str = ""
 
 
@@ -59,6 +63,18 @@ class Ledger:
         """The object ``ident``, which may yet have to be made."""
         with self.lock:
             return self._owned.setdefault(ident, Owned())
+
+    def begin(self, ident: str, holder: str, made: str) -> Owned:
+        """The object ``ident`` is about to be made, and ``holder`` has a reference to it; "" is this process.
+
+        Args:
+            made: what makes it.
+        """
+        with self.lock:
+            owned = self.hold(ident, holder, 1 if holder else 0)
+            owned.begun = True
+            owned.made = made
+            return owned
 
     def hold(self, ident: str, holder: str, count: int = 1) -> Owned:
         """``holder`` has told of ``count`` more holds; "" is this process."""
@@ -95,7 +111,13 @@ class Ledger:
         """The lease of a lost worker has run out."""
         with self.lock:
             for ident, owned in list(self._owned.items()):
-                if owned.holders.pop(holder, None) is not None:
+                unmade = not owned.begun and ident.startswith(f"{holder}/")
+                if unmade:
+                    owned.begun = True  # nobody will make it any more
+                    owned.value.set_exception(
+                        WorkerLost(f"the object {ident} was never made: the worker that asked for it is lost")
+                    )
+                if owned.holders.pop(holder, None) is not None or unmade:
                     self._end_unless_held(ident, owned)
 
     def mailbox(self, owned: Owned) -> int:
@@ -109,7 +131,7 @@ class Ledger:
             return dict(self._owned)
 
     def _end_unless_held(self, ident: str, owned: Owned) -> None:
-        if not owned.holders and not owned.local:
+        if not owned.holders and not owned.local and owned.begun:
             del self._owned[ident]
             if owned.mailbox:
                 self._release(owned.mailbox)

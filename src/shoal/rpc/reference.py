@@ -43,8 +43,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, agent: Any) -> None:
         references = agent.references
         self._begin(agent, agent.worker, references.new_ident())
-        owned = references.ledger.entry(self._ident)
-        owned.made = f"RRef of {type(value).__name__}"
+        owned = references.ledger.begin(self._ident, "", f"RRef of {type(value).__name__}")
         owned.value.set_result(value)
 
     @classmethod
@@ -238,8 +237,8 @@ def create(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make the object ``ident``; what making it raises, whoever uses it will hear."""
-    owned = current().agent.references.ledger.hold(ident, holder, 1 if holder else 0)
-    owned.made = f"{call.name_of(fn)}, for {current().caller!r}"
+    made = f"{call.name_of(fn)}, for {current().caller!r}"
+    owned = current().agent.references.ledger.begin(ident, holder, made)
     try:
         result = fn(*args, **kwargs)
     except Exception as error:
@@ -273,8 +272,8 @@ def create_actor(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
     """Make the object of an actor; the mailbox of its calls."""
-    owned = current().agent.references.ledger.hold(ident, holder, 1 if holder else 0)
-    owned.made = f"actor {call.name_of(fn)}, for {current().caller!r}"
+    made = f"actor {call.name_of(fn)}, for {current().caller!r}"
+    owned = current().agent.references.ledger.begin(ident, holder, made)
     owned.value.set_result(fn(*args, **kwargs))
     mailbox: int = current().agent.references.ledger.mailbox(owned)
     current().agent.executor.consume(mailbox)
