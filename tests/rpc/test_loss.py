@@ -208,6 +208,23 @@ def test_workers_wait_for_one_another(meeting: Stage, a: Agent) -> None:
         a.barrier(["b"])
 
 
+def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Stage, a: Agent) -> None:
+    def both() -> None:
+        there = a.peer("b").call(barrier, ["a", "b"])
+        a.barrier(["a", "b"])
+        there.wait()
+
+    first = meeting.join("b")
+    both()
+    first.close()
+    second = meeting.join("b")
+    both()
+    second.close()
+    third = meeting.join("b")
+    with pytest.raises(UnknownWorker, match="'a' did not come to a barrier of 2 workers"):
+        third.barrier(["a", "b"], timeout=0.05)
+
+
 def barrier(names: list[str]) -> None:
     from shoal.rpc import current
 
