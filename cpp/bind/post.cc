@@ -346,22 +346,16 @@ void bind_post(nb::module_& m) {
   nb::class_<Endpoint>(m, "Post", "The native endpoint of one agent.")
       .def_static(
           "make",
-          [](std::uint64_t memory, std::uint64_t limit, std::uint64_t budget, double heartbeat) {
-            return new Endpoint(Post::Options{memory, limit, budget, nanoseconds(heartbeat)});
+          [](std::uint64_t budget, double heartbeat) {
+            return new Endpoint(Post::Options{budget, nanoseconds(heartbeat)});
           },
-          nb::arg("memory"), nb::arg("limit"), nb::arg("budget"), nb::arg("heartbeat"))
-      .def_prop_ro("memory_fd",
-                   [](Endpoint& self) { return self.use().arena() ? self.post->arena()->fd() : -1; })
-      .def_prop_ro("memory_capacity",
-                   [](Endpoint& self) { return self.use().arena() ? self.post->arena()->capacity() : 0; })
-      .def_prop_ro("memory_in_use",
-                   [](Endpoint& self) { return self.use().arena() ? self.post->arena()->in_use() : 0; })
+          nb::arg("budget"), nb::arg("heartbeat"))
       .def(
           "attach",
-          [](Endpoint& self, int fd, int memory_fd, std::uint64_t capacity, int pid, std::int64_t ticket) {
-            return self.use().attach(fd, memory_fd, capacity, pid, ticket);
+          [](Endpoint& self, int fd, int pid, std::int64_t ticket) {
+            return self.use().attach(fd, pid, ticket);
           },
-          nb::arg("fd"), nb::arg("memory_fd"), nb::arg("capacity"), nb::arg("pid"), nb::arg("ticket"))
+          nb::arg("fd"), nb::arg("pid"), nb::arg("ticket"))
       .def(
           "drop", [](Endpoint& self, int peer, std::string why) { self.use().drop(peer, std::move(why)); },
           nb::arg("peer"), nb::arg("why"))

@@ -53,7 +53,6 @@ void add_post(Post* post) {
 }  // namespace
 
 Post::Post(Options options) : options_(options), generation_(generation.load()) {
-  if (options.memory > 0) arena_ = std::make_shared<Arena>(options.memory, options.limit);
   budget_ = std::make_shared<Budget>(options.budget, [this] {
     room_.store(true);
     wake();
@@ -90,7 +89,6 @@ void Post::disown() {
   if (epoll_ >= 0) ::close(epoll_);
   if (wakeup_ >= 0) ::close(wakeup_);
   epoll_ = wakeup_ = -1;
-  if (arena_) arena_->disown();
 }
 
 void Post::wake() {
@@ -100,7 +98,7 @@ void Post::wake() {
 
 // -- peers ------------------------------------------------------------------------------------------
 
-int Post::attach(int fd, int, std::uint64_t, int pid, std::int64_t ticket) {
+int Post::attach(int fd, int pid, std::int64_t ticket) {
   std::lock_guard lock(peers_mutex_);
   if (closed()) {
     ::close(fd);

@@ -21,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "memory/arena.h"
 #include "post/budget.h"
 #include "post/inbox.h"
 #include "post/letter.h"
@@ -33,9 +32,7 @@ namespace shoal {
 class Post final : public FrameSink, public Correspondence {
  public:
   struct Options {
-    std::uint64_t memory = 0;  // bytes of address space of the arena; 0: there is none
-    std::uint64_t limit = 0;
-    std::uint64_t budget = 0;
+    std::uint64_t budget = 0;    // bytes of large parts that may be received and not yet taken
     std::int64_t heartbeat = 0;  // ns
   };
 
@@ -45,10 +42,9 @@ class Post final : public FrameSink, public Correspondence {
   // Whether this is a child that was forked after the post was made: nothing here may be used.
   bool foreign() const;
   bool closed() const { return closing_.load(std::memory_order_acquire); }
-  const std::shared_ptr<Arena>& arena() const { return arena_; }
 
   // Takes the descriptor `fd`.  Throws std::system_error.
-  int attach(int fd, int memory_fd, std::uint64_t capacity, int pid, std::int64_t ticket);
+  int attach(int fd, int pid, std::int64_t ticket);
   void drop(int peer, std::string why);
   std::optional<std::string> lost(int peer);
 
@@ -122,7 +118,6 @@ class Post final : public FrameSink, public Correspondence {
 
   const Options options_;
   const unsigned generation_;
-  std::shared_ptr<Arena> arena_;
   int epoll_ = -1, wakeup_ = -1;
   std::atomic<bool> closing_{false}, stop_{false}, silent_{false};
   std::mutex close_mutex_;

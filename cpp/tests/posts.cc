@@ -42,7 +42,7 @@ Bytes random_bytes(Random& random) {
 class Station {
  public:
   explicit Station(std::uint64_t seed)
-      : post(std::make_shared<Post>(Post::Options{0, 0, kBudget, 600 * kSecond})), seed_(seed) {}
+      : post(std::make_shared<Post>(Post::Options{kBudget, 600 * kSecond})), seed_(seed) {}
 
   void start(std::vector<std::atomic<int>>& names) {
     for (int i = 0; i < 3; ++i) threads_.emplace_back([this, i] { handle(Random(seed_ * 16 + 1 + i)); });
@@ -193,7 +193,7 @@ class Liar {
   Liar(Post& victim, Random& random) : victim_(victim), random_(random) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
-    name_ = victim.attach(ends[0], -1, 0, 0, 1);
+    name_ = victim.attach(ends[0], 0, 1);
     fd_ = ends[1];
     reader_ = std::thread([fd = fd_] {
       char bytes[4096];
@@ -223,10 +223,10 @@ class Liar {
       header.channel = static_cast<std::uint64_t>(pick(random_, 1, static_cast<int>(call_) + 1));
       frame(header, {});
     } else if (what == 2 && lie) {  // what only a lie could be: nothing was asked or granted
-      constexpr FrameType kTypes[] = {FrameType::kMore,      FrameType::kGrant,     FrameType::kTellCall,
-                                      FrameType::kCredit,    FrameType::kWithdrawn, FrameType::kBroken,
-                                      FrameType::kCallQuery, FrameType::kReturn,    FrameType::kGroupClosed};
-      header.type = kTypes[pick(random_, 0, 8)];
+      constexpr FrameType kTypes[] = {FrameType::kMore,      FrameType::kGrant,      FrameType::kTellCall,
+                                      FrameType::kCredit,    FrameType::kWithdrawn,  FrameType::kBroken,
+                                      FrameType::kCallQuery, FrameType::kGroupClosed};
+      header.type = kTypes[pick(random_, 0, 7)];
       header.channel = random_() % 5;
       header.message = random_() % 5;
       header.total = random_() % 5;
@@ -335,12 +335,12 @@ void posts(std::uint64_t seed, Tally& tally) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
     try {
-      stations[to]->post->attach(ends[1], -1, 0, 0, 2);
+      stations[to]->post->attach(ends[1], 0, 2);
     } catch (const std::system_error&) {
       ::close(ends[0]);
       return;
     }
-    names[from][to] = stations[from]->post->attach(ends[0], -1, 0, 0, 1);
+    names[from][to] = stations[from]->post->attach(ends[0], 0, 1);
   };
   for (std::size_t from = 0; from < kStations; ++from)
     for (std::size_t to = 0; to < kStations; ++to) connect(from, to);
@@ -367,7 +367,7 @@ void posts(std::uint64_t seed, Tally& tally) {
 
 std::uint64_t lies(std::uint64_t seed, std::uint64_t count, Tally& tally) {
   Random random(seed);
-  auto post = std::make_shared<Post>(Post::Options{0, 0, kBudget, 600 * kSecond});
+  auto post = std::make_shared<Post>(Post::Options{kBudget, 600 * kSecond});
   std::thread handler([&] {
     std::vector<LetterPtr> letters;
     while (post->inbox().take(0, now_ns() + kSecond, 4, letters)) {

@@ -74,7 +74,6 @@ enum class FrameType : std::uint16_t {
   kCancelCall = 13,  // nobody wants the reply any more
   kAskCall = 14,     // "what became of the call?"
   kTellCall = 15,    // payload: the answer
-  kReturn = 16,      // the block at `total` of the receiver's arena is its own again
 };
 
 // The code of a kGrant.

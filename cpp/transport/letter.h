@@ -12,7 +12,7 @@ namespace shoal::layout {
 
 struct Entry {
   std::uint64_t bytes = 0;
-  std::uint64_t place = 0;  // kInside, kApart, or the offset of a block that the sender lends
+  std::uint64_t place = 0;  // kInside or kApart
 };
 
 constexpr std::uint64_t kInside = std::numeric_limits<std::uint64_t>::max();

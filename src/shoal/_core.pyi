@@ -315,40 +315,27 @@ class Post:
     """
 
     @staticmethod
-    def make(memory: int, limit: int, budget: int, heartbeat: float) -> Post:
+    def make(budget: int, heartbeat: float) -> Post:
         """An endpoint without peers.
 
         Args:
-            memory: bytes of address space of an arena for peers on this host; 0: none.  No part travels
-                through it yet: all go through the sockets.
-            limit: bytes of it that may be in use at a time.
             budget: bytes of large parts (over 256 KiB) that may be received and not yet taken, for all peers
                 together; one at a time per peer is received in any case.
             heartbeat: seconds of silence after which a peer without a pid counts as lost.
         """
 
-    @property
-    def memory_fd(self) -> int:
-        """The descriptor to hand to peers on this host, -1 if there is none; it stays the post's."""
-
-    @property
-    def memory_capacity(self) -> int: ...
-    @property
-    def memory_in_use(self) -> int: ...
-    def attach(self, fd: int, memory_fd: int, capacity: int, pid: int, ticket: int) -> int:
+    def attach(self, fd: int, pid: int, ticket: int) -> int:
         """Add a peer; its name here, an integer that is never used again.
 
         Args:
             fd: a connected, authenticated stream socket (TCP or unix) with nothing of the handshake left
                 unread.  The post takes the descriptor, also if it raises.
-            memory_fd: the peer's sealed memfd, -1 for a peer on another host.  The caller still closes it.
-            capacity: the bytes of that memfd.
             pid: of a peer on this host whose death is watched, else 0.
             ticket: appears among the completions once when the peer is lost, leaves or is dropped, after
                 everything that it had sent can be taken and its pending calls have ended.
 
         Raises:
-            ConnectionError: the post is closed, or the memfd is not what it is said to be.
+            ConnectionError: the post is closed.
             OSError: no descriptor is left.
         """
 

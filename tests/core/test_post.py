@@ -19,6 +19,7 @@ import pytest
 
 from shoal._core import Call, Letter, Part, Post
 from shoal.testing.leaks import no_leaks
+from tests.support.frozen import frozen
 
 #: Seconds after which what should have happened long ago counts as lost.
 BACKSTOP = 30.0
@@ -44,11 +45,11 @@ class Two:
     """Two posts and what each calls the other; the ticket of a loss is 1."""
 
     def __init__(self, kind: str, budget: int = 1 << 30, heartbeat: float = BACKSTOP) -> None:
-        self.caller = Post.make(0, 0, budget, heartbeat)
-        self.callee = Post.make(0, 0, budget, heartbeat)
+        self.caller = Post.make(budget, heartbeat)
+        self.callee = Post.make(budget, heartbeat)
         there, here = connected(kind)
-        self.to = self.caller.attach(there, -1, 0, 0, 1)
-        self.back = self.callee.attach(here, -1, 0, 0, 1)
+        self.to = self.caller.attach(there, 0, 1)
+        self.back = self.callee.attach(here, 0, 1)
         self._threads: list[threading.Thread] = []
 
     def call(self, head: bytes = b"", timeout: float | None = BACKSTOP, mailbox: int = 0) -> Call:
@@ -78,6 +79,12 @@ class Two:
         self.callee.close(BACKSTOP)
         for thread in self._threads:
             thread.join(BACKSTOP)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    with frozen():
+        yield
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -341,8 +348,8 @@ def test_a_forked_child_has_no_use_of_the_post_and_none_of_its_descriptors(two: 
 CHILD = """
 import socket, sys, time
 from shoal._core import Post
-post = Post.make(0, 0, 1 << 30, 30.0)
-peer = post.attach(int(sys.argv[1]), -1, 0, int(sys.argv[2]), 1)
+post = Post.make(1 << 30, 30.0)
+peer = post.attach(int(sys.argv[1]), int(sys.argv[2]), 1)
 letter = post.take(0, None, 1)[0]
 post.post(peer, 8, b"last words", [], None, None)
 time.sleep(600)
@@ -351,13 +358,13 @@ time.sleep(600)
 
 def test_a_killed_peer_fails_its_calls_after_its_last_words() -> None:
     with no_leaks():
-        post = Post.make(0, 0, 1 << 30, BACKSTOP)
+        post = Post.make(1 << 30, BACKSTOP)
         here, there = connected("unix")
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(there), str(os.getpid())], pass_fds=[there]
         )
         os.close(there)
-        peer = post.attach(here, -1, 0, child.pid, 1)
+        peer = post.attach(here, child.pid, 1)
         call = post.request(peer, 0, b"", [], None, None)
         becomes(lambda: post.waiting(8) == 1)
         child.send_signal(signal.SIGKILL)

@@ -7,7 +7,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -23,14 +23,12 @@ class Hello(msgspec.Struct):
         place: job, epoch and namespace.
         to: the incarnation that the connection is for; "" in the answer.
         main: the program that the process runs, "" if it has no file.
-        capacity: bytes of the memory that is handed over.
     """
 
     worker: Worker
     place: str
     to: str
     main: str
-    capacity: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Line:

@@ -2,9 +2,9 @@
 
 A connection is made when the first call needs it, by the worker that calls: its calls and their replies
 travel on it, and the other's calls on another one.  So no two workers ever argue about which of two
-connections to keep.  Workers of one host use a unix socket and hand over their memory; where that is not
-possible, and between hosts, they use TCP.  Both ends prove that they know the job's secret before anything
-is read, and say then who they are.
+connections to keep.  Workers of one host use a unix socket; where that is not possible, and between hosts,
+they use TCP.  Both ends prove that they know the job's secret before anything is read, and say then who
+they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -183,7 +184,7 @@ class Links:
 
     def _connect(self, worker: Worker, deadline: Deadline) -> Line:
         if worker.host == self._me.host:
-            # What fails here only means that memory cannot be shared.
+            # What fails here only means that they do not share a network namespace.
             with contextlib.suppress(WireError, WireTimeout):
                 return self._introduce(
                     wire.connect_unix(
@@ -205,35 +206,25 @@ class Links:
             theirs = wire.introduce(connection, self._hello(worker.incarnation), self._left(deadline))
             if theirs.worker.incarnation != worker.incarnation:
                 raise WireError(f"{theirs.worker.name!r} answers in the place of {worker.name!r}")
-            line = self._attach(connection, theirs, self._left(deadline))
+            line = self._attach(connection, theirs)
             with self._lock:
                 if not line.ended:
                     self._out[worker.name] = line
             return line
 
     def _hello(self, to: str) -> Hello:
-        return Hello(self._me, self._place, to, main_program(), self._endpoint.post.memory_capacity)
+        return Hello(self._me, self._place, to, main_program())
 
-    def _attach(self, connection: Connection, theirs: Hello, timeout: float) -> Line:
-        """Exchange memory and hand the connection to the endpoint."""
-        post = self._endpoint.post
-        memory = wire.share_memory(connection, post.memory_fd, timeout)
+    def _attach(self, connection: Connection, theirs: Hello) -> Line:
+        """Hand the connection to the endpoint."""
         same = theirs.worker.process == self._me.process
         line = Line(self._agent, theirs.worker, same or bool(theirs.main and theirs.main == main_program()))
-        try:
-            with self._lock:
-                if self._closed:
-                    raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
-                fd = connection.detach()
-                lost = partial(self._forget, line)
-                if memory is None:
-                    line.number = self._endpoint.attach(fd, -1, 0, 0, lost)
-                else:
-                    line.number = self._endpoint.attach(fd, memory.fd, theirs.capacity, memory.pid, lost)
-                self._lines[line.number] = line
-        finally:
-            if memory is not None:
-                memory.close()
+        pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
+        with self._lock:
+            if self._closed:
+                raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+            line.number = self._endpoint.attach(connection.detach(), pid, partial(self._forget, line))
+            self._lines[line.number] = line
         return line
 
     def _forget(self, line: Line) -> None:
@@ -275,4 +266,4 @@ class Links:
 
         with contextlib.closing(connection), contextlib.suppress(ShoalError):
             theirs = wire.be_introduced(connection, Hello, answer, wire.HANDSHAKE_TIMEOUT)
-            self._attach(connection, theirs, wire.HANDSHAKE_TIMEOUT)
+            self._attach(connection, theirs)

@@ -28,14 +28,14 @@ class Endpoint:
 
     Args:
         name: of the agent.
-        memory: bytes of shared memory that it may use, and of large parts that it may hold.
+        memory: bytes of large parts that it may hold.
         heartbeat: seconds of silence after which a peer on another host counts as lost.
     """
 
     def __init__(self, name: str, memory: int, heartbeat: float) -> None:
         self._name = name
         try:
-            self.post = _core.Post.make(memory, memory, memory, heartbeat)
+            self.post = _core.Post.make(memory, heartbeat)
         except OSError as error:
             raise OutOfResources(f"worker {name!r} cannot start: {error}") from error
         self._tickets = itertools.count(1)
@@ -76,7 +76,7 @@ class Endpoint:
         """Call ``fn()`` each time a call has waited for ``patience`` seconds and no thread is free."""
         self.post.watch(self.lasting(fn), patience)
 
-    def attach(self, fd: int, memory_fd: int, capacity: int, pid: int, lost: Callable[[], None]) -> int:
+    def attach(self, fd: int, pid: int, lost: Callable[[], None]) -> int:
         """Take over the connection ``fd``; ``lost()`` is called once when the peer is lost or leaves.
 
         Raises:
@@ -85,7 +85,7 @@ class Endpoint:
         ticket = next(self._tickets)
         self._callbacks[ticket] = lost
         try:
-            return self.post.attach(fd, memory_fd, capacity, pid, ticket)
+            return self.post.attach(fd, pid, ticket)
         except BaseException as error:
             self._callbacks.pop(ticket, None)
             if isinstance(error, ConnectionError):
