@@ -12,6 +12,7 @@ from typing import Any
 from shoal.rpc import Agent, join
 from shoal.store import TCPStore, TCPStoreServer
 from shoal.testing.processes import fork_server
+from tests.support.frozen import frozen
 
 SECRET = "a secret of these tests"
 _leaving = threading.Event()
@@ -59,7 +60,7 @@ class Stage:
 
 def serve(url: str, name: str, how: dict[str, Any]) -> None:
     """Be a worker until somebody calls :func:`leave`."""
-    with join(name, url=url, secret=SECRET, **how):
+    with frozen(), join(name, url=url, secret=SECRET, **how):
         _leaving.wait()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from shoal.errors import UsageError
 from shoal.rpc import codec
 from shoal.rpc.codec import Message, decode, encode
 from shoal.spec import DTYPES_BY_CODE
+from tests.support.programs import run_program
 
 
 @dataclasses.dataclass
@@ -238,16 +239,14 @@ print(counter, there is count, mine() is not None)
 
 
 @pytest.mark.parametrize(("shares", "printed"), [(True, "1 True True"), (False, "0 False True")])
-def test_a_programs_own_functions_go_by_name_to_those_that_run_it(shares: bool, printed: str) -> None:
+def test_a_programs_own_functions_go_by_name_to_those_that_run_it(
+    tmp_path: Path, shares: bool, printed: str
+) -> None:
     """By value they would count in a copy of the program's globals."""
-    result = subprocess.run(
-        [sys.executable, "-c", MAIN.format(shares=shares)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert result.stdout.split() == printed.split()
+    script = tmp_path / "program.py"
+    script.write_text(MAIN.format(shares=shares))
+    (output,) = run_program(script, 1, folder=tmp_path)
+    assert output.split() == printed.split()
 
 
 def test_rebuilding_finds_the_route() -> None:

@@ -58,6 +58,7 @@ def test_who_has_another_secret_does_not_join() -> None:
         ({"name": "a", "memory": 0}, "memory=0: expected a whole number from 1"),
         ({"name": "a", "handlers": True}, "handlers=True: expected a whole number from 1"),
         ({"name": "a", "timeout": -1}, "timeout=-1"),
+        ({"name": "a", "group": "rank0"}, "group='rank0': expected what shoal.init gives"),
     ],
 )
 def test_what_cannot_be_right_is_refused(arguments: dict[str, object], words: str) -> None:

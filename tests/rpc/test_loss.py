@@ -206,6 +206,8 @@ def test_workers_wait_for_one_another(meeting: Stage, a: Agent) -> None:
         a.barrier(timeout=0.05)
     with pytest.raises(UsageError, match="of which it is none"):
         a.barrier(["b"])
+    with pytest.raises(UsageError, match="barrier of 'ab': expected the names of workers"):
+        a.barrier("ab")
 
 
 def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Stage, a: Agent) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal import Future
-from shoal.errors import UsageError, WorkerLost
+from shoal.errors import CallTimeout, UsageError, WorkerLost
 from shoal.rpc import Agent, Peer, RRef, async_execution, current, holds
 from shoal.rpc.leases import Ledger
 from tests.rpc import handlers
@@ -70,6 +70,12 @@ class Table:
         future: Future[int] = Future()
         threading.Timer(0.01, future.set_result, [5]).start()
         return future
+
+    def graph(self) -> torch.Tensor:
+        return 2 * self.x.requires_grad_()
+
+    def wait(self) -> None:
+        handlers.until_cancelled("method")
 
     def me(self) -> Table:
         return self
@@ -302,6 +308,19 @@ def test_an_actor_that_nobody_holds_ends_with_its_thread(b: Peer) -> None:
     del actors
     become(0, lambda: b.call(count).wait())
     become(True, lambda: b.call(threads_there).wait() < before + 15)
+
+
+def test_errors_name_the_method_of_an_object_and_not_what_calls_it(b: Peer) -> None:
+    ref = b.remote(Table)
+    with pytest.raises(UsageError, match=r"the result of method graph of an object at 'b': a tensor"):
+        ref.rpc_sync().graph()
+    with pytest.raises(
+        CallTimeout, match=r"'a': method wait of an object at 'b' had no reply within 0\.05 s"
+    ):
+        ref.rpc_sync(timeout=0.05).wait()
+    with pytest.raises(UsageError, match=r"'a': tests\.rpc\.test_references\.Table at 'b' cannot be sent"):
+        b.remote(Table, threading.Lock())
+    b.actor(Table).note("end").wait()
 
 
 def test_with_its_owner_an_object_is_gone(agents: tuple[Agent, Peer, Peer]) -> None:

@@ -159,6 +159,8 @@ class Agent:
 
     def on_lost(self, fn: Callable[[str], Any]) -> None:
         """Call ``fn(name)`` whenever a connection to a worker ended: it died, left, or was cut off."""
+        if not callable(fn):
+            raise UsageError(f"worker {self.name!r}: {fn!r} cannot be called when a worker is lost")
         self._on_lost.append(fn)
 
     def stats(self) -> dict[str, int]:

@@ -37,7 +37,10 @@ class Barriers:
         """Wait until all of ``names`` have come as often as this worker; see :meth:`Agent.barrier`."""
         me = self._me.name
         found = [worker.name for worker in self._directory.workers()] if names is None else names
-        members = sorted(set(found))
+        members = [] if isinstance(found, str) else list(set(found))
+        if not members or not all(isinstance(name, str) for name in members):
+            raise UsageError(f"worker {me!r}: barrier of {found!r}: expected the names of workers")
+        members.sort()
         if me not in members:
             raise UsageError(f"worker {me!r}: barrier of {members!r}, of which it is none")
         there = {member: self._find(member, members, deadline) for member in members}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +23,8 @@ from .functions import NONE
 from .leases import LEASE
 from .line import Line
 from .post import Call, Endpoint, Letter
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: number of the function, and whether it comes along
 FUNCTION = struct.Struct("<IB")
@@ -48,8 +51,20 @@ class Failure(msgspec.Struct):
     fatal: bool
 
 
-def name_of(fn: Callable[..., Any]) -> str:
-    """``torch.add``: a function as its users know it."""
+def shown_as(words: Callable[..., str]) -> Callable[[F], F]:
+    """Decorates a function of this package that others call by other names: errors say ``words(*args)``."""
+
+    def mark(fn: F) -> F:
+        fn._shoal_shown = words  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def name_of(fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> str:
+    """``torch.add``: a function, which is called with ``args``, as its users know it."""
+    if type(fn) is FunctionType and (words := fn.__dict__.get("_shoal_shown")) is not None:
+        return str(words(*args))
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     module = getattr(fn, "__module__", None)
     return f"{module}.{name}" if module and module not in ("builtins", "__main__", "__mp_main__") else name
@@ -209,6 +224,6 @@ def failure(letter: Letter, line: Line, shown: str) -> BaseException:
     return error
 
 
-def shown_call(me: str, fn: Callable[..., Any], to: str) -> str:
+def shown_call(me: str, fn: Callable[..., Any], args: tuple[Any, ...], to: str) -> str:
     """A call as errors name it."""
-    return f"worker {me!r}: {name_of(fn)} at {to!r}"
+    return f"worker {me!r}: {name_of(fn, args)} at {to!r}"

@@ -41,12 +41,14 @@ def join(
 
     Args:
         name: of this worker, which no other has; None: ``rank0``, ``rank1``, ... by its rank in the job.
-        url: where the workers' names are: as for :func:`shoal.init`.
+        url: where the workers' names are: as for :func:`shoal.init`.  Of those who come to a ``tcp://`` place
+            none starts its store.
         group: take the store, the secret and the interface of a group of this process, and its ranks.
         store: the store itself, which stays the caller's.
         secret: the job's; None: as for :func:`shoal.init`.
         timeout: seconds until a call without a timeout of its own fails; None: ``SHOAL_RPC_TIMEOUT``.
-        memory: bytes that the agent may hold; None: ``SHOAL_RPC_MEMORY``.
+        memory: bytes of large parts (over 256 KiB) that have arrived and wait to be handled; None:
+            ``SHOAL_RPC_MEMORY``.
         handlers: how many calls may be served at once.
         job: name of the job; None: ``SHOAL_JOB``, or as the launcher says.
         host_id: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
@@ -64,6 +66,8 @@ def join(
         "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
     }
     if group is not None:
+        if not isinstance(group, ProcessGroup):
+            raise UsageError(f"group={group!r}: expected what shoal.init gives")
         if (url, store, secret, job, host_id) != (None,) * 5:
             raise UsageError(
                 "group= brings its own store, secret, job and host: leave out the other arguments"

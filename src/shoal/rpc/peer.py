@@ -77,7 +77,7 @@ class Peer:
             UsageError: the arguments cannot be sent.
             WorkerLost: the worker cannot be reached.
         """
-        shown = self._shown(fn)
+        shown = self._shown(fn, args)
         line = self._agent.line(self.name, self.timeout)
         call.post(self._agent.endpoint, line, CALLS, fn, args, kwargs, self._limit, shown)
 
@@ -136,10 +136,10 @@ class Peer:
     def _limit(self) -> float | None:
         return None if self.timeout == math.inf else self.timeout
 
-    def _shown(self, fn: Callable[..., Any]) -> str:
+    def _shown(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
         if not callable(fn):
             raise UsageError(f"worker {self._agent.name!r}: {fn!r} cannot be called at {self.name!r}")
-        return call.shown_call(self._agent.name, fn, self.name)
+        return call.shown_call(self._agent.name, fn, args, self.name)
 
     def _call(
         self,
@@ -151,7 +151,7 @@ class Peer:
         owner: Worker | None = None,
     ) -> Future[Any]:
         """Like :meth:`call`; with ``owner`` only this incarnation of the worker will do."""
-        agent, shown = self._agent, self._shown(fn)
+        agent, shown = self._agent, self._shown(fn, args)
         try:
             line = agent.line(self.name, self.timeout, owner)
             return call.request(agent.endpoint, line, mailbox, fn, args, kwargs, self._limit, shown)

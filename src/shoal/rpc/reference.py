@@ -233,11 +233,18 @@ def arrive(owner: Worker, ident: str) -> RRef[Any]:
     return ref
 
 
+def _making(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    return call.name_of(fn, args)
+
+
+@call.shown_as(_making)
 def create(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make the object ``ident``; what making it raises, whoever uses it will hear."""
-    made = f"{call.name_of(fn)}, for {current().caller!r}"
+    made = f"{call.name_of(fn, args)}, for {current().caller!r}"
     owned = current().agent.references.ledger.begin(ident, holder, made)
     try:
         result = fn(*args, **kwargs)
@@ -268,11 +275,12 @@ def _pass_on(value: Future[Any], result: Future[Any]) -> None:
         value.set_exception(error)
 
 
+@call.shown_as(_making)
 def create_actor(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
     """Make the object of an actor; the mailbox of its calls."""
-    made = f"actor {call.name_of(fn)}, for {current().caller!r}"
+    made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
     owned = current().agent.references.ledger.begin(ident, holder, made)
     owned.value.set_result(fn(*args, **kwargs))
     mailbox: int = current().agent.references.ledger.mailbox(owned)
@@ -280,6 +288,11 @@ def create_actor(
     return mailbox
 
 
+def _method(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return f"method {name} of an object"
+
+
+@call.shown_as(_method)
 def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the object, at its owner."""
     method = getattr(ref.to_here(current().remaining()), name)
@@ -287,6 +300,7 @@ def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, A
     return Later(result) if is_deferred(method, result) else result
 
 
+@call.shown_as(lambda ref: "a copy of an object")
 @async_execution
 def _fetch(ref: RRef[Any]) -> Future[Any]:
     return ref.fetch()

@@ -134,7 +134,7 @@ class _Served:
                 self._flags = LEARNED
         else:
             fn, (args, kwargs) = known.function(number), value
-        self._name = name_of(fn)
+        self._name = name_of(fn, args)
         letter.describe(self._name)
         return fn, args, kwargs
 
