@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal import Future
-from shoal.errors import CallTimeout, UsageError, WorkerLost
+from shoal.errors import CallTimeout, RpcError, UsageError, WorkerLost
 from shoal.rpc import Agent, Peer, RRef, async_execution, current, holds
 from shoal.rpc.leases import Ledger
 from tests.rpc import handlers
@@ -369,3 +369,22 @@ def _tried(holder: Peer) -> Any:
         return holder.call(use_kept).wait()
     except WorkerLost:
         return None
+
+
+def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:
+    ref = b.remote(Table, 3.0)
+    assert ref.rpc_sync().pull().tolist() == [3, 3]
+    b.call(end_leases).wait()
+    for use in (ref.rpc_sync().pull, ref.to_here, lambda: b.call(push_at, ref).wait()):
+        with pytest.raises(RpcError, match=rf"the object {ref.ident} has ended"):
+            use()
+
+
+def end_leases() -> None:
+    """As when the caller was cut off for longer than its holds last."""
+    agent = current().agent
+    agent.references.ledger.forget(agent.directory.look(current().caller).incarnation)
+
+
+def push_at(table: RRef[Table]) -> None:
+    table.rpc_sync().push(torch.ones(2))

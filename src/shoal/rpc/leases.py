@@ -15,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import WorkerLost
+from ..errors import RpcError, WorkerLost
 from ..future import Future
 
 #: seconds that the holds of a lost worker last, and those of messages of which nothing more is heard
 LEASE = 10.0
+#: objects that have ended of which that is remembered
+_REMEMBERED = 1 << 16
 #: mailboxes below are for other purposes
 _FIRST_MAILBOX = 16
 
@@ -57,11 +59,22 @@ class Ledger:
         self._release = release
         self.lock = threading.RLock()
         self._owned: dict[str, Owned] = {}
+        #: those that were made and have ended, the oldest first
+        self._ended: dict[str, None] = {}
         self._mailboxes = itertools.count(_FIRST_MAILBOX)
 
     def entry(self, ident: str) -> Owned:
-        """The object ``ident``, which may yet have to be made."""
+        """The object ``ident``, which may yet have to be made; if it has ended, one whose use says so."""
         with self.lock:
+            if ident in self._ended:
+                ended = Owned()
+                ended.value.set_exception(
+                    RpcError(
+                        f"the object {ident} has ended: nobody held it any more, or its holder was cut off "
+                        f"for more than {LEASE:.0f} s"
+                    )
+                )
+                return ended
             return self._owned.setdefault(ident, Owned())
 
     def begin(self, ident: str, holder: str, made: str) -> Owned:
@@ -133,5 +146,9 @@ class Ledger:
     def _end_unless_held(self, ident: str, owned: Owned) -> None:
         if not owned.holders and not owned.local and owned.begun:
             del self._owned[ident]
+            if owned.made:
+                self._ended[ident] = None
+                if len(self._ended) > _REMEMBERED:
+                    del self._ended[next(iter(self._ended))]
             if owned.mailbox:
                 self._release(owned.mailbox)
