@@ -46,6 +46,8 @@ stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collecti
 	build/stress/stress --operations $(if $(filter short,$(STRESS)),100000,1000000)
 	build/stress/stress --frames 100000
 	build/stress/stress --passes 100000
+	build/stress/stress --posts 200
+	build/stress/stress --letters 100000
 
 # A minute of random rounds each, in builds of their own.  `build/tsan/stress --seed K --operations 1` plays
 # one round again.
@@ -55,11 +57,14 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 	$(CORE_TESTS) -B build/tsan -DSHOAL_SANITIZE=thread
 	$(TOOLS) cmake --build build/tsan --target stress
 	build/tsan/stress --seconds 60
+	build/tsan/stress --posts 20
 	$(CORE_TESTS) -B build/asan -DSHOAL_SANITIZE=address,undefined
 	$(TOOLS) cmake --build build/asan --target stress
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --seconds 60
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --frames 100000
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --passes 20000
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --posts 20
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --letters 100000
 
 bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites README's tables and picture
 	$(BIN)/shoal bench --readme $(ARGS)

@@ -107,6 +107,7 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(
                 "when-it-hangs",
                 "operations",
                 "errors",
+                "rpc",
             )
         )
         for program in _programs(page)

@@ -29,6 +29,12 @@ void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 // how many frames were sent.
 std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Watchdog& watchdog, Tally& tally);
 
+// Posts that call one another while connections are cut and posts end.
+void posts(std::uint64_t seed, Tally& tally);
+
+// Peers that send a post at least so many frames, some of them wrong somewhere.  Returns how many were sent.
+std::uint64_t lies(std::uint64_t seed, std::uint64_t frames, Tally& tally);
+
 // Backward passes of the gradient reducer, on ranks that run one after another.
 void passes(std::uint64_t seed);
 

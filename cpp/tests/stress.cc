@@ -3,13 +3,17 @@
 //   stress [--operations N | --seconds S] [--seed K] [--patience S]
 //   stress --frames N [--seed K] [--patience S]
 //   stress --passes N [--seed K] [--patience S]
+//   stress --posts N [--seed K] [--patience S]
+//   stress --letters N [--seed K] [--patience S]
 //
 // Runs rounds with the seeds K, K+1, ... until so many collectives have ended well, or for so long.  Every
 // result is checked to the last bit.  A failure names the seed of its round, which alone plays it again
 // (`--seed K --operations 1`): what happens in a round follows from the seed, when it happens does not.
 //
 // With --frames, peers that do not keep the protocol send so many frames instead (hostile.cc); with --passes,
-// so many rounds of backward passes are held against a model of the gradient reducer (passes.cc).
+// so many rounds of backward passes are held against a model of the gradient reducer (passes.cc).  With
+// --posts, so many rounds of calls go between posts, and with --letters, peers of a post send so many frames
+// (posts.cc).
 //
 // What a thread sanitizer cannot see: ranks reach one another's memory through mappings of their own, so the
 // same byte has a different address on each rank.  Races between the threads of a rank are found, races
@@ -45,6 +49,8 @@ struct Options {
   std::uint64_t seconds = 0;
   std::uint64_t frames = 0;
   std::uint64_t passes = 0;
+  std::uint64_t posts = 0;
+  std::uint64_t letters = 0;
   std::uint64_t seed = 1;
   std::uint64_t patience = 60;
 };
@@ -56,6 +62,8 @@ bool parse(int count, char** arguments, Options& options) {
                         : name == "--seconds"  ? &options.seconds
                         : name == "--frames"   ? &options.frames
                         : name == "--passes"   ? &options.passes
+                        : name == "--posts"    ? &options.posts
+                        : name == "--letters"  ? &options.letters
                         : name == "--seed"     ? &options.seed
                         : name == "--patience" ? &options.patience
                                                : nullptr;
@@ -76,10 +84,11 @@ unsigned long long printable(std::uint64_t number) { return number; }
 int main(int count, char** arguments) {
   Options options;
   if (!parse(count, arguments, options)) {
-    std::fprintf(
-        stderr,
-        "usage: %s [--operations N | --seconds S | --frames N | --passes N] [--seed K] [--patience S]\n",
-        arguments[0]);
+    std::fprintf(stderr,
+                 "usage: %s [--operations N | --seconds S | --frames N | --passes N | --posts N | --letters "
+                 "N] [--seed "
+                 "K] [--patience S]\n",
+                 arguments[0]);
     return 2;
   }
   Tally tally;
@@ -106,6 +115,25 @@ int main(int count, char** arguments) {
     }
     std::printf("%llu rounds of backward passes, all right, in %.1f s\n", printable(options.passes),
                 elapsed());
+    return 0;
+  }
+  if (options.posts > 0) {
+    for (; seed < options.seed + options.posts; ++seed) {
+      watchdog.begin_round(seed);
+      posts(seed, tally);
+    }
+    std::printf("%llu rounds of posts in %.1f s: %llu calls answered, %llu ended otherwise\n",
+                printable(options.posts), elapsed(), printable(tally.collectives), printable(tally.failures));
+    return 0;
+  }
+  if (options.letters > 0) {
+    std::uint64_t sent = 0;
+    while (sent < options.letters) {
+      watchdog.begin_round(seed);
+      sent += lies(seed++, std::min<std::uint64_t>(options.letters - sent, 1000), tally);
+    }
+    std::printf("%llu frames of peers of a post in %.1f s: %llu connections refused\n", printable(sent),
+                elapsed(), printable(tally.failures));
     return 0;
   }
   do {

@@ -15,6 +15,9 @@ constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };
 
+// Between which ends frames of a type travel.
+enum class Between { kAll, kRanks, kPosts };
+
 // The limits of the fields of one type of frame; a field that is not named must be zero.
 struct Limits {
   std::uint16_t codes[2];  // the least and the largest
@@ -25,23 +28,36 @@ struct Limits {
   std::uint64_t total;  // at most
   bool step;
   Content content;
+  Between between = Between::kRanks;
 };
 
 const Limits* limits_of(FrameType type) {
   //                       codes      payload      member channel message total     step   content
   static constexpr Limits kTable[] = {
-      {{0, kWithheld}, kEager, true, true, true, kLongest, true, Content::kCallOrShape},
-      {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage},
-      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing},         // grant
-      {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},            // query
-      {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},           // reply
-      {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},     // broken
-      {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false, Content::kNothing},    // closed
-      {{kByChoice, kProgramEnded}, 0, false, false, false, 0, false, Content::kNothing},  // bye
-      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing},                      // beat
-      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing},           // credit
-      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},           // closing
-      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing},                         // withdrawn
+      {{0, kWithheld}, kEager, true, true, true, kLongest, true, Content::kCallOrShape, Between::kAll},
+      {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage, Between::kAll},
+      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing, Between::kAll},  // grant
+      {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},                    // query
+      {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},                   // reply
+      {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},             // broken
+      {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false, Content::kNothing},            // closed
+      {{kByChoice, kProgramEnded},
+       0,
+       false,
+       false,
+       false,
+       0,
+       false,
+       Content::kNothing,
+       Between::kAll},                                                                          // bye
+      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing, Between::kAll},             // beat
+      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing, Between::kAll},  // credit
+      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},                 // closing
+      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing, Between::kAll},                // withdrawn
+      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // cancel
+      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // ask
+      {{0, 1}, kTextLimit, false, true, false, 0, false, Content::kNothing, Between::kPosts},   // tell
+      {{0, 0}, 0, false, false, false, kLongest, false, Content::kNothing, Between::kPosts},    // return
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;
@@ -69,6 +85,7 @@ const char* flaw_of_message(const FrameHeader& header, const LinkState& link) {
   if (header.message != link.next_message) return "a message out of turn";
   if (!withheld && link.unread + header.payload + kHeaderCharge > kUnreadLimit)
     return "more than its window has room for";
+  if (link.letters != nullptr) return flaw_of_letter(header, *link.letters);
   if ((header.channel & kPointToPoint) == 0) return flaw_of_call(header);
   if (header.step != 0) return "a step of a message that has none";
   return flaw_of_shape(header.shape, header.total);
@@ -136,6 +153,8 @@ const char* flaw_of(const FrameHeader& header, const LinkState& link) {
   if (header.magic != kFrameMagic) return "something that is not a frame";
   const Limits* limits = limits_of(header.type);
   if (limits == nullptr) return "a frame of a type that does not exist";
+  if (limits->between == (link.letters != nullptr ? Between::kRanks : Between::kPosts))
+    return "a frame of a type that has no place here";
   if (header.code < limits->codes[0] || header.code > limits->codes[1]) return "a code that does not exist";
   if (header.payload > limits->payload) return "a frame that is too long";
   if (header.total > limits->total) return "a number of bytes that cannot be";
@@ -159,6 +178,10 @@ const char* flaw_of(const FrameHeader& header, const LinkState& link) {
     case FrameType::kWithdrawn:
       if (header.message == 0 || header.message >= link.next_message)
         return "the withdrawal of a message that was not sent";
+      break;
+    case FrameType::kTellCall:
+      if (header.channel == 0 || header.channel > link.letters->made)
+        return "news of a call that was not made";
       break;
     case FrameType::kCredit:
       if (header.total == 0 || header.total > link.lent) return "credit that it was not given";

@@ -70,6 +70,10 @@ enum class FrameType : std::uint16_t {
   kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits nothing more to the group; code: Closing
   kWithdrawn = 12,     // `message`, of which the rest was to follow, is taken back as if never sent
+  // Between posts (cpp/post) only; `channel` is the number that the caller gave the call.
+  kCancelCall = 13,  // nobody wants the reply any more
+  kAskCall = 14,     // "what became of the call?"
+  kTellCall = 15,    // payload: the answer
 };
 
 // The code of a kGrant.
@@ -121,6 +125,23 @@ struct Shape {
   std::uint64_t sizes[kMaxDims] = {};
 };
 
+// What a kMessage between posts is.  A letter's payload is a table of its parts, its head, and the parts that
+// are not sent apart; a kPart is one part that is, and follows its letter.
+enum class Verb : std::uint8_t { kCall = 1, kPost = 2, kReply = 3, kFailure = 4, kPart = 5 };
+
+struct LetterFields {
+  Verb verb{};
+  std::uint8_t reserved = 0;
+  std::uint16_t flags = 0;
+  std::uint16_t parts = 0;
+  std::uint16_t apart = 0;  // of the parts, those that follow as messages of their own
+  std::uint32_t mailbox = 0;
+  std::uint32_t deadline_ms = 0;  // from now on; 0: none
+  std::uint32_t head = 0;         // bytes
+  std::uint32_t unused = 0;
+};
+static_assert(sizeof(LetterFields) == 24);
+
 struct FrameHeader {
   std::uint32_t magic = kFrameMagic;
   FrameType type{};
@@ -136,6 +157,7 @@ struct FrameHeader {
   union {
     Fingerprint call;
     Shape shape;
+    LetterFields letter;
   };
   FrameHeader() : shape() {}
 };

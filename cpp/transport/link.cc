@@ -116,6 +116,11 @@ bool Link::flush() {
   return all;
 }
 
+bool Link::idle() {
+  std::lock_guard lock(send_mutex_);
+  return broken() || (queue_.empty() && bulk_.empty() && awaiting_grant_.empty());
+}
+
 void Link::send_control(FrameHeader header, const void* payload, std::size_t bytes) {
   Item item;
   bytes = clipped(static_cast<const char*>(payload), bytes, kTextLimit);
@@ -316,6 +321,7 @@ bool Link::accept_header() {
   LinkState state;
   state.next_message = arrived_ + 1;
   state.unread = unread_.load(std::memory_order_relaxed);
+  state.letters = sink_.letters(*this);
   FrameHeader continues;
   if (header_.type == FrameType::kMore) {
     std::lock_guard lock(route_mutex_);

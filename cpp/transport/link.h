@@ -60,9 +60,13 @@ struct Destination {
 // Why a link ended: the peer is gone, or it broke the rules.
 enum class LinkEnd { kGone, kRefused };
 
+struct LetterState;
+
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
+  // What the letters of a link are checked against; null: it carries a group's frames and no letters.
+  virtual const LetterState* letters(Link&) { return nullptr; }
   virtual Destination on_header(Link& link, const FrameHeader& header) = 0;
   virtual void on_frame(Link& link, const FrameHeader& header, const Destination& destination) = 0;
   virtual void on_link_lost(Link& link, LinkEnd end, const char* why) = 0;
@@ -118,6 +122,8 @@ class Link {
 
   // Writes what is queued as far as it goes; true if nothing is left.
   bool flush();
+  // Nothing is left to send, nor waits for the peer to ask for it.
+  bool idle();
   bool backlog() const { return backlog_.load(std::memory_order_relaxed); }
   // Reads and delivers what is there; true if anything was.
   bool receive();

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from . import parallel as parallel
     from . import recorder as recorder
     from . import rendezvous as rendezvous
+    from . import rpc as rpc
     from . import spec as spec
     from . import store as store
     from . import streams as streams
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
     from .backend.base import DataChannel as DataChannel
     from .backend.base import GroupSpec as GroupSpec
     from .backend.registry import register_backend as register_backend
+    from .errors import AgentClosed as AgentClosed
     from .errors import AuthenticationError as AuthenticationError
+    from .errors import CallCancelled as CallCancelled
+    from .errors import CallTimeout as CallTimeout
     from .errors import CollectiveMismatch as CollectiveMismatch
     from .errors import ConfigurationError as ConfigurationError
     from .errors import ForkedProcess as ForkedProcess
@@ -55,10 +59,12 @@ if TYPE_CHECKING:
     from .errors import RemoteError as RemoteError
     from .errors import RendezvousError as RendezvousError
     from .errors import RendezvousTimeout as RendezvousTimeout
+    from .errors import RpcError as RpcError
     from .errors import ShoalError as ShoalError
     from .errors import StoreError as StoreError
     from .errors import StoreTimeout as StoreTimeout
     from .errors import UnevenInputs as UnevenInputs
+    from .errors import UnknownWorker as UnknownWorker
     from .errors import UnsupportedOperation as UnsupportedOperation
     from .errors import UnusedParameterError as UnusedParameterError
     from .errors import UsageError as UsageError
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     from .errors import WaitTimeout as WaitTimeout
     from .errors import WireError as WireError
     from .errors import WireTimeout as WireTimeout
+    from .errors import WorkerLost as WorkerLost
     from .future import Future as Future
     from .future import collect_all as collect_all
     from .future import wait_all as wait_all
@@ -108,7 +115,10 @@ _PUBLIC = {
     "backend.base": ["Backend", "DataChannel", "GroupSpec"],
     "backend.registry": ["register_backend"],
     "errors": [
+        "AgentClosed",
         "AuthenticationError",
+        "CallCancelled",
+        "CallTimeout",
         "CollectiveMismatch",
         "ConfigurationError",
         "ForkedProcess",
@@ -128,10 +138,12 @@ _PUBLIC = {
         "RemoteError",
         "RendezvousError",
         "RendezvousTimeout",
+        "RpcError",
         "ShoalError",
         "StoreError",
         "StoreTimeout",
         "UnevenInputs",
+        "UnknownWorker",
         "UnsupportedOperation",
         "UnusedParameterError",
         "UsageError",
@@ -139,6 +151,7 @@ _PUBLIC = {
         "WaitTimeout",
         "WireError",
         "WireTimeout",
+        "WorkerLost",
     ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Batch", "Message", "ProcessGroup"],
@@ -179,6 +192,7 @@ _SUBMODULES = (
     "parallel",
     "recorder",
     "rendezvous",
+    "rpc",
     "spec",
     "store",
     "streams",

@@ -188,6 +188,269 @@ class Context:
     def hush(self, silent: bool) -> None: ...
     def die_at(self, point: int) -> None: ...
 
+# -- cpp/post -----------------------------------------------------------------------------------
+
+class Part:
+    """One received buffer: writable, owned by whoever holds this object, alive as long as a view of it.
+
+    Supports the buffer protocol (``memoryview(part)``, ``torch.frombuffer(part, dtype=...)``,
+    ``pickle.loads(head, buffers=parts)``); ``len(part)`` is its size in bytes, which may be 0.  Its memory
+    begins at a multiple of 16.
+    """
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Letter:
+    """A received letter: a call, a post (one way), or the reply to a call.  Any thread may use it."""
+
+    @property
+    def peer(self) -> int:
+        """The peer that sent it, as :meth:`Post.attach` named it."""
+
+    @property
+    def call(self) -> int:
+        """The sender's number of the call, 1 or more; 0 for a post."""
+
+    @property
+    def mailbox(self) -> int: ...
+    @property
+    def flags(self) -> int:
+        """The 16 bits that the sender gave, for the codec to use."""
+
+    @property
+    def failed(self) -> bool:
+        """For a reply: whether its sender gave ``failed=True``."""
+
+    @property
+    def head(self) -> bytes: ...
+    @property
+    def parts(self) -> list[Part]: ...
+    def remaining(self) -> float | None:
+        """Seconds until the caller gives up, 0.0 when it has; None if it waits for ever, or for a post."""
+
+    def cancelled(self) -> bool:
+        """Whether nobody wants the reply any more: the caller cancelled or timed out, or is lost."""
+
+    def announce(self, ticket: int) -> bool:
+        """Ask for the ticket among the completions once when :meth:`cancelled` becomes true.
+
+        True if it is so already; the ticket then never appears.  It does not appear either once the letter
+        was replied to.
+        """
+
+    def describe(self, text: str) -> None:
+        """Say what runs for this call; a caller's :meth:`Call.known` shows it.  At most 200 bytes count."""
+
+class Call:
+    """A request on its way.  Any thread may use it; letting go of it does not cancel the call.
+
+    A call ends exactly once: with a reply, or with an error (see :meth:`error`).
+    """
+
+    TIMEOUT: int
+    CANCELLED: int
+    LOST: int
+    CLOSED: int
+    REFUSED: int
+
+    @property
+    def peer(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    def done(self) -> bool:
+        """Whether the call has ended; does not block."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block without the GIL until the call has ended, at most ``timeout`` seconds; whether it has.
+
+        Signal handlers run meanwhile if this is the main thread, and what they raise is raised here; the
+        call goes on.  None waits as long as the call lasts.
+        """
+
+    def error(self) -> tuple[int, str] | None:
+        """None if the call is pending or has a reply, else (code, text); does not block.
+
+        ``TIMEOUT``: its deadline passed; the text says what the callee's post knew of the call if it has
+        answered ("never received", "queued behind 3", "running for 3.2 s in fn"), else what is known
+        here ("takes nothing for 5.0 s, 812 letters queued").  ``CANCELLED``: by :meth:`cancel`.  ``LOST``:
+        the peer ended, or was dropped; the text says why.  ``CLOSED``: the post was closed.  ``REFUSED``:
+        the callee released the mailbox, or one of the two has no memory for the letter.
+        """
+
+    def reply(self) -> Letter:
+        """The reply; its memory is the caller's from now on.
+
+        Raises:
+            RuntimeError: the call is pending, has failed, or its reply was taken already.
+        """
+
+    def announce(self, ticket: int) -> bool:
+        """Ask for the ticket among the completions once when the call has ended.
+
+        True if it has ended already; the ticket then never appears.  Only the last ticket counts.
+        """
+
+    def cancel(self) -> bool:
+        """End the call now with ``CANCELLED`` and tell the callee; False if it had ended.  Does not block.
+
+        A callee that has not begun drops the letter; else :meth:`Letter.cancelled` is true there.
+        """
+
+    def ask(self) -> None:
+        """Ask the callee's post, not its Python, what became of the call; :meth:`known` has the answer."""
+
+    def known(self) -> str:
+        """What the callee's post last answered to :meth:`ask`, "" if nothing yet."""
+
+class Post:
+    """The native endpoint of one agent: a thread of its own carries letters to and from any number of peers.
+
+    Every method may be called by any thread at any time, also after :meth:`close`: what sends then fails with
+    ConnectionError.  The thread never runs Python.  In a forked child every method raises RuntimeError, but
+    :meth:`close`, which does nothing; the child's copies of all descriptors are closed by the fork itself.
+
+    Letters from one peer to one mailbox other than 0 are taken in the order in which they were sent; those to
+    mailbox 0 as they become complete.
+    """
+
+    @staticmethod
+    def make(budget: int, heartbeat: float) -> Post:
+        """An endpoint without peers.
+
+        Args:
+            budget: bytes of large parts (over 256 KiB) that may be received and not yet taken, for all peers
+                together; one at a time per peer is received in any case.
+            heartbeat: seconds of silence after which a peer without a pid counts as lost.
+        """
+
+    def attach(self, fd: int, pid: int, ticket: int) -> int:
+        """Add a peer; its name here, an integer that is never used again.
+
+        Args:
+            fd: a connected, authenticated stream socket (TCP or unix) with nothing of the handshake left
+                unread.  The post takes the descriptor, also if it raises.
+            pid: of a peer on this host whose death is watched, else 0.
+            ticket: appears among the completions once when the peer is lost, leaves or is dropped, after
+                everything that it had sent can be taken and its pending calls have ended.
+
+        Raises:
+            ConnectionError: the post is closed.
+            OSError: no descriptor is left.
+        """
+
+    def drop(self, peer: int, why: str) -> None:
+        """Cut the connection to a peer at once; its pending calls fail with ``LOST`` and ``why``.
+
+        What it had sent completely can still be taken.  Nothing happens if it is lost or unknown.
+        """
+
+    def lost(self, peer: int) -> str | None:
+        """Why a peer is lost; None while it is there.  The last 4,096 losses are remembered, then ""."""
+
+    def request(
+        self,
+        peer: int,
+        mailbox: int,
+        head: bytes,
+        parts: Sequence[tuple[int, int]],
+        keep: object,
+        timeout: float | None,
+        flags: int = 0,
+    ) -> Call:
+        """Send a call.
+
+        Blocks, without the GIL, only while the peer takes nothing and 64 MiB of letters are queued for it;
+        then until there is room, at most until the call's own timeout.
+
+        Args:
+            parts: (address, bytes) of each, at most 65,535.  Those up to 16 KiB are copied before this
+                returns; larger ones are read until the call has ended.
+            keep: kept alive as long as the memory of the parts is read.  It is let go in a thread that calls
+                a method of this post, with the GIL.
+            timeout: seconds from now until the call fails with ``TIMEOUT``; None: never.
+
+        A peer that is lost, or that never was, gives a call that has failed with ``LOST``.
+        """
+
+    def post(
+        self,
+        peer: int,
+        mailbox: int,
+        head: bytes,
+        parts: Sequence[tuple[int, int]],
+        keep: object,
+        timeout: float | None,
+        flags: int = 0,
+    ) -> bool:
+        """Send a letter that nobody replies to; arguments and blocking as :meth:`request`.
+
+        Whether it was sent or queued: False if the peer is lost, or took nothing until ``timeout``.
+        """
+
+    def reply(
+        self,
+        letter: Letter,
+        head: bytes,
+        parts: Sequence[tuple[int, int]],
+        keep: object,
+        failed: bool = False,
+        flags: int = 0,
+    ) -> bool:
+        """Answer a call, once.  Never blocks: large parts are queued.
+
+        Whether it was sent or queued: False if nobody wants it any more, the letter was replied to already or
+        is a post.
+        """
+
+    def take(self, mailbox: int, timeout: float | None, most: int) -> list[Letter] | None:
+        """The next letters of a mailbox, at most ``most``; [] if none came in ``timeout`` seconds.
+
+        None once the post is closed.  Blocks without the GIL; signals as in :meth:`Call.wait`.  Cancelled and
+        overdue calls are never among the letters.  Several threads may take from one mailbox (of those
+        blocked the last to come is served first); a mailbox whose letters are ordered wants one.
+        """
+
+    def waiting(self, mailbox: int) -> int:
+        """How many letters of a mailbox wait to be taken."""
+
+    def release(self, mailbox: int) -> None:
+        """Close a mailbox for ever: :meth:`take` of it returns None, its letters are dropped.
+
+        Calls to it that come later fail with ``REFUSED``; those that it held are not answered.
+        """
+
+    def watch(self, ticket: int, patience: float) -> None:
+        """From now on the ticket appears among the completions each time a letter of mailbox 0 has waited
+        ``patience`` seconds while no thread was blocked in :meth:`take`; at most once in that time.
+        """
+
+    def announce(self, ticket: int) -> None:
+        """Put a ticket among the completions."""
+
+    def completions(self, timeout: float | None) -> list[int] | None:
+        """The tickets that have become due, in order; [] if none did in ``timeout`` seconds.
+
+        None once the post is closed and all tickets were given.  Blocks without the GIL; one thread calls it.
+        """
+
+    def stats(self) -> dict[str, int]:
+        """What is held: peers, calls, letters not taken, calls handled, bytes queued, and bytes granted."""
+
+    def sever(self, peer: int) -> None:
+        """Cut the connection as a cable would be, for tests."""
+
+    def hush(self, silent: bool) -> None:
+        """Stop sending heartbeats, for tests."""
+
+    def close(self, timeout: float) -> None:
+        """Send what is queued, say bye to all peers and end; at most ``timeout`` seconds.
+
+        Pending calls fail with ``CLOSED`` at once, blocked threads return.  Afterwards no thread and no
+        descriptor is left, but that of the arena, which goes with this object.  Blocks without the GIL.
+        A second call does nothing.
+        """
+
 # -- cpp/kernels --------------------------------------------------------------------------------
 
 class kernels:

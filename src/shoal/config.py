@@ -197,6 +197,14 @@ SHARED_MEMORY_LIMIT: Variable[int | None] = Variable(
     "SHOAL_SHARED_MEMORY_LIMIT", "a positive number of bytes such as 1073741824 or 1G", _bytes, None,
     "Most shared memory that this process may take, in bytes (K, M, G and T are powers of 1024).",
 )  # fmt: skip
+RPC_TIMEOUT: Variable[float] = Variable(
+    "SHOAL_RPC_TIMEOUT", _SECONDS, _seconds, 60.0,
+    "Seconds until a call to another worker without a timeout of its own fails.",
+)  # fmt: skip
+RPC_MEMORY: Variable[int] = Variable(
+    "SHOAL_RPC_MEMORY", "a positive number of bytes such as 1073741824 or 1G", _bytes, 2**30,
+    "Most bytes of large parts (over 256 KiB) of calls that an agent of `shoal.rpc` holds unhandled.",
+)  # fmt: skip
 RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
     "Number of the latest operations that the flight recorder keeps; 0 turns it off.",

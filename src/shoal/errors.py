@@ -251,4 +251,67 @@ class LaunchError(ShoalError):
 
 
 class RemoteError(ShoalError):
-    """A function run on several ranks failed on some; the message holds every rank's traceback."""
+    """A function that ran elsewhere failed: on some of several ranks, or at a worker that was called.
+
+    The message holds the tracebacks from there.  The exception that a call over RPC raises has this one as
+    its cause, or is this one where its own type could not be rebuilt here.
+
+    Attributes:
+        worker: name of the worker that was called; "" where ranks were run.
+        traceback: of the exception there, as text; "" where the message holds those of several ranks.
+    """
+
+    def __init__(self, message: str, worker: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.traceback = traceback
+
+
+# -- rpc ---------------------------------------------------------------------------------------
+
+
+class RpcError(ShoalError):
+    """A call to another worker did not come to its end.  Other calls go on.
+
+    Nothing is tried again: whether the function ran, or how far, is known only where the message says it.
+    """
+
+
+class CallTimeout(RpcError, TimeoutError):
+    """A call had no reply within its timeout; the message says how far it came, if the callee told.
+
+    Give a slow function more time, ``peer.options(timeout=...)``.  The callee was told that nobody waits any
+    more: a call that had not begun never runs, and a function can ask ``shoal.rpc.current().cancelled()``.
+    """
+
+
+class CallCancelled(RpcError):
+    """``cancel()`` was called on the future of a call.
+
+    A call that had not begun never runs; a function that runs already goes on, unless it asks
+    ``shoal.rpc.current().cancelled()``.
+    """
+
+
+class UnknownWorker(RpcError):
+    """Nobody has joined under the name of a worker in time; the message lists who has."""
+
+
+class AgentClosed(RpcError):
+    """The agent was closed, here or by the worker that a call was for.  Nothing more can be called."""
+
+
+class WorkerLost(RpcError, PeerLost):
+    """The worker that a call was for died, or the connection to it broke before the reply came.
+
+    Attributes:
+        worker: its name.
+        ranks: empty; workers are known by names.
+
+    Whether the function ran is not known.  Calls to other workers go on.  A later call reaches the worker
+    again if it lives, or a new process that has joined under its name.
+    """
+
+    def __init__(self, message: str, worker: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message, ranks)
+        self.worker = worker

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.errors import AuthenticationError, WireTimeout
+from shoal.errors import AuthenticationError, WireError, WireTimeout
+from shoal.testing import no_leaks
 from shoal.wire import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
 from shoal.wire.sockets import authenticate
 
@@ -156,3 +157,14 @@ def test_a_stranger_that_says_a_byte_at_a_time_has_one_deadline_for_all() -> Non
                     acceptor.accept(0.01)
                 assert not deadline.expired
         assert acceptor.refused
+
+
+def test_an_acceptor_is_stopped_while_a_thread_waits_in_it() -> None:
+    with no_leaks(), Acceptor(listen("127.0.0.1"), secret=b"", purpose="test") as acceptor:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(acceptor.accept, 60)
+            acceptor.stop()
+            with pytest.raises(WireError, match="nothing is accepted any more"):
+                waiting.result(30)
+        with pytest.raises(WireError, match="nothing is accepted any more"):
+            acceptor.accept(60)

@@ -342,7 +342,7 @@ class _Builder:
                         looked = Deadline(_LOOK)
                     try:
                         self._introduce(acceptor.accept(_ATTEMPT), None)
-                    except (WireError, msgspec.MsgspecError) as error:
+                    except WireError as error:
                         if lacking(error):
                             raise
                         # Strangers, and peers that will try another way, are passed over.
@@ -363,26 +363,32 @@ class _Builder:
         self._keep(theirs, connection, memory)
 
     def _meet(self, connection: Connection, expected: int | None) -> tuple[int, _SharedMemory | None]:
-        me, timeout = self._me, self._deadline.remaining()
+        timeout = self._deadline.remaining()
         if expected is not None:
-            self._say_hello(connection, expected)
+            theirs = wire.introduce(connection, self._hello(expected), timeout)
+            self._check(connection, theirs, expected)
         else:
             timeout = min(timeout, wire.HANDSHAKE_TIMEOUT)  # others wait to be accepted
-        theirs = msgspec.msgpack.decode(connection.recv(timeout), type=_Hello)
+
+            def answer(theirs: _Hello) -> _Hello:
+                self._check(connection, theirs, None)
+                return self._hello(theirs.rank)
+
+            theirs = wire.be_introduced(connection, _Hello, answer, timeout)
+        memory = wire.share_memory(connection, self._memory.fd, timeout)
+        if memory is None:
+            return theirs.rank, None
+        return theirs.rank, _SharedMemory(memory.fd, theirs.capacity, theirs.ring, memory.pid)
+
+    def _check(self, connection: Connection, theirs: _Hello, expected: int | None) -> None:
+        """Refuse whoever is of another job, or not the rank that was expected."""
+        me = self._me
         if (theirs.job, theirs.epoch) != (me.job, me.epoch):
             raise WireError(
                 f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job"
             )
         if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
             raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
-        if expected is None:
-            self._say_hello(connection, theirs.rank)
-        if connection.socket.family != socket.AF_UNIX:
-            return theirs.rank, None
-        pid = wire.peer_pid(connection)
-        wire.send_fds(connection, [self._memory.fd], timeout)
-        (fd,) = wire.recv_fds(connection, 1, timeout)
-        return theirs.rank, _SharedMemory(fd, theirs.capacity, theirs.ring, pid)
 
     def _keep(self, rank: int, link: Connection, memory: _SharedMemory | None) -> None:
         """Take a link into the mesh.
@@ -404,10 +410,9 @@ class _Builder:
             if spare[1] is not None:
                 os.close(spare[1].fd)
 
-    def _say_hello(self, connection: Connection, to: int) -> None:
+    def _hello(self, to: int) -> _Hello:
         me = self._me
-        hello = _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
-        connection.send(msgspec.msgpack.encode(hello), self._deadline.remaining())
+        return _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
 
     def _lost(self, rank: int) -> RendezvousError:
         """The error to raise when ``rank`` cannot be reached, or went, before the ranks were connected.

@@ -151,7 +151,7 @@ def _address(host: str, port: int, secret: bytes) -> str:
         raise ConfigurationError(
             f"rendezvous at {host}:{port} is beyond this host and the job has no secret: set the same one "
             "for every process, SHOAL_SECRET=$(openssl rand -hex 16) (or SHOAL_SECRET_FILE, the path of a "
-            "file), or give shoal.init secret="
+            "file), or give secret="
         )
     return address
 

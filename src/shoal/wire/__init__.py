@@ -23,6 +23,7 @@ from .deadline import Deadline
 from .frames import FrameReader, frame_header
 from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_version
 from .inherit import close_in_forked_child
+from .introduce import SharedMemory, be_introduced, introduce, share_memory
 from .pending import PendingHandshake
 from .server import Server, Session
 from .sockets import accept, connect, listen, listens
@@ -42,17 +43,21 @@ __all__ = [
     "PendingHandshake",
     "Server",
     "Session",
+    "SharedMemory",
     "Stream",
     "accept",
+    "be_introduced",
     "build_version",
     "close_in_forked_child",
     "connect",
     "connect_unix",
     "frame_header",
+    "introduce",
     "listen",
     "listen_unix",
     "listens",
     "peer_pid",
     "recv_fds",
     "send_fds",
+    "share_memory",
 ]

@@ -58,13 +58,17 @@ class Acceptor:
         self._refused = ""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        close_in_forked_child(self._selector)
+        self._stop_out, self._stop_in = socket.socketpair()
+        self._selector.register(self._stop_in, selectors.EVENT_READ, self._stop_in)
+        for inherited in (self._selector, self._stop_out, self._stop_in):
+            close_in_forked_child(inherited)
 
     def accept(self, timeout: float) -> Connection:
         """The next connection whose other side has proved itself.
 
         Raises:
             WireTimeout: nobody did in time; the message says why the last stranger was refused.
+            WireError: nothing can be accepted, or :meth:`stop` was called.
         """
         deadline = Deadline(timeout)
         while not self._ready:
@@ -72,6 +76,8 @@ class Acceptor:
             for key, _ in self._selector.select(max(0.0, min(oldest, deadline.at) - time.monotonic())):
                 if key.data is None:
                     self._greet()
+                elif key.data is self._stop_in:
+                    raise WireError("nothing is accepted any more")
                 else:
                     self._step(key.data)
             for pending in [each for each, at in self._pending.items() if at <= time.monotonic()]:
@@ -86,6 +92,10 @@ class Acceptor:
         """Why the last stranger was refused, ``""`` if none was."""
         return self._refused
 
+    def stop(self) -> None:
+        """Let :meth:`accept` raise from now on; any thread may call it while another one is in there."""
+        self._stop_out.close()
+
     def close(self) -> None:
         """Close the listener and all connections that were not given out."""
         for pending in self._pending:
@@ -95,7 +105,8 @@ class Acceptor:
             connection.close()
         self._ready.clear()
         self._selector.close()
-        self._listener.close()
+        for sock in (self._listener, self._stop_out, self._stop_in):
+            sock.close()
 
     def __enter__(self) -> Acceptor:
         return self

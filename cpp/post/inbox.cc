@@ -1,0 +1,142 @@
+#include "post/inbox.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace shoal {
+namespace {
+
+// A call that was cancelled or whose time is over needs no handler.
+bool worth_taking(const Letter& letter) {
+  const auto& handling = letter.handling;
+  return !handling ||
+         (!handling->overdue(now_ns()) && handling->advance(Handling::kQueued, Handling::kRunning));
+}
+
+}  // namespace
+
+bool Inbox::put(LetterPtr letter) {
+  letter->arrived = now_ns();
+  std::lock_guard lock(mutex_);
+  if (closed_) return true;
+  if (released_.contains(letter->header.letter.mailbox)) return false;
+  Mailbox& mailbox = mailboxes_[letter->header.letter.mailbox];
+  if (!mailbox.asleep.empty()) {
+    if (!worth_taking(*letter)) return true;
+    Sleeper& sleeper = *mailbox.asleep.back();
+    mailbox.asleep.pop_back();
+    sleeper.letter = std::move(letter);
+    sleeper.woken.open();  // last: the sleeper may be gone after it
+    return true;
+  }
+  letter->place = ++arrivals_;
+  const std::uint64_t place = letter->place;
+  mailbox.letters.emplace_hint(mailbox.letters.end(), place, std::move(letter));
+  return true;
+}
+
+void Inbox::drop_if_empty(std::uint32_t mailbox) {
+  auto found = mailboxes_.find(mailbox);
+  if (found != mailboxes_.end() && found->second.letters.empty() && found->second.asleep.empty())
+    mailboxes_.erase(found);
+}
+
+void Inbox::remove(const Letter& letter) {
+  LetterPtr removed;  // outlives the lock: it gives back what it held
+  std::lock_guard lock(mutex_);
+  const std::uint32_t number = letter.header.letter.mailbox;
+  auto mailbox = mailboxes_.find(number);
+  if (mailbox == mailboxes_.end()) return;
+  auto found = mailbox->second.letters.find(letter.place);
+  if (found == mailbox->second.letters.end() || found->second.get() != &letter) return;
+  removed = std::move(found->second);
+  mailbox->second.letters.erase(found);
+  drop_if_empty(number);
+}
+
+bool Inbox::take(std::uint32_t number, std::int64_t until, std::size_t most,
+                 std::vector<LetterPtr>& letters) {
+  std::vector<LetterPtr> stale;  // outlives the lock, as above
+  Sleeper self;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_ || released_.contains(number)) return false;
+    Mailbox& mailbox = mailboxes_[number];
+    while (!mailbox.letters.empty() && letters.size() < most) {
+      auto first = mailbox.letters.begin();
+      (worth_taking(*first->second) ? letters : stale).push_back(std::move(first->second));
+      mailbox.letters.erase(first);
+    }
+    if (!letters.empty() || most == 0 || until <= now_ns()) {
+      drop_if_empty(number);
+      return true;
+    }
+    mailbox.asleep.push_back(&self);
+  }
+  stale.clear();
+  if (!self.woken.wait(until)) {
+    std::lock_guard lock(mutex_);
+    if (auto found = mailboxes_.find(number); found != mailboxes_.end()) {
+      std::erase(found->second.asleep, &self);
+      drop_if_empty(number);
+    }
+  }
+  // Under the lock nobody could hand over any more; a letter that came at the last moment is here now.
+  std::lock_guard lock(mutex_);
+  if (self.letter) letters.push_back(std::move(self.letter));
+  return !letters.empty() || !(closed_ || released_.contains(number));
+}
+
+std::size_t Inbox::waiting(std::uint32_t mailbox) {
+  std::lock_guard lock(mutex_);
+  auto found = mailboxes_.find(mailbox);
+  return found == mailboxes_.end() ? 0 : found->second.letters.size();
+}
+
+std::size_t Inbox::waiting() {
+  std::lock_guard lock(mutex_);
+  std::size_t sum = 0;
+  for (const auto& [number, mailbox] : mailboxes_) sum += mailbox.letters.size();
+  return sum;
+}
+
+std::optional<std::size_t> Inbox::ahead_of(const Letter& letter) {
+  std::lock_guard lock(mutex_);
+  auto mailbox = mailboxes_.find(letter.header.letter.mailbox);
+  if (mailbox == mailboxes_.end()) return std::nullopt;
+  const auto& letters = mailbox->second.letters;
+  auto found = letters.find(letter.place);
+  if (found == letters.end() || found->second.get() != &letter) return std::nullopt;
+  return static_cast<std::size_t>(std::distance(letters.begin(), found));
+}
+
+std::int64_t Inbox::neglected() {
+  std::lock_guard lock(mutex_);
+  auto found = mailboxes_.find(0);
+  if (found == mailboxes_.end() || !found->second.asleep.empty() || found->second.letters.empty()) return 0;
+  return found->second.letters.begin()->second->arrived;
+}
+
+void Inbox::release(std::uint32_t number) {
+  Mailbox dropped;  // outlives the lock, as above
+  std::lock_guard lock(mutex_);
+  released_.insert(number);
+  auto found = mailboxes_.find(number);
+  if (found == mailboxes_.end()) return;
+  for (Sleeper* sleeper : found->second.asleep) sleeper->woken.open();
+  dropped = std::move(found->second);
+  mailboxes_.erase(found);
+}
+
+void Inbox::close() {
+  std::unordered_map<std::uint32_t, Mailbox> dropped;  // outlives the lock, as above
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  for (auto& [number, mailbox] : mailboxes_) {
+    for (Sleeper* sleeper : mailbox.asleep) sleeper->woken.open();
+    mailbox.asleep.clear();
+  }
+  dropped.swap(mailboxes_);
+}
+
+}  // namespace shoal

@@ -1,0 +1,51 @@
+// What one thread waits for and another opens, once.  Opening costs a system call only if somebody sleeps.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+
+#include "base/clock.h"
+
+namespace shoal {
+
+class Latch {
+ public:
+  bool is_open() const { return word_.load(std::memory_order_acquire) == kOpen; }
+
+  // What was written before is seen by whoever finds the latch open.
+  void open() {
+    if (word_.exchange(kOpen, std::memory_order_acq_rel) == kAwaited)
+      futex(FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
+  }
+
+  // Blocks until the latch is open, or `deadline` (ns) has passed, or a signal came; whether it is open.
+  bool wait(std::int64_t deadline) {
+    std::uint32_t seen = kShut;
+    if (!word_.compare_exchange_strong(seen, kAwaited, std::memory_order_acq_rel) && seen == kOpen)
+      return true;
+    const std::int64_t left = deadline - now_ns();
+    if (left > 0) {
+      timespec limit{static_cast<time_t>(left / 1'000'000'000), static_cast<long>(left % 1'000'000'000)};
+      futex(FUTEX_WAIT_PRIVATE, kAwaited, &limit);
+    }
+    return is_open();
+  }
+
+  // For the next time; nobody waits or opens meanwhile.
+  void shut() { word_.store(kShut, std::memory_order_relaxed); }
+
+ private:
+  static constexpr std::uint32_t kShut = 0, kAwaited = 1, kOpen = 2;
+  void futex(int what, std::uint32_t value, const timespec* limit) {
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word_), what, value, limit, nullptr, 0);
+  }
+  std::atomic<std::uint32_t> word_{kShut};
+};
+
+}  // namespace shoal

@@ -1,0 +1,163 @@
+// Letters as they are sent and received, and the calls that they belong to.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "post/budget.h"
+#include "post/latch.h"
+#include "post/tickets.h"
+#include "transport/letter.h"
+#include "transport/link.h"
+
+namespace shoal {
+
+constexpr std::size_t kInsideLimit = 16 * 1024;  // longer parts travel apart
+constexpr std::size_t kNoteLimit = 200;          // bytes of what a handler says of itself
+
+// -- sent -----------------------------------------------------------------------------------------
+
+struct PartToSend {
+  const std::byte* data = nullptr;
+  std::uint64_t bytes = 0;
+};
+
+// A message on its way out with what its memory belongs to.
+struct Parcel : Outgoing {
+  std::unique_ptr<std::byte[]> own;
+  std::shared_ptr<void> keep;
+};
+
+// A letter to send: the message of the letter itself, then one for each part that travels apart.
+struct Posting {
+  std::vector<std::shared_ptr<Parcel>> messages;
+  std::uint64_t bytes = 0;  // of the copied memory
+};
+
+// Throws std::bad_alloc, and std::invalid_argument for what no letter can hold.
+Posting compose(const LetterFields& fields, std::span<const std::byte> head,
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+
+// -- received -------------------------------------------------------------------------------------
+
+// One received buffer.
+struct Part {
+  std::shared_ptr<std::byte> data;
+  std::uint64_t bytes = 0;
+};
+
+// What is known here of a call that a peer made: from its first frame until it is answered.
+class Handling {
+ public:
+  enum State { kArriving, kQueued, kRunning, kAnswered };
+
+  explicit Handling(std::int64_t deadline) : deadline_(deadline) {}
+
+  std::int64_t deadline() const { return deadline_; }  // ns; 0: none
+  bool overdue(std::int64_t now) const { return deadline_ != 0 && now >= deadline_; }
+  bool cancelled() const { return unwanted_.load(std::memory_order_acquire) || overdue(now_ns()); }
+  bool unwanted() const { return unwanted_.load(std::memory_order_acquire); }
+  State state();
+  // Moves on from `from`; false if it is elsewhere.
+  bool advance(State from, State to);
+  // Nobody wants the reply any more.
+  void unwant(Tickets& tickets);
+  bool announce(std::int64_t ticket);
+  void describe(std::string text);
+  // "running for 3.2 s in fn"
+  std::string running(std::int64_t now);
+
+ private:
+  const std::int64_t deadline_;
+  std::atomic<bool> unwanted_{false};
+  std::mutex mutex_;
+  State state_ = kArriving;
+  std::int64_t began_ = 0;
+  std::int64_t ticket_ = -1;
+  std::string note_;
+};
+
+// A received letter.
+struct Letter {
+  int peer = 0;
+  std::uint64_t call = 0;
+  FrameHeader header;
+  std::shared_ptr<std::byte> body;
+  std::vector<Part> parts;
+  std::shared_ptr<Handling> handling;  // of a call
+  std::uint64_t place = 0;             // in its inbox
+  std::int64_t arrived = 0;
+  // What it takes up until somebody takes it; `owner` keeps the link that the charges refer to.
+  std::shared_ptr<void> owner;
+  std::vector<Charge> charges;
+  std::vector<Budget::Grant> grants;
+
+  Verb verb() const { return header.letter.verb; }
+  std::span<const std::byte> head() const {
+    return {body.get() + layout::head_at(header.letter), header.letter.head};
+  }
+  void taken() {
+    charges.clear();
+    grants.clear();
+    owner.reset();
+  }
+};
+using LetterPtr = std::shared_ptr<Letter>;
+
+// Fills in the parts of a letter of which everything has come, in their order.  Null, or its flaw.
+const char* unfold(Letter& letter, const std::vector<Part>& apart);
+
+// -- calls made here ------------------------------------------------------------------------------
+
+enum class CallEnd : int { kNone = 0, kTimeout = 1, kCancelled = 2, kLost = 3, kClosed = 4, kRefused = 5 };
+
+class Call {
+ public:
+  Call(int peer, std::int64_t deadline) : peer(peer), begun(now_ns()), deadline(deadline) {}
+
+  const int peer;
+  const std::int64_t begun;
+  const std::int64_t deadline;  // ns; 0: none
+  std::int64_t due = 0;         // when the post looks at it, under the lock of the deadlines
+  std::uint64_t number = 0;     // set before anybody else sees the call
+  std::uint64_t unique = 0;     // in this post
+  std::uint64_t queued_at = 0;  // its place in the peer's outbox, under the peer's lock; 0: was never in it
+
+  bool done() const { return ended_.is_open(); }
+  // Until `until` (ns) or a signal.
+  bool wait(std::int64_t until) { return ended_.wait(until); }
+  // Whether it has ended already; if not, the ticket is due when it does.
+  bool announce(std::int64_t ticket);
+  std::pair<CallEnd, std::string> error();
+  LetterPtr take_reply();
+  std::string known();
+
+  // For the post: exactly one `claim` succeeds, and who has it calls `end`.
+  bool claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
+  bool claimed() const { return claimed_.load(std::memory_order_acquire); }
+  void end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets);
+  void told(std::string text);
+  std::atomic<bool> asked{false};  // the callee, when the deadline had passed
+  // The messages that may still read the caller's memory, until it ends.
+  void sent(std::vector<std::shared_ptr<Parcel>> apart);
+  std::vector<std::shared_ptr<Parcel>> take_sent();
+
+ private:
+  Latch ended_;
+  std::atomic<bool> claimed_{false};
+  std::mutex mutex_;
+  CallEnd how_ = CallEnd::kNone;
+  std::string text_, known_;
+  LetterPtr reply_;
+  std::int64_t ticket_ = -1;
+  std::vector<std::shared_ptr<Parcel>> apart_;
+};
+using CallPtr = std::shared_ptr<Call>;
+
+}  // namespace shoal

@@ -1,0 +1,210 @@
+#include "post/peer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <limits>
+#include <utility>
+
+namespace shoal {
+namespace {
+
+// Of the window of a link, kUnreadLimit, calls and posts use so much; the rest is for replies, which wait for
+// nobody.  It is more than the receiver keeps back before it gives credit, or both would wait.
+constexpr std::uint64_t kLetterWindow = kUnreadLimit / 4 * 3;
+constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before who submits must wait
+
+}  // namespace
+
+// -- sending ----------------------------------------------------------------------------------------
+
+bool Peer::fits(const Posting& posting) {
+  const auto first = std::min<std::uint64_t>(posting.messages[0]->header.total, kEager);
+  return link.lent() + first + kHeaderCharge <= kLetterWindow;
+}
+
+// Under `sending_`.
+void Peer::transmit(Posting& posting, const CallPtr& call) {
+  if (call) {
+    FrameHeader& header = posting.messages[0]->header;
+    if (call->deadline != 0) {
+      constexpr std::int64_t kLongestDeadline = std::numeric_limits<std::uint32_t>::max();
+      const std::int64_t left = (call->deadline - now_ns() + 999'999) / 1'000'000;
+      header.letter.deadline_ms =
+          static_cast<std::uint32_t>(std::clamp<std::int64_t>(left, 1, kLongestDeadline));
+    }
+    for (auto& message : posting.messages) message->header.channel = call->number;
+  }
+  for (auto& message : posting.messages) link.send(message);
+  if (!call) return;
+  std::erase_if(posting.messages, [](const auto& message) { return message->done.load(); });
+  if (posting.messages.empty()) return;
+  call->sent(std::move(posting.messages));
+  if (call->claimed())  // it ended before it could see what it still sends
+    for (auto& message : call->take_sent()) link.cancel(message);
+}
+
+bool Peer::await_room(std::uint64_t bytes, std::int64_t until) {
+  std::unique_lock lock(sending_);
+  auto has_room = [&] { return queued_ == 0 || queued_ + bytes <= kQueueLimit || lost_.load(); };
+  while (!has_room()) {
+    const std::int64_t left = until - now_ns();
+    if (left <= 0) return false;
+    room_.wait_for(lock, std::chrono::nanoseconds(left));
+  }
+  return true;
+}
+
+bool Peer::submit(Posting posting, const CallPtr& call) {
+  std::lock_guard lock(sending_);
+  {
+    std::lock_guard calls(calls_mutex_);
+    if (lost_) return false;
+    if (call) {
+      call->number = made_.load(std::memory_order_relaxed) + 1;
+      made_.store(call->number, std::memory_order_release);
+      pending_.emplace(call->number, call);
+    }
+  }
+  if (outbox_.empty() && fits(posting)) {
+    transmit(posting, call);
+    return true;
+  }
+  queued_ += posting.bytes;
+  ++submitted_;
+  if (call) call->queued_at = submitted_;
+  outbox_.emplace(submitted_, Queued{std::move(posting), call});
+  return true;
+}
+
+bool Peer::reply(Posting posting, std::uint64_t number) {
+  std::lock_guard lock(sending_);
+  if (lost_) return false;
+  for (auto& message : posting.messages) message->header.channel = number;
+  transmit(posting, nullptr);
+  return true;
+}
+
+void Peer::credited(std::uint64_t bytes) {
+  link.credited(bytes);
+  std::lock_guard lock(sending_);
+  last_taken_ = now_ns();
+  bool any = false;
+  while (!outbox_.empty() && fits(outbox_.begin()->second.posting)) {
+    Queued next = std::move(outbox_.begin()->second);
+    outbox_.erase(outbox_.begin());
+    queued_ -= next.posting.bytes;
+    any = true;
+    if (!next.call || !next.call->claimed()) transmit(next.posting, next.call);
+  }
+  if (any) room_.notify_all();
+}
+
+void Peer::control(FrameType type, std::uint64_t call, std::uint16_t code, const std::string& text) {
+  FrameHeader header;
+  header.type = type;
+  header.channel = call;
+  header.code = code;
+  link.send_control(header, text.data(), text.size());
+}
+
+void Peer::stop_sending(Call& call) {
+  {
+    std::lock_guard lock(sending_);
+    if (auto found = outbox_.find(call.queued_at); found != outbox_.end()) {
+      queued_ -= found->second.posting.bytes;
+      outbox_.erase(found);
+      room_.notify_all();
+      return;
+    }
+  }
+  for (auto& message : call.take_sent()) link.cancel(message);
+}
+
+bool Peer::all_sent() {
+  std::lock_guard lock(sending_);
+  return lost_ || (outbox_.empty() && link.idle());
+}
+
+std::uint64_t Peer::queued() {
+  std::lock_guard lock(sending_);
+  return queued_;
+}
+
+std::string Peer::unsent(const Call& call, std::int64_t now) {
+  std::lock_guard lock(sending_);
+  return outbox_.contains(call.queued_at) ? backlog(call, now) : "";
+}
+
+std::string Peer::starved(const Call& call, std::int64_t now) {
+  std::lock_guard lock(sending_);
+  return backlog(call, now);
+}
+
+std::string Peer::backlog(const Call& call, std::int64_t now) const {
+  char text[96];
+  std::snprintf(text, sizeof text, "takes nothing for %.1f s, %zu letters queued",
+                static_cast<double>(now - std::max(last_taken_, call.begun)) / 1e9, outbox_.size());
+  return text;
+}
+
+// -- calls ------------------------------------------------------------------------------------------
+
+CallPtr Peer::pending(std::uint64_t number) {
+  std::lock_guard lock(calls_mutex_);
+  auto found = pending_.find(number);
+  return found == pending_.end() ? nullptr : found->second;
+}
+
+void Peer::forget(const Call& call) {
+  std::lock_guard lock(calls_mutex_);
+  pending_.erase(call.number);
+}
+
+std::vector<CallPtr> Peer::all_pending() {
+  std::lock_guard lock(calls_mutex_);
+  std::vector<CallPtr> all;
+  all.reserve(pending_.size());
+  for (auto& [number, call] : pending_) all.push_back(call);
+  return all;
+}
+
+void Peer::handling(std::uint64_t number, const std::shared_ptr<Handling>& handling,
+                    const LetterPtr& letter) {
+  std::lock_guard lock(calls_mutex_);
+  handled_[number] = {handling, letter};
+}
+
+std::pair<std::shared_ptr<Handling>, LetterPtr> Peer::handled(std::uint64_t number) {
+  std::lock_guard lock(calls_mutex_);
+  auto found = handled_.find(number);
+  if (found == handled_.end()) return {};
+  return {found->second.handling, found->second.letter.lock()};
+}
+
+void Peer::answered(std::uint64_t number) {
+  std::lock_guard lock(calls_mutex_);
+  handled_.erase(number);
+}
+
+std::size_t Peer::handled() {
+  std::lock_guard lock(calls_mutex_);
+  return handled_.size();
+}
+
+void Peer::lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled) {
+  std::map<std::uint64_t, Queued> dropped;  // outlives the lock
+  std::lock_guard lock(sending_);
+  std::lock_guard calls(calls_mutex_);
+  lost_ = true;
+  for (auto& [number, call] : pending_) pending.push_back(std::move(call));
+  std::sort(pending.begin(), pending.end(), [](auto& a, auto& b) { return a->number < b->number; });
+  for (auto& [number, entry] : handled_) handled.push_back(std::move(entry.handling));
+  pending_.clear();
+  handled_.clear();
+  dropped.swap(outbox_);
+  queued_ = 0;
+  room_.notify_all();
+}
+
+}  // namespace shoal

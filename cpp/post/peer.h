@@ -1,0 +1,107 @@
+// One peer of a post: its connection, what is queued for it, the calls made to it and those that it made.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "post/arrivals.h"
+#include "post/letter.h"
+#include "transport/tcp_link.h"
+
+namespace shoal {
+
+// What a peer tells its post.  All but `ended` runs in the post's thread.
+class Correspondence {
+ public:
+  virtual ~Correspondence() = default;
+  // A call or a post is complete.
+  virtual void letter_arrived(LetterPtr letter) = 0;
+  // The end of a call; whoever calls this has claimed the call.
+  virtual void ended(class Peer& peer, const CallPtr& call, CallEnd how, std::string text,
+                     LetterPtr reply) = 0;
+  virtual std::shared_ptr<Budget> budget() = 0;
+};
+
+class Peer : public std::enable_shared_from_this<Peer> {
+ public:
+  Peer(Correspondence& post, FrameSink& sink, int id, int fd, int epoll, std::int64_t ticket)
+      : id(id), ticket(ticket), link(id, sink, fd, epoll), arrivals(*this, post), post_(post) {}
+
+  const int id;
+  const std::int64_t ticket;
+  TcpLink link;
+  Arrivals arrivals;  // the post's thread only
+  int pidfd = -1;
+  bool local = false;  // on this host: its process is watched, no heartbeats are needed
+
+  // -- sending ------------------------------------------------------------------------------------
+
+  // Waits until the queue has room for so many bytes more, at most until `until` (ns); whether it has, or the
+  // peer is lost.
+  bool await_room(std::uint64_t bytes, std::int64_t until);
+  // Sends a call, or a post if `call` is null, or queues it; false if the peer is lost.
+  bool submit(Posting posting, const CallPtr& call);
+  bool reply(Posting posting, std::uint64_t number);
+  // The peer gave back some of its window.
+  void credited(std::uint64_t bytes);
+  void control(FrameType type, std::uint64_t call, std::uint16_t code = 0, const std::string& text = "");
+  // Takes back what the call still sends, when it has ended.
+  void stop_sending(Call& call);
+  bool all_sent();
+  std::uint64_t queued();
+  // "takes nothing for 5.0 s, 812 letters queued" if the call is still queued here, else "".
+  std::string unsent(const Call& call, std::int64_t now);
+  // The same for a call that the queue had no room for.
+  std::string starved(const Call& call, std::int64_t now);
+
+  // -- calls --------------------------------------------------------------------------------------
+
+  // The number of our last call.
+  std::uint64_t made() const { return made_.load(std::memory_order_acquire); }
+  CallPtr pending(std::uint64_t number);
+  void forget(const Call& call);
+  std::vector<CallPtr> all_pending();
+  void handling(std::uint64_t number, const std::shared_ptr<Handling>& handling, const LetterPtr& letter);
+  std::pair<std::shared_ptr<Handling>, LetterPtr> handled(std::uint64_t number);
+  void answered(std::uint64_t number);
+  std::size_t handled();
+
+  // Nothing is sent from now on; what was pending and handled until now.
+  void lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled);
+
+ private:
+  struct Queued {
+    Posting posting;
+    CallPtr call;
+  };
+  struct Handled {
+    std::shared_ptr<Handling> handling;
+    std::weak_ptr<Letter> letter;
+  };
+  std::string backlog(const Call& call, std::int64_t now) const;
+  bool fits(const Posting& posting);
+  void transmit(Posting& posting, const CallPtr& call);
+
+  Correspondence& post_;
+
+  std::mutex sending_;  // every message to the peer goes under it, so that parts follow their letter
+  std::condition_variable room_;
+  std::map<std::uint64_t, Queued> outbox_;  // in the order of submission
+  std::uint64_t submitted_ = 0;
+  std::uint64_t queued_ = 0;  // bytes
+  std::int64_t last_taken_ = now_ns();
+
+  std::mutex calls_mutex_;
+  std::atomic<bool> lost_{false};
+  std::atomic<std::uint64_t> made_{0};
+  std::unordered_map<std::uint64_t, CallPtr> pending_;
+  std::unordered_map<std::uint64_t, Handled> handled_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,338 @@
+#include "post/post.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "base/clock.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kLosses = 4096;  // remembered
+
+std::system_error system_error(const char* what) {
+  return std::system_error(errno, std::generic_category(), what);
+}
+
+// -- forks: the child closes its copies of the descriptors ------------------------------------------
+
+std::mutex posts_mutex;
+std::vector<Post*> posts;
+std::atomic<unsigned> generation{0};
+
+void before_fork() {
+  posts_mutex.lock();
+  for (Post* post : posts) post->peers_mutex().lock();
+}
+void after_fork() {
+  for (Post* post : posts) post->peers_mutex().unlock();
+  posts_mutex.unlock();
+}
+void in_child() {
+  generation.fetch_add(1);
+  for (Post* post : posts) post->disown();
+  after_fork();
+  posts.clear();
+}
+
+void add_post(Post* post) {
+  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  (void)registered;
+  std::lock_guard lock(posts_mutex);
+  posts.push_back(post);
+}
+
+}  // namespace
+
+Post::Post(Options options) : options_(options), generation_(generation.load()) {
+  budget_ = std::make_shared<Budget>(options.budget, [this] {
+    room_.store(true);
+    wake();
+  });
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kWakeup;
+  if (epoll_ < 0 || wakeup_ < 0 || epoll_ctl(epoll_, EPOLL_CTL_ADD, wakeup_, &event) != 0) {
+    const auto error = system_error("cannot watch sockets");
+    if (epoll_ >= 0) ::close(epoll_);
+    if (wakeup_ >= 0) ::close(wakeup_);
+    throw error;
+  }
+  add_post(this);
+  last_round_ = listening_since_ = now_ns();
+  thread_ = new std::thread([this] {
+    pthread_setname_np(pthread_self(), "shoal-post");
+    run();
+  });
+}
+
+Post::~Post() { close(now_ns()); }
+
+bool Post::foreign() const { return generation_ != generation.load(std::memory_order_relaxed); }
+
+void Post::disown() {
+  for (auto& [id, peer] : peers_) {
+    peer->link.disown();
+    if (peer->pidfd >= 0) ::close(peer->pidfd);
+    peer->pidfd = -1;
+  }
+  if (epoll_ >= 0) ::close(epoll_);
+  if (wakeup_ >= 0) ::close(wakeup_);
+  epoll_ = wakeup_ = -1;
+}
+
+void Post::wake() {
+  const std::uint64_t one = 1;
+  (void)!write(wakeup_, &one, sizeof one);
+}
+
+// -- peers ------------------------------------------------------------------------------------------
+
+int Post::attach(int fd, int pid, std::int64_t ticket) {
+  std::lock_guard lock(peers_mutex_);
+  if (closed()) {
+    ::close(fd);
+    throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
+  }
+  int pidfd = -1;
+  if (pid > 0) {  // without such descriptors the end of the connection has to do
+    pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    if (pidfd < 0 && (errno == EMFILE || errno == ENFILE)) {
+      const auto error = system_error("cannot watch a process");
+      ::close(fd);
+      throw error;
+    }
+  }
+  const int id = ++last_peer_;
+  auto peer = std::make_shared<Peer>(*this, *this, id, fd, epoll_, ticket);
+  peer->local = pid > 0;
+  peer->pidfd = pidfd;
+  peers_.emplace(id, peer);
+  if (pidfd >= 0) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = kPidfd | static_cast<std::uint64_t>(id);
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event);
+  }
+  wake();  // heartbeats may begin now
+  return id;
+}
+
+std::shared_ptr<Peer> Post::find(int peer) {
+  std::lock_guard lock(peers_mutex_);
+  auto found = peers_.find(peer);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<Peer>> Post::all_peers() {
+  std::lock_guard lock(peers_mutex_);
+  std::vector<std::shared_ptr<Peer>> all;
+  for (auto& [id, peer] : peers_) all.push_back(peer);
+  return all;
+}
+
+// The post's thread sees the end of the connection when it has read everything before that.
+void Post::drop(int id, std::string why) {
+  std::lock_guard lock(peers_mutex_);
+  auto found = peers_.find(id);
+  if (found == peers_.end()) return;
+  dropped_.emplace(id, std::move(why));
+  found->second->link.sever();
+}
+
+void Post::sever(int id) {
+  std::lock_guard lock(peers_mutex_);
+  if (auto found = peers_.find(id); found != peers_.end()) found->second->link.sever();
+}
+
+std::string Post::why_lost(int id) {
+  std::lock_guard lock(peers_mutex_);
+  auto found = losses_.find(id);
+  return found == losses_.end() ? "" : found->second;
+}
+
+std::optional<std::string> Post::lost(int id) {
+  if (find(id)) return std::nullopt;
+  return why_lost(id);
+}
+
+// In the post's thread, not from within the link.
+void Post::lose(Peer& gone, std::string why) {
+  const auto peer = gone.shared_from_this();
+  {
+    std::lock_guard lock(peers_mutex_);
+    if (peers_.find(peer->id) == peers_.end()) return;
+    if (auto dropped = dropped_.find(peer->id); dropped != dropped_.end()) {
+      why = std::move(dropped->second);
+      dropped_.erase(dropped);
+    }
+    losses_[peer->id] = why;
+    if (losses_.size() > kLosses) losses_.erase(losses_.begin());
+    peers_.erase(peer->id);
+    // Under the lock, so that a fork finds each descriptor either open and here or closed.
+    if (peer->pidfd >= 0) ::close(peer->pidfd);
+    peer->pidfd = -1;
+    peer->link.close();
+  }
+  peer->arrivals.clear();
+  std::vector<CallPtr> pending;
+  std::vector<std::shared_ptr<Handling>> handled;
+  peer->lose(pending, handled);
+  for (const CallPtr& call : pending)
+    if (call->claim()) ended(*peer, call, closed() ? CallEnd::kClosed : CallEnd::kLost, why, nullptr);
+  for (auto& handling : handled) handling->unwant(tickets_);
+  tickets_.add(peer->ticket);
+}
+
+// -- calls ------------------------------------------------------------------------------------------
+
+bool Post::await_room(int id, std::uint64_t bytes, std::int64_t until) {
+  const auto peer = find(id);
+  return !peer || peer->await_room(bytes, until);
+}
+
+CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::byte> head,
+                      std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
+                      bool no_room) {
+  auto call = std::make_shared<Call>(id, deadline);
+  call->unique = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const auto peer = find(id);
+  if (!closed() && peer) {
+    if (no_room) {
+      call->claim();
+      call->end(CallEnd::kTimeout, peer->starved(*call, now_ns()), nullptr, tickets_);
+      return call;
+    }
+    Posting posting = compose(fields, head, parts, std::move(keep));
+    if (peer->submit(std::move(posting), call)) {
+      if (deadline != 0) set_deadline(call, deadline);
+      if (call->claimed()) forget_deadline(*call);
+      return call;
+    }
+  }
+  call->claim();
+  if (closed())
+    call->end(CallEnd::kClosed, "the post is closed", nullptr, tickets_);
+  else
+    call->end(CallEnd::kLost, why_lost(id), nullptr, tickets_);
+  return call;
+}
+
+bool Post::send(int id, const LetterFields& fields, std::span<const std::byte> head,
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  const auto peer = find(id);
+  return peer && !closed() && peer->submit(compose(fields, head, parts, std::move(keep)), nullptr);
+}
+
+bool Post::reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
+                 std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  if (!letter.handling || letter.handling->state() != Handling::kRunning) return false;
+  Posting posting = compose(fields, head, parts, std::move(keep));  // what cannot be sent was not answered
+  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return false;
+  const auto peer = find(letter.peer);
+  if (!peer) return false;
+  peer->answered(letter.call);
+  if (letter.handling->cancelled()) return false;
+  return peer->reply(std::move(posting), letter.call);
+}
+
+void Post::abandon(Letter& letter) {
+  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return;
+  if (const auto peer = find(letter.peer)) peer->answered(letter.call);
+}
+
+// Whoever calls this has claimed the call.
+void Post::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) {
+  peer.forget(*call);
+  forget_deadline(*call);
+  if (how == CallEnd::kNone)
+    for (auto& message : call->take_sent()) peer.link.cancel(message);
+  else
+    peer.stop_sending(*call);
+  call->end(how, std::move(text), std::move(reply), tickets_);
+}
+
+bool Post::cancel(const CallPtr& call) {
+  if (!call->claim()) return false;
+  const auto peer = find(call->peer);
+  if (!peer) {  // its loss has not come to this call yet
+    forget_deadline(*call);
+    call->end(CallEnd::kCancelled, "cancelled", nullptr, tickets_);
+    return true;
+  }
+  ended(*peer, call, CallEnd::kCancelled, "cancelled", nullptr);
+  peer->control(FrameType::kCancelCall, call->number);
+  return true;
+}
+
+void Post::ask(Call& call) {
+  if (call.done()) return;
+  if (const auto peer = find(call.peer)) peer->control(FrameType::kAskCall, call.number);
+}
+
+Post::Stats Post::stats() {
+  Stats stats{};
+  for (auto& peer : all_peers()) {
+    ++stats.peers;
+    stats.calls += peer->all_pending().size();
+    stats.handled += peer->handled();
+    stats.queued += peer->queued();
+  }
+  stats.letters = inbox_.waiting();
+  stats.granted = budget_->used();
+  return stats;
+}
+
+// -- the end ----------------------------------------------------------------------------------------
+
+void Post::close(std::int64_t deadline) {
+  if (foreign()) return;
+  std::lock_guard once(close_mutex_);
+  if (std::exchange(closed_, true)) return;
+  {
+    std::lock_guard lock(peers_mutex_);
+    closing_.store(true, std::memory_order_release);
+  }
+  inbox_.close();
+  auto peers = all_peers();
+  for (auto& peer : peers)
+    for (const CallPtr& call : peer->all_pending())
+      if (call->claim()) {
+        ended(*peer, call, CallEnd::kClosed, "the post was closed", nullptr);
+        peer->control(FrameType::kCancelCall, call->number);
+      }
+  auto sent = [&] {
+    return std::all_of(peers.begin(), peers.end(), [](auto& peer) { return peer->all_sent(); });
+  };
+  while (!sent() && now_ns() < deadline) usleep(200);
+  FrameHeader bye;
+  bye.type = FrameType::kBye;
+  for (auto& peer : peers) peer->link.send_control(bye);
+  while (!sent() && now_ns() < deadline) usleep(200);
+  stop_.store(true, std::memory_order_release);
+  wake();
+  thread_->join();
+  delete std::exchange(thread_, nullptr);
+  for (auto& peer : peers) peer->link.drain(deadline);
+  budget_->forget();
+  for (auto& peer : peers) lose(*peer, "the post was closed");
+  peers.clear();
+  tickets_.close();
+  std::lock_guard lock(posts_mutex);
+  std::erase(posts, this);
+  ::close(epoll_);
+  ::close(wakeup_);
+  epoll_ = wakeup_ = -1;
+}
+
+}  // namespace shoal

@@ -1,0 +1,151 @@
+// The native endpoint of RPC: letters to and from any number of peers, which come and go.
+//
+// One thread reads all connections, keeps deadlines, and notices deaths; it never runs Python.  Who submits a
+// letter writes it to the socket itself where there is room.
+//
+// Locks, the outer first: peers_mutex_; a peer's `sending_`, its `calls_mutex_`; those of its link; all
+// others, which are held for a few steps only.  The post's thread takes peers_mutex_ never from within a
+// link.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "post/budget.h"
+#include "post/inbox.h"
+#include "post/letter.h"
+#include "post/peer.h"
+#include "post/tickets.h"
+
+namespace shoal {
+
+class Post final : public FrameSink, public Correspondence {
+ public:
+  struct Options {
+    std::uint64_t budget = 0;    // bytes of large parts that may be received and not yet taken
+    std::int64_t heartbeat = 0;  // ns
+  };
+
+  explicit Post(Options options);
+  ~Post() override;
+
+  // Whether this is a child that was forked after the post was made: nothing here may be used.
+  bool foreign() const;
+  bool closed() const { return closing_.load(std::memory_order_acquire); }
+
+  // Takes the descriptor `fd`.  Throws std::system_error.
+  int attach(int fd, int pid, std::int64_t ticket);
+  void drop(int peer, std::string why);
+  std::optional<std::string> lost(int peer);
+
+  bool has_room(int peer, std::uint64_t bytes) { return await_room(peer, bytes, 0); }
+  // Waits until letters of so many bytes may be queued for the peer, at most until `until` (ns).
+  bool await_room(int peer, std::uint64_t bytes, std::int64_t until);
+  // `no_room`: await_room found none, so that the call's time is over.
+  CallPtr request(int peer, const LetterFields& fields, std::span<const std::byte> head,
+                  std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
+                  bool no_room);
+  bool send(int peer, const LetterFields& fields, std::span<const std::byte> head,
+            std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  bool reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
+             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  // Nobody will answer the call.
+  void abandon(Letter& letter);
+  bool cancel(const CallPtr& call);
+  void ask(Call& call);
+
+  Inbox& inbox() { return inbox_; }
+  Tickets& tickets() { return tickets_; }
+  void watch(std::int64_t ticket, std::int64_t patience);
+
+  struct Stats {
+    std::size_t peers, calls, letters, handled;
+    std::uint64_t queued, granted;
+  };
+  Stats stats();
+  void sever(int peer);
+  void hush(bool silent) { silent_ = silent; }
+  void close(std::int64_t deadline);
+
+  // In a forked child: closes what it inherited.
+  void disown();
+  std::mutex& peers_mutex() { return peers_mutex_; }
+
+ private:
+  // What the thread's epoll says of an event, beside the peer's name.
+  static constexpr std::uint64_t kWakeup = 1ULL << 63, kPidfd = 1ULL << 62;
+
+  // FrameSink: in the post's thread.
+  const LetterState* letters(Link& link) override;
+  Destination on_header(Link& link, const FrameHeader& header) override;
+  void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
+  void on_link_lost(Link& link, LinkEnd end, const char* why) override;
+  void on_sent() override {}
+  // Correspondence
+  void letter_arrived(LetterPtr letter) override;
+  void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) override;
+  std::shared_ptr<Budget> budget() override { return budget_; }
+
+  void run();
+  void serve(Peer& peer, std::uint32_t events);
+  void end_of(Peer& peer, const char* why);
+  std::int64_t next_wake();
+  void wake();
+  std::shared_ptr<Peer> find(int peer);
+  std::vector<std::shared_ptr<Peer>> all_peers();
+  void lose(Peer& peer, std::string why);
+  void expire(std::int64_t now);
+  void overdue(Peer& peer, const CallPtr& call, std::string known);
+  void told(const FrameHeader& header);
+  void set_deadline(const CallPtr& call, std::int64_t at);
+  void forget_deadline(const Call& call);
+  void cancelled_by_peer(std::uint64_t call);
+  std::string standing(std::uint64_t call);
+  std::int64_t beat_period() const;
+  void beat(std::int64_t now);
+  void look_after_inbox(std::int64_t now);
+  std::string why_lost(int peer);
+
+  const Options options_;
+  const unsigned generation_;
+  int epoll_ = -1, wakeup_ = -1;
+  std::atomic<bool> closing_{false}, stop_{false}, silent_{false};
+  std::mutex close_mutex_;
+  bool closed_ = false;
+  Inbox inbox_;
+  Tickets tickets_;
+  std::shared_ptr<Budget> budget_;
+  std::atomic<bool> room_{false};  // the budget has room again
+
+  std::mutex peers_mutex_;
+  std::unordered_map<int, std::shared_ptr<Peer>> peers_;
+  int last_peer_ = 0;
+  std::unordered_map<int, std::string> dropped_;  // why the post drops a peer that is still there
+  std::map<int, std::string> losses_;
+
+  std::mutex deadlines_mutex_;
+  std::map<std::pair<std::int64_t, std::uint64_t>, CallPtr> deadlines_;
+  std::int64_t sleeps_until_ = 0;
+  std::atomic<std::uint64_t> calls_{0};
+
+  std::atomic<std::int64_t> watch_ticket_{-1}, patience_{0};
+
+  // The thread's own.
+  std::thread* thread_ = nullptr;  // a forked child has none to join, and leaves it
+  Peer* reading_ = nullptr;        // whose link is being read
+  std::string end_;                // why that link has ended
+  std::string text_;               // of the control frame that is being read
+  std::int64_t last_round_ = 0, listening_since_ = 0, last_beat_ = 0, last_watch_ = 0;
+};
+
+}  // namespace shoal

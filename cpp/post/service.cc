@@ -1,0 +1,265 @@
+// What the post's thread does: it reads the connections, keeps deadlines and notices deaths.
+
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <utility>
+
+#include "base/clock.h"
+#include "post/post.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kAnswerTime = 200'000'000;  // for what a callee's post says of an overdue call
+constexpr const char* kEnded = "its process has ended";
+
+}  // namespace
+
+// -- deadlines --------------------------------------------------------------------------------------
+
+void Post::set_deadline(const CallPtr& call, std::int64_t at) {
+  std::lock_guard lock(deadlines_mutex_);
+  call->due = at;
+  deadlines_.emplace(std::pair{at, call->unique}, call);
+  if (at >= sleeps_until_) return;
+  sleeps_until_ = at;
+  wake();
+}
+
+void Post::forget_deadline(const Call& call) {
+  if (call.deadline == 0) return;
+  std::lock_guard lock(deadlines_mutex_);
+  deadlines_.erase({call.due, call.unique});
+}
+
+// A call whose time is over ends when its callee's post has said what it knows of it, or does not.
+void Post::expire(std::int64_t now) {
+  std::vector<CallPtr> due;
+  {
+    std::lock_guard lock(deadlines_mutex_);
+    while (!deadlines_.empty() && deadlines_.begin()->first.first <= now) {
+      due.push_back(std::move(deadlines_.begin()->second));
+      deadlines_.erase(deadlines_.begin());
+    }
+  }
+  for (const CallPtr& call : due) {
+    const auto peer = find(call->peer);
+    if (!peer || call->claimed()) continue;
+    std::string unsent = peer->unsent(*call, now);
+    if (unsent.empty() && !call->asked.exchange(true)) {
+      call->told("");
+      set_deadline(call, now + kAnswerTime);
+      peer->control(FrameType::kAskCall, call->number);
+      continue;
+    }
+    overdue(*peer, call, unsent.empty() ? "its post does not answer" : std::move(unsent));
+  }
+}
+
+void Post::overdue(Peer& peer, const CallPtr& call, std::string known) {
+  if (!call->claim()) return;
+  ended(peer, call, CallEnd::kTimeout, std::move(known), nullptr);
+  peer.control(FrameType::kCancelCall, call->number);
+}
+
+// -- the thread -------------------------------------------------------------------------------------
+
+std::int64_t Post::next_wake() {
+  std::int64_t at = kNever;
+  {
+    std::lock_guard lock(peers_mutex_);
+    for (auto& [id, peer] : peers_)
+      if (!peer->local) at = last_beat_ + beat_period();
+  }
+  if (const std::int64_t since = inbox_.neglected(); since != 0 && watch_ticket_ >= 0)
+    at = std::min(at, std::max(since, last_watch_) + patience_);
+  std::lock_guard lock(deadlines_mutex_);
+  if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
+  sleeps_until_ = at;
+  return at;
+}
+
+void Post::run() {
+  epoll_event events[64];
+  while (!stop_.load(std::memory_order_acquire)) {
+    const std::int64_t at = next_wake();
+    const std::int64_t left = at == kNever ? -1 : std::max<std::int64_t>(0, at - now_ns());
+    const int patience =
+        left < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(left / 1'000'000 + 1, 3'600'000));
+    const int count = epoll_wait(epoll_, events, 64, left == 0 ? 0 : patience);
+    for (int i = 0; i < count; ++i) {
+      const std::uint64_t what = events[i].data.u64;
+      if (what == kWakeup) {
+        std::uint64_t rings;
+        (void)!read(wakeup_, &rings, sizeof rings);
+        continue;
+      }
+      const auto peer = find(static_cast<int>(what & 0xffffffffULL));
+      if (!peer) continue;
+      if (what & kPidfd) {
+        // What it had sent before still counts.
+        reading_ = peer.get();
+        peer->link.receive_all();
+        end_of(*peer, kEnded);
+      } else {
+        serve(*peer, events[i].events);
+      }
+    }
+    const std::int64_t now = now_ns();
+    if (room_.exchange(false))
+      for (auto& peer : all_peers()) peer->arrivals.grant_waiting();
+    expire(now);
+    beat(now);
+    look_after_inbox(now);
+  }
+}
+
+void Post::serve(Peer& peer, std::uint32_t events) {
+  if (events & EPOLLOUT) peer.link.flush();
+  if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0) return;
+  reading_ = &peer;
+  peer.link.receive();
+  if (peer.link.broken()) end_of(peer, "its connection closed");
+}
+
+// The connection of the peer is over, for the reason that was found while it was read, if any was.
+void Post::end_of(Peer& peer, const char* why) {
+  std::string found = std::exchange(end_, {});
+  lose(peer, found.empty() ? why : std::move(found));
+  reading_ = nullptr;
+}
+
+const LetterState* Post::letters(Link&) { return &reading_->arrivals.state(); }
+
+Destination Post::on_header(Link&, const FrameHeader& header) {
+  if (header.type == FrameType::kMessage || header.type == FrameType::kMore)
+    return reading_->arrivals.on_header(header);
+  text_.resize(header.payload);
+  return {reinterpret_cast<std::byte*>(text_.data()), nullptr};
+}
+
+void Post::on_frame(Link& link, const FrameHeader& header, const Destination& destination) {
+  Peer& peer = *reading_;
+  switch (header.type) {
+    case FrameType::kMessage:
+    case FrameType::kMore:
+      return peer.arrivals.on_frame(header, destination);
+    case FrameType::kGrant:
+      return link.granted(header.message, header.code == kDeclined);
+    case FrameType::kWithdrawn:
+      return peer.arrivals.on_withdrawn(header);
+    case FrameType::kCredit:
+      return peer.credited(header.total);
+    case FrameType::kCancelCall:
+      return cancelled_by_peer(header.channel);
+    case FrameType::kAskCall:
+      return peer.control(FrameType::kTellCall, header.channel, 0, standing(header.channel));
+    case FrameType::kTellCall:
+      return told(header);
+    case FrameType::kBye:
+      end_ = "it has left";
+      return link.refuse("its farewell");  // nothing follows
+    default:
+      return;
+  }
+}
+
+void Post::on_link_lost(Link&, LinkEnd end, const char* why) {
+  if (!end_.empty()) return;
+  end_ = end == LinkEnd::kGone ? "its connection closed"
+                               : std::string("it sent ") + why + "; the connection to it was cut";
+}
+
+void Post::letter_arrived(LetterPtr letter) {
+  if (inbox_.put(letter) || !letter->handling) return;
+  reading_->answered(letter->call);
+  reading_->control(FrameType::kTellCall, letter->call, 1, "its mailbox was released");
+}
+
+void Post::cancelled_by_peer(std::uint64_t number) {
+  reading_->arrivals.drop(number);
+  auto [handling, letter] = reading_->handled(number);
+  if (!handling) return;
+  handling->unwant(tickets_);
+  if (handling->state() != Handling::kQueued) return;
+  if (letter) inbox_.remove(*letter);
+  reading_->answered(number);
+}
+
+// What became of a call that the peer made.
+std::string Post::standing(std::uint64_t number) {
+  if (number > reading_->arrivals.state().last) return "never received";
+  auto [handling, letter] = reading_->handled(number);
+  if (!handling) return "its handler has ended";
+  switch (handling->state()) {
+    case Handling::kArriving:
+      return "not yet received as a whole";
+    case Handling::kQueued:
+      if (auto ahead = letter ? inbox_.ahead_of(*letter) : std::nullopt)
+        return "queued behind " + std::to_string(*ahead);
+      return "queued";
+    case Handling::kRunning:
+      return handling->running(now_ns());
+    default:
+      return "its handler has ended";
+  }
+}
+
+void Post::told(const FrameHeader& header) {
+  const CallPtr call = reading_->pending(header.channel);
+  if (!call) return;
+  if (header.code == 1) {
+    if (call->claim()) ended(*reading_, call, CallEnd::kRefused, text_, nullptr);
+    return;
+  }
+  call->told(text_);
+  if (call->asked.load()) overdue(*reading_, call, text_);
+}
+
+// -- what time brings ---------------------------------------------------------------------------------
+
+std::int64_t Post::beat_period() const {
+  return std::clamp<std::int64_t>(options_.heartbeat / 4, 10'000'000, 1'000'000'000);
+}
+
+void Post::beat(std::int64_t now) {
+  // A thread that did not run itself cannot tell how long the others were silent.
+  if (now - last_round_ > options_.heartbeat / 2) listening_since_ = now;
+  last_round_ = now;
+  if (now - last_beat_ < beat_period()) return;
+  last_beat_ = now;
+  FrameHeader beat;
+  beat.type = FrameType::kHeartbeat;
+  for (auto& peer : all_peers()) {
+    if (peer->local) continue;
+    if (!silent_.load() && !peer->link.backlog()) peer->link.send_control(beat);
+    const std::int64_t quiet = now - std::max(peer->link.last_heard(), listening_since_);
+    if (quiet <= options_.heartbeat) continue;
+    char text[160];
+    std::snprintf(
+        text, sizeof text,
+        "nothing was heard from its host for %.1f s; it is stopped or starved, or the network is cut",
+        static_cast<double>(quiet) / 1e9);
+    lose(*peer, text);
+  }
+}
+
+void Post::watch(std::int64_t ticket, std::int64_t patience) {
+  patience_ = patience;
+  watch_ticket_ = ticket;
+  wake();
+}
+
+void Post::look_after_inbox(std::int64_t now) {
+  const std::int64_t since = inbox_.neglected();
+  if (since == 0 || watch_ticket_ < 0 || now < std::max(since, last_watch_) + patience_) return;
+  last_watch_ = now;
+  tickets_.add(watch_ticket_);
+}
+
+}  // namespace shoal

@@ -1,0 +1,298 @@
+"""This process as a worker: it serves the calls of others and calls them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from ..errors import (
+    AgentClosed,
+    ForkedProcess,
+    ShoalError,
+    UsageError,
+    WorkerLost,
+)
+from ..future import Future, pool
+from ..keywords import checked_seconds
+from ..rendezvous.host import Here
+from ..store import Store
+from ..wire import Deadline
+from . import call
+from .barrier import Barriers
+from .directory import Directory, Worker, incarnation
+from .executor import PATIENCE, Executor
+from .holds import HOLDS, References, unpin
+from .line import Line
+from .links import Links
+from .peer import Peer
+from .post import Endpoint
+from .serving import Service
+
+_logger = logging.getLogger("shoal")
+#: seconds for closing what was left open when the process ends
+_EXIT_TIMEOUT = 5.0
+#: seconds between looks at whether all calls have ended
+_PAUSE = 0.005
+
+
+class Agent:
+    """One worker; made by :func:`join`, and a context manager that closes it.
+
+    Attributes:
+        name: of the worker.
+        timeout: seconds that calls may take unless their peer says otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: str,
+        epoch: int,
+        here: Here,
+        host: str,
+        store: Store,
+        namespace: str,
+        *,
+        secret: bytes,
+        interface: str,
+        rank: int,
+        timeout: float,
+        memory: int,
+        handlers: int,
+        heartbeat: float,
+        release: Callable[[float], None],
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
+        self._release = release
+        self._closing = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._on_lost: list[Callable[[str], Any]] = []
+        self.directory = Directory(store, namespace, here.machine)
+        self.endpoint = Endpoint(name, memory, heartbeat)
+        try:
+            self.links = Links(
+                self,
+                self.endpoint,
+                secret=secret,
+                place=f"{job}/{epoch}/{namespace}",
+                interface=interface,
+                lost=self._heard_lost,
+            )
+        except BaseException:
+            self.endpoint.close(0.0)
+            raise
+        self.worker = Worker(
+            name=name, incarnation=incarnation(), rank=rank, pid=os.getpid(), process=here.process,
+            machine=here.machine, host=host, unix=self.links.unix, address=interface, port=self.links.port,
+        )  # fmt: skip
+        self._barriers = Barriers(self.worker, self.directory, store, namespace)
+        service = Service(self, name, os.getpid(), here.machine.split("/")[0], self.endpoint, self.links)
+        self.executor = service.executor = Executor(self.endpoint.post, service.handle, handlers, name)
+        self.references = References(self, self.executor.release)
+        try:
+            self.executor.start()
+            self.executor.consume(HOLDS)
+            self.endpoint.watch(PATIENCE, self.executor.grow)
+            self.links.start(self.worker)
+            self.directory.claim(self.worker)
+        except BaseException:
+            self.links.close()
+            self.endpoint.close(0.0)
+            self.executor.close(1.0)
+            raise
+        _open.add(self)
+
+    # -- the others ----------------------------------------------------------------------------
+
+    def peer(self, worker: str | int, timeout: float | None = None) -> Peer:
+        """Another worker, or this one, as soon as it has joined.
+
+        Args:
+            worker: its name, or its rank in the job.
+            timeout: seconds to wait for it; None: as calls.
+
+        Raises:
+            UnknownWorker: it did not join in time; lists who has.
+        """
+        self._check_open()
+        deadline = Deadline(self._seconds(timeout))
+        if isinstance(worker, bool) or not isinstance(worker, (str, int)):
+            raise UsageError(f"worker {self.name!r}: {worker!r} is no name and no rank of a worker")
+        name = worker
+        if isinstance(name, int):
+            name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
+        if self.links.existing(name) is None:
+            self.directory.find(name, deadline.remaining(), self.name)
+        return Peer(self, name, self.timeout)
+
+    def peers(self) -> list[Peer]:
+        """All other workers that have joined and are not known to be dead, by name."""
+        self._check_open()
+        names = sorted(worker.name for worker in self.directory.workers())
+        return [Peer(self, name, self.timeout) for name in names if name != self.name]
+
+    def barrier(self, names: Iterable[str] | None = None, timeout: float | None = None) -> None:
+        """Wait until all these workers have come here, as often as this one.
+
+        Args:
+            names: who takes part, this worker among them, the same for all; None: all that have joined.
+            timeout: seconds; None: as calls.
+
+        Raises:
+            WorkerLost: one of them is dead.
+            UnknownWorker: one did not come in time.
+        """
+        self._check_open()
+        self._barriers.wait(names, Deadline(self._seconds(timeout)))
+
+    def on_lost(self, fn: Callable[[str], Any]) -> None:
+        """Call ``fn(name)`` whenever a connection to a worker ended: it died, left, or was cut off."""
+        if not callable(fn):
+            raise UsageError(f"worker {self.name!r}: {fn!r} cannot be called when a worker is lost")
+        self._on_lost.append(fn)
+
+    def stats(self) -> dict[str, int]:
+        """What the agent holds: peers, calls, letters, bytes, threads."""
+        return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
+
+    def leaks(self) -> list[str]:
+        """The objects that this worker keeps for others, in words: what made each one, and who holds it."""
+        names = {worker.incarnation: worker.name for worker in self.directory.workers()}
+        return [
+            f"{owned.made}: held by "
+            + (", ".join(repr(names.get(each, each)) for each in owned.holders) or "nobody else")
+            for owned in self.references.ledger.held().values()
+        ]
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 30.0, *, graceful: bool = True) -> None:
+        """Leave: take the name back, let go of all connections, and end all threads.
+
+        Args:
+            timeout: seconds for all of it.
+            graceful: finish what is being served, and wait for the calls of this worker, before that.
+
+        What is still pending when time is up fails with AgentClosed here and WorkerLost there.
+        """
+        deadline = Deadline(checked_seconds("timeout", timeout))
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        _open.discard(self)
+        if self._pid != os.getpid():
+            return
+        with contextlib.ExitStack() as steps:  # the last that is pushed comes first
+            steps.callback(lambda: self._release(max(deadline.remaining(), 0.5)))
+            steps.callback(lambda: self.executor.close(max(deadline.remaining(), 0.5)))
+            steps.callback(lambda: self.endpoint.close(max(deadline.remaining(), 0.5)))
+            steps.callback(self.links.close)
+            if graceful:
+                steps.callback(self._finish, deadline)
+            steps.callback(self.directory.withdraw, self.worker)
+
+    def _finish(self, deadline: Deadline) -> None:
+        """Wait until nothing is pending, served or queued."""
+        while not deadline.expired and self._busy():
+            time.sleep(_PAUSE)
+
+    def _busy(self) -> bool:
+        stats = self.endpoint.post.stats()
+        return any(stats.get(what, 0) for what in ("calls", "letters", "handled"))
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(graceful=error is None)
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.Agent {self.name!r}{', closed' if self._closed else ''}>"
+
+    # -- for peers -----------------------------------------------------------------------------
+
+    def line(self, name: str, timeout: float, owner: Worker | None = None) -> Line:
+        """The connection for calls to ``name``; with ``owner`` only to this incarnation."""
+        self._check_open()
+        line = self.links.existing(name)
+        if line is None:
+            seconds = self.timeout if timeout == math.inf else timeout
+            line = self.links.to(name, self.directory, min(seconds, 1e9), 0.0)
+        if owner is not None and line.worker.incarnation != owner.incarnation:
+            raise WorkerLost(
+                f"worker {self.name!r}: {name!r} (process {owner.pid}), which owned an object, has ended; "
+                "its objects went with it",
+                name,
+            )
+        return line
+
+    def alive(self, name: str) -> bool:
+        """Whether ``name`` is there, as far as is known."""
+        return self.links.existing(name) is not None or any(
+            worker.name == name for worker in self.directory.workers()
+        )
+
+    def peer_of(self, owner: Worker, timeout: float | None = None) -> Peer:
+        """The owner of an object."""
+        return Peer(self, owner.name, self._seconds(timeout))
+
+    def ask(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call ``fn`` at an owner, in the order of what it is told of holds."""
+        return Peer(self, owner.name, self.timeout)._call(HOLDS, fn, args, {}, owner=owner)
+
+    def tell(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> None:
+        """Like :meth:`ask`, without a reply."""
+        line = self.line(owner.name, self.timeout, owner)
+        call.post(self.endpoint, line, HOLDS, fn, args, {}, self.timeout, f"worker {self.name!r}")
+
+    def acknowledge(self, line: Line, number: int) -> None:
+        """The references in a reply have arrived, and their owners know."""
+        with contextlib.suppress(ShoalError):
+            call.post(self.endpoint, line, HOLDS, unpin, (number,), {}, self.timeout, f"worker {self.name!r}")
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else checked_seconds("timeout", timeout)
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedProcess(f"worker {self.name!r}: its agent belongs to the process that was forked")
+        if self._closed:
+            raise AgentClosed(f"worker {self.name!r}: the agent is closed")
+
+    def _heard_lost(self, line: Line) -> None:
+        self.references.unpin_line(line.number)
+        if not self._closed:
+            self.references.lost(line.worker)
+        for fn in list(self._on_lost):
+            pool.submit(partial(fn, line.worker.name))
+
+
+#: the agents of this process that are not closed
+_open: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for agent in list(_open):
+        with contextlib.suppress(Exception, ShoalError):
+            agent.close(_EXIT_TIMEOUT, graceful=False)

@@ -1,0 +1,229 @@
+"""The caller's half: a call goes out as one letter, and the thread that waits for its reply unpickles it.
+
+The head of a call is the number of its function, whether the function itself comes with it, and the pickle of
+function (if it comes), arguments and keyword arguments.  The head of a failed reply is what went wrong in
+words, and the pickle of the exception, if it has one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import AgentClosed, CallCancelled, CallTimeout, RemoteError, RpcError, WorkerLost
+from ..future import Future, pool
+from ..wording import in_seconds, in_words
+from .codec import Message, decode, encode
+from .functions import NONE
+from .leases import LEASE
+from .line import Line
+from .post import Call, Endpoint, Letter
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: number of the function, and whether it comes along
+FUNCTION = struct.Struct("<IB")
+FAILURE = struct.Struct("<I")
+#: flag of a reply: the number that came with the call is known from now on
+LEARNED = 1
+
+
+class Failure(msgspec.Struct):
+    """What went wrong at the callee, in words.
+
+    Attributes:
+        worker, pid, host: where.
+        error: the exception in a line.
+        traceback: as text.
+        fatal: an interrupt, or an exit: it ends the callee, and is not raised here.
+    """
+
+    worker: str
+    pid: int
+    host: str
+    error: str
+    traceback: str
+    fatal: bool
+
+
+def shown_as(words: Callable[..., str]) -> Callable[[F], F]:
+    """Decorates a function of this package that others call by other names: errors say ``words(*args)``."""
+
+    def mark(fn: F) -> F:
+        fn._shoal_shown = words  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def name_of(fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> str:
+    """``torch.add``: a function, which is called with ``args``, as its users know it."""
+    if type(fn) is FunctionType and (words := fn.__dict__.get("_shoal_shown")) is not None:
+        return str(words(*args))
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    module = getattr(fn, "__module__", None)
+    return f"{module}.{name}" if module and module not in ("builtins", "__main__", "__mp_main__") else name
+
+
+def request(
+    endpoint: Endpoint,
+    line: Line,
+    mailbox: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float | None,
+    shown: str,
+) -> Future[Any]:
+    """Call ``fn`` at the other end of ``line``; the future of its result.
+
+    Args:
+        timeout: seconds; None: as long as it takes.
+        shown: the call, for errors.
+
+    Raises:
+        UsageError: the arguments cannot be sent.
+    """
+    number, message = _encoded(line, fn, args, kwargs, shown)
+    with endpoint.sending():
+        call = endpoint.post.request(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+    source = _Source(endpoint, line, call, shown, timeout)
+    future: Future[Any] = Future(source, finish=partial(_result, line, call, number, shown))
+    if message.travellers:
+        future.add_done_callback(partial(_let_go, endpoint, message.travellers))
+    return future
+
+
+def post(
+    endpoint: Endpoint,
+    line: Line,
+    mailbox: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float | None,
+    shown: str,
+) -> None:
+    """Like :func:`request`, but nobody hears what becomes of it.
+
+    Raises:
+        UsageError: the arguments cannot be sent.
+        WorkerLost: it was not sent.
+    """
+    _, message = _encoded(line, fn, args, kwargs, shown)
+    with endpoint.sending():
+        sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+    if message.travellers:
+        endpoint.after(LEASE, partial(len, message.travellers))
+    if not sent:
+        why = endpoint.post.lost(line.number)
+        raise WorkerLost(f"{shown} was not sent: {why or 'it took nothing in time'}", line.worker.name)
+
+
+def _encoded(
+    line: Line, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shown: str
+) -> tuple[int, Message]:
+    number, known = line.sent.number(fn)
+    message = encode((args, kwargs) if known else (fn, args, kwargs), line, shown)
+    message.head = FUNCTION.pack(number, not known) + message.head
+    return number, message
+
+
+class _Source:
+    """A call, as its future sees it."""
+
+    __slots__ = ("_call", "_endpoint", "_line", "_shown", "_timeout")
+
+    def __init__(self, endpoint: Endpoint, line: Line, call: Call, shown: str, timeout: float | None) -> None:
+        self._endpoint = endpoint
+        self._line = line
+        self._call = call
+        self._shown = shown
+        self._timeout = timeout
+
+    def wait(self, timeout: float | None) -> bool:
+        return self._call.wait(timeout)
+
+    def done(self) -> bool:
+        return self._call.done()
+
+    def cancel(self) -> bool:
+        return self._call.cancel()
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        # Not in the dispatcher itself: the value has to be unpickled first.
+        self._endpoint.when(self._call.announce, partial(pool.submit, fn))
+
+    def exception(self) -> BaseException | None:
+        failed = self._call.error()
+        if failed is None:
+            return None
+        code, text = failed
+        worker = self._line.worker
+        if code == Call.TIMEOUT:
+            return CallTimeout(
+                f"{self._shown} had no reply within {in_seconds(self._timeout or 0.0)}: {text}"
+            )
+        if code == Call.CANCELLED:
+            return CallCancelled(f"{self._shown} was cancelled")
+        if code == Call.CLOSED:
+            return AgentClosed(f"{self._shown} ended with the agent of this worker, which was closed")
+        if code == Call.REFUSED:
+            return RpcError(f"{self._shown} was refused: {text}")
+        return WorkerLost(
+            f"{self._shown}: the worker (process {worker.pid}) was lost before it replied: {text}",
+            worker.name,
+        )
+
+
+def _result(line: Line, call: Call, number: int, shown: str) -> Any:
+    """The value of a call that was answered, or what its function raised."""
+    letter = call.reply()
+    if letter.flags & LEARNED and number != NONE:
+        line.sent.answered(number)
+    if letter.failed:
+        raise failure(letter, line, shown)
+    arrived: list[Any] = []
+    value = decode(letter.head, letter.parts, line, arrived)
+    if arrived:
+        line.agent.acknowledge(line, call.number)
+    return value
+
+
+def _let_go(endpoint: Endpoint, travellers: list[Any], future: Future[Any]) -> None:
+    """A call has ended that took references along, which its callee holds if there is a reply."""
+    if isinstance(future.exception(), (CallTimeout, CallCancelled)):
+        endpoint.after(LEASE, partial(len, travellers))  # it may be taking them up just now
+
+
+def failure(letter: Letter, line: Line, shown: str) -> BaseException:
+    """The exception that a failed reply brings."""
+    head = memoryview(letter.head)
+    (length,) = FAILURE.unpack_from(head)
+    at = FAILURE.size + length
+    told = msgspec.msgpack.decode(head[FAILURE.size : at], type=Failure)
+    where = f"{told.worker!r} (process {told.pid} on {told.host})"
+    if told.fatal:
+        return RemoteError(f"{shown}: {where} ended with {told.error}", told.worker, told.traceback)
+    text = f"{shown} raised at {where}: {told.error}; the traceback there:\n{told.traceback}"
+    remote = RemoteError(text, told.worker, told.traceback)
+    if at == len(head):
+        return remote
+    try:
+        error = decode(head[at:], letter.parts, line)
+    except Exception as why:
+        return RemoteError(f"{text}(it cannot be rebuilt here: {in_words(why)})", told.worker, told.traceback)
+    if not isinstance(error, Exception):
+        return remote
+    error.__cause__ = remote
+    return error
+
+
+def shown_call(me: str, fn: Callable[..., Any], args: tuple[Any, ...], to: str) -> str:
+    """A call as errors name it."""
+    return f"worker {me!r}: {name_of(fn, args)} at {to!r}"

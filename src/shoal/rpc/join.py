@@ -1,0 +1,123 @@
+"""``shoal.rpc.join``: from nothing to a worker that calls others and is called."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from .. import config
+from ..errors import UsageError
+from ..group import ProcessGroup
+from ..keywords import checked_seconds
+from ..rendezvous.host import here
+from ..rendezvous.place import Place, open_place
+from ..wire import Deadline
+from .agent import Agent
+from .directory import checked_name
+
+#: how many handlers run at once, unless somebody says otherwise
+HANDLERS = 512
+#: seconds between looks at whether the others have left the store
+_PAUSE = 0.02
+
+
+def join(
+    name: str | None = None,
+    *,
+    url: str | None = None,
+    group: ProcessGroup | None = None,
+    store: object = None,
+    secret: str | bytes | None = None,
+    timeout: float | None = None,
+    memory: int | None = None,
+    handlers: int = HANDLERS,
+    job: str | None = None,
+    host_id: str | None = None,
+) -> Agent:
+    """Join the workers of a job under a name.
+
+    Nobody else need be there yet, and workers come and go as they like.
+
+    Args:
+        name: of this worker, which no other has; None: ``rank0``, ``rank1``, ... by its rank in the job.
+        url: where the workers' names are: as for :func:`shoal.init`.  Of those who come to a ``tcp://`` place
+            none starts its store.
+        group: take the store, the secret and the interface of a group of this process, and its ranks.
+        store: the store itself, which stays the caller's.
+        secret: the job's; None: as for :func:`shoal.init`.
+        timeout: seconds until a call without a timeout of its own fails; None: ``SHOAL_RPC_TIMEOUT``.
+        memory: bytes of large parts (over 256 KiB) that have arrived and wait to be handled; None:
+            ``SHOAL_RPC_MEMORY``.
+        handlers: how many calls may be served at once.
+        job: name of the job; None: ``SHOAL_JOB``, or as the launcher says.
+        host_id: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
+
+    Raises:
+        UsageError, ConfigurationError: an argument or variable that cannot be right; a name that is taken.
+    """
+    config.check()
+    seconds = config.RPC_TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
+    limit = config.RPC_MEMORY.get() if memory is None else _count("memory", memory)
+    settings: dict[str, Any] = {
+        "timeout": seconds,
+        "memory": limit,
+        "handlers": _count("handlers", handlers),
+        "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
+    }
+    if group is not None:
+        if not isinstance(group, ProcessGroup):
+            raise UsageError(f"group={group!r}: expected what shoal.init gives")
+        if (url, store, secret, job, host_id) != (None,) * 5:
+            raise UsageError(
+                "group= brings its own store, secret, job and host: leave out the other arguments"
+            )
+        return _of_group(name, group, settings)
+    place = open_place(url, store=store, timeout=seconds, secret=secret, host=host_id, job=job)
+    try:
+        rank = place.venue.rank
+        named = _named(name, rank)
+        return Agent(
+            named, place.job, place.epoch, place.here, place.host, place.store, "workers",
+            secret=place.secret(), interface=place.interface(), rank=-1 if rank is None else rank,
+            release=partial(_leave, place), **settings,
+        )  # fmt: skip
+    except BaseException:
+        place.close()
+        raise
+
+
+def _leave(place: Place, timeout: float) -> None:
+    """Close the store; if this process serves it to the others, when they have left it, or time is up."""
+    deadline = Deadline(timeout)
+    while place.venue.alone is not None and not (place.venue.alone() or deadline.expired):
+        time.sleep(_PAUSE)
+    place.close()
+
+
+def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -> Agent:
+    membership = group.world.membership
+    store = group.store.clone()
+    try:
+        return Agent(
+            _named(name, group.rank), membership.job, membership.epoch, here(), membership.host, store,
+            "workers", secret=membership.secret, interface=membership.interface, rank=group.rank,
+            release=lambda _: store.close(), **settings,
+        )  # fmt: skip
+    except BaseException:
+        store.close()
+        raise
+
+
+def _named(name: str | None, rank: int | None) -> str:
+    if name is not None:
+        return checked_name(name)
+    if rank is None:
+        raise UsageError("name=None: this process has no rank in a job, so its worker needs a name")
+    return f"rank{rank}"
+
+
+def _count(what: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{what}={value!r}: expected a whole number from 1")
+    return value

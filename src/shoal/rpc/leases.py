@@ -1,0 +1,154 @@
+"""Who uses an object that one worker keeps for others: counts of its holders, and when they end.
+
+The owner counts, for each worker, the holds that this one has told it of.  A worker that holds a reference
+tells the owner when it gets it, and gives all its holds back when the last of its references to the object
+goes.  As these messages may overtake one another, only the sum counts.  A worker that is lost keeps its holds
+for :data:`LEASE` seconds: what it has passed on shortly before can still be taken up, and if only a
+connection broke, it comes again and says what it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RpcError, WorkerLost
+from ..future import Future
+
+#: seconds that the holds of a lost worker last, and those of messages of which nothing more is heard
+LEASE = 10.0
+#: objects that have ended of which that is remembered
+_REMEMBERED = 1 << 16
+#: mailboxes below are for other purposes
+_FIRST_MAILBOX = 16
+
+
+@dataclass(slots=True)
+class Owned:
+    """An object that this worker keeps.
+
+    Attributes:
+        value: the object, as soon as it is made.
+        holders: how many holds each other worker has, by its incarnation.
+        local: how many references to it there are in this process.
+        mailbox: of an actor; 0: it is none.
+        begun: the call that makes it has come.  What uses it may overtake that call, and its own reference
+            may be gone before: so the object stays until the call has come and told who holds it.
+        made: what made it, for those who look for leaks.
+    """
+
+    value: Future[Any] = field(default_factory=Future)
+    holders: dict[str, int] = field(default_factory=dict)
+    local: int = 0
+    mailbox: int = 0
+    begun: bool = False
+    made: str = ""
+
+
+class Ledger:
+    """The objects of one owner.
+
+    Args:
+        release: called with the mailbox of an actor that nobody holds any more.
+    """
+
+    def __init__(self, release: Callable[[int], None]) -> None:
+        self._release = release
+        self.lock = threading.RLock()
+        self._owned: dict[str, Owned] = {}
+        #: those that were made and have ended, the oldest first
+        self._ended: dict[str, None] = {}
+        self._mailboxes = itertools.count(_FIRST_MAILBOX)
+
+    def entry(self, ident: str) -> Owned:
+        """The object ``ident``, which may yet have to be made; if it has ended, one whose use says so."""
+        with self.lock:
+            if ident in self._ended:
+                ended = Owned()
+                ended.value.set_exception(
+                    RpcError(
+                        f"the object {ident} has ended: nobody held it any more, or its holder was cut off "
+                        f"for more than {LEASE:.0f} s"
+                    )
+                )
+                return ended
+            return self._owned.setdefault(ident, Owned())
+
+    def begin(self, ident: str, holder: str, made: str) -> Owned:
+        """The object ``ident`` is about to be made, and ``holder`` has a reference to it; "" is this process.
+
+        Args:
+            made: what makes it.
+        """
+        with self.lock:
+            owned = self.hold(ident, holder, 1 if holder else 0)
+            owned.begun = True
+            owned.made = made
+            return owned
+
+    def hold(self, ident: str, holder: str, count: int = 1) -> Owned:
+        """``holder`` has told of ``count`` more holds; "" is this process."""
+        with self.lock:
+            owned = self.entry(ident)
+            if holder:
+                owned.holders[holder] = owned.holders.get(holder, 0) + count
+            else:
+                owned.local += count
+            return owned
+
+    def drop(self, ident: str, holder: str, count: int = 1) -> None:
+        """``holder`` gives holds back."""
+        with self.lock:
+            owned = self._owned.get(ident)
+            if owned is None:
+                return
+            if holder:
+                owned.holders[holder] = owned.holders.get(holder, 0) - count
+                if not owned.holders[holder]:
+                    del owned.holders[holder]
+            else:
+                owned.local -= count
+            self._end_unless_held(ident, owned)
+
+    def resume(self, holder: str, held: dict[str, int]) -> None:
+        """``holder`` has connected anew and holds these, and nothing else."""
+        with self.lock:
+            for ident, count in held.items():
+                if ident in self._owned:
+                    self._owned[ident].holders[holder] = count
+
+    def forget(self, holder: str) -> None:
+        """The lease of a lost worker has run out."""
+        with self.lock:
+            for ident, owned in list(self._owned.items()):
+                unmade = not owned.begun and ident.startswith(f"{holder}/")
+                if unmade:
+                    owned.begun = True  # nobody will make it any more
+                    owned.value.set_exception(
+                        WorkerLost(f"the object {ident} was never made: the worker that asked for it is lost")
+                    )
+                if owned.holders.pop(holder, None) is not None or unmade:
+                    self._end_unless_held(ident, owned)
+
+    def mailbox(self, owned: Owned) -> int:
+        """A mailbox for the calls of an actor."""
+        owned.mailbox = next(self._mailboxes)
+        return owned.mailbox
+
+    def held(self) -> dict[str, Owned]:
+        """The objects that are held, by their identity."""
+        with self.lock:
+            return dict(self._owned)
+
+    def _end_unless_held(self, ident: str, owned: Owned) -> None:
+        if not owned.holders and not owned.local and owned.begun:
+            del self._owned[ident]
+            if owned.made:
+                self._ended[ident] = None
+                if len(self._ended) > _REMEMBERED:
+                    del self._ended[next(iter(self._ended))]
+            if owned.mailbox:
+                self._release(owned.mailbox)

@@ -1,0 +1,269 @@
+"""The connections of one agent: who is at the other end of each, and how a new one is made.
+
+A connection is made when the first call needs it, by the worker that calls: its calls and their replies
+travel on it, and the other's calls on another one.  So no two workers ever argue about which of two
+connections to keep.  Workers of one host use a unix socket; where that is not possible, and between hosts,
+they use TCP.  Both ends prove that they know the job's secret before anything is read, and say then who
+they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .. import wire
+from ..errors import (
+    AgentClosed,
+    AuthenticationError,
+    RpcError,
+    ShoalError,
+    UnknownWorker,
+    VersionMismatch,
+    WireError,
+    WireTimeout,
+    WorkerLost,
+)
+from ..future import pool
+from ..wire import Connection, Deadline
+from ..wording import in_seconds
+from .directory import Directory, Worker
+from .line import Hello, Line, main_program
+from .post import Endpoint
+
+_logger = logging.getLogger("shoal")
+
+_PURPOSE = "rpc"
+#: lost connections that are remembered, for the letters of theirs that nobody has taken yet
+_REMEMBERED = 1024
+#: seconds that the thread of a listener sleeps at most
+_LONG = 3600.0
+#: seconds until accepting is tried again when it has failed
+_PAUSE = 0.1
+
+
+class Links:
+    """Listens, connects, and knows all connections.
+
+    Args:
+        agent: whose connections they are; for the rebuilding of what travels.
+        endpoint: carries them from then on.
+        secret: the job's.
+        place: identity of job, epoch and namespace: workers of another place are refused.
+        interface: the address that the TCP listener binds to.
+        lost: called with a connection when it has ended.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        endpoint: Endpoint,
+        *,
+        secret: bytes,
+        place: str,
+        interface: str,
+        lost: Callable[[Line], None],
+    ) -> None:
+        self._agent = agent
+        self._endpoint = endpoint
+        self._secret = secret
+        self._place = place
+        self._lost = lost
+        self._lock = threading.RLock()
+        self._making: dict[str, threading.Lock] = {}
+        self._out: dict[str, Line] = {}
+        self._lines: dict[int, Line] = {}
+        self._ended: list[int] = []
+        self._closed = False
+        self.unix = f"shoal-rpc-{secrets.token_hex(12)}"
+        with contextlib.ExitStack() as undo:
+            local = undo.enter_context(wire.listen_unix(self.unix))
+            far = undo.enter_context(wire.listen(interface, secret=secret))
+            self.port: int = far.getsockname()[1]
+            self._acceptors = [
+                undo.enter_context(wire.Acceptor(listener, secret=secret, purpose=_PURPOSE))
+                for listener in (local, far)
+            ]
+            undo.pop_all()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, me: Worker) -> None:
+        """Accept connections from now on, as ``me``."""
+        self._me = me
+        for acceptor in self._acceptors:
+            thread = threading.Thread(
+                target=self._accept, args=(acceptor,), name=f"shoal-rpc-accept-{me.name}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def line(self, number: int) -> Line:
+        """The connection that the endpoint calls ``number``."""
+        found = self._lines.get(number)
+        if found is None:
+            with self._lock:  # it is being attached
+                found = self._lines[number]
+        return found
+
+    def to(self, name: str, directory: Directory, timeout: float, find: float) -> Line:
+        """The connection for calls to ``name``, made if there is none.
+
+        Args:
+            timeout: seconds to connect.
+            find: seconds until somebody must have joined under the name.
+
+        Raises:
+            WorkerLost: it has ended, or cannot be reached.
+            UnknownWorker: nobody has joined under the name.
+        """
+        with self._lock:
+            making = self._making.setdefault(name, threading.Lock())
+        deadline = Deadline(timeout)
+        if not making.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
+            raise WorkerLost(f"{self._who(name)} was not connected to within {in_seconds(timeout)}", name)
+        try:
+            line = self.existing(name)
+            return line if line is not None else self._make(name, directory, deadline, find)
+        finally:
+            making.release()
+
+    def existing(self, name: str) -> Line | None:
+        """The connection for calls to ``name``, if there is one that is not lost."""
+        line = self._out.get(name)
+        if line is not None and self._endpoint.post.lost(line.number) is not None:
+            with self._lock:  # its end is known and on its way to _forget
+                if self._out.get(name) is line:
+                    del self._out[name]
+            return None
+        return line
+
+    def connected(self, incarnation: str) -> bool:
+        """Whether there is a connection to this incarnation of a worker, or from it."""
+        with self._lock:
+            lines = list(self._lines.values())
+        return any(line.worker.incarnation == incarnation and not line.ended for line in lines)
+
+    def close(self) -> None:
+        """Accept nothing more; connections stay the endpoint's."""
+        with self._lock:
+            self._closed = True
+        for acceptor in self._acceptors:
+            acceptor.stop()
+        for thread in self._threads:
+            thread.join()
+        for acceptor in self._acceptors:
+            acceptor.close()
+
+    # -- making a connection -------------------------------------------------------------------
+
+    def _make(self, name: str, directory: Directory, deadline: Deadline, find: float) -> Line:
+        if self._closed:
+            raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+        try:
+            worker = directory.find(name, min(find, max(0.0, deadline.remaining())), self._me.name)
+        except UnknownWorker:
+            held = directory.look(name)
+            if held is None:
+                raise
+            raise WorkerLost(f"{self._who(name)} (process {held.pid}) has ended", name) from None
+        try:
+            return self._connect(worker, deadline)
+        except (AgentClosed, AuthenticationError, VersionMismatch):
+            raise
+        except (WireError, RpcError) as error:
+            raise WorkerLost(
+                f"{self._who(name)} (process {worker.pid}) cannot be reached: {error}", name
+            ) from error
+
+    def _connect(self, worker: Worker, deadline: Deadline) -> Line:
+        if worker.host == self._me.host:
+            # What fails here only means that they do not share a network namespace.
+            with contextlib.suppress(WireError, WireTimeout):
+                return self._introduce(
+                    wire.connect_unix(
+                        worker.unix, secret=self._secret, purpose=_PURPOSE, timeout=self._left(deadline)
+                    ),
+                    worker,
+                    deadline,
+                )
+        connection = wire.connect(
+            worker.address, worker.port, secret=self._secret, purpose=_PURPOSE, timeout=self._left(deadline)
+        )
+        return self._introduce(connection, worker, deadline)
+
+    def _left(self, deadline: Deadline) -> float:
+        return max(deadline.remaining(), 0.001)
+
+    def _introduce(self, connection: Connection, worker: Worker, deadline: Deadline) -> Line:
+        with contextlib.closing(connection):
+            theirs = wire.introduce(connection, self._hello(worker.incarnation), self._left(deadline))
+            if theirs.worker.incarnation != worker.incarnation:
+                raise WireError(f"{theirs.worker.name!r} answers in the place of {worker.name!r}")
+            line = self._attach(connection, theirs)
+            with self._lock:
+                if not line.ended:
+                    self._out[worker.name] = line
+            return line
+
+    def _hello(self, to: str) -> Hello:
+        return Hello(self._me, self._place, to, main_program())
+
+    def _attach(self, connection: Connection, theirs: Hello) -> Line:
+        """Hand the connection to the endpoint."""
+        same = theirs.worker.process == self._me.process
+        line = Line(self._agent, theirs.worker, same or bool(theirs.main and theirs.main == main_program()))
+        pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
+        with self._lock:
+            if self._closed:
+                raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+            line.number = self._endpoint.attach(connection.detach(), pid, partial(self._forget, line))
+            self._lines[line.number] = line
+        return line
+
+    def _forget(self, line: Line) -> None:
+        """The connection has ended; letters that came on it may still have to be handled."""
+        with self._lock:
+            line.ended = True
+            if self._out.get(line.worker.name) is line:
+                del self._out[line.worker.name]
+            self._ended.append(line.number)
+            if len(self._ended) > _REMEMBERED:
+                self._lines.pop(self._ended.pop(0), None)
+        self._lost(line)
+
+    def _who(self, name: str) -> str:
+        return f"worker {self._me.name!r}: {name!r}"
+
+    # -- accepting -----------------------------------------------------------------------------
+
+    def _accept(self, acceptor: wire.Acceptor) -> None:
+        while not self._closed:
+            try:
+                connection = acceptor.accept(_LONG)
+            except WireTimeout:
+                continue
+            except WireError as error:
+                if not self._closed:
+                    # Out of descriptors, most likely, and others may give some back.
+                    _logger.warning("worker %r: %s", self._me.name, error)
+                    time.sleep(_PAUSE)
+                continue
+            # Others must not wait for one that says nothing.
+            pool.submit(partial(self._be_introduced, connection))
+
+    def _be_introduced(self, connection: Connection) -> None:
+        def answer(theirs: Hello) -> Hello:
+            if (theirs.place, theirs.to) != (self._place, self._me.incarnation):
+                raise WireError(f"{theirs.worker.name!r} came to {self._me.name!r} by mistake")
+            return self._hello("")
+
+        with contextlib.closing(connection), contextlib.suppress(ShoalError):
+            theirs = wire.be_introduced(connection, Hello, answer, wire.HANDSHAKE_TIMEOUT)
+            self._attach(connection, theirs)

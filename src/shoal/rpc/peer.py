@@ -1,0 +1,168 @@
+"""Another worker, as this one calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from ..errors import ShoalError, UsageError
+from ..future import Future
+from ..keywords import checked_seconds
+from . import call, codec
+from .directory import Worker
+from .executor import CALLS
+from .holds import References
+from .line import Line
+from .post import Endpoint
+from .reference import Actor, RRef, create, create_actor, new
+
+T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """This worker, as a peer needs it."""
+
+    name: str
+    endpoint: Endpoint
+    references: References
+
+    def line(self, name: str, timeout: float, owner: Worker | None = None) -> Line: ...
+
+    def alive(self, name: str) -> bool: ...
+
+
+class Peer:
+    """Another worker of the job, by its name; made by :meth:`Agent.peer`.
+
+    Attributes:
+        name: of the worker.
+        timeout: seconds that a call may take until its reply; infinity: as long as it takes.
+    """
+
+    __slots__ = ("_agent", "name", "timeout")
+
+    def __init__(self, agent: Caller, name: str, timeout: float) -> None:
+        self._agent = agent
+        self.name = name
+        self.timeout = timeout
+
+    def options(self, *, timeout: float | None = None) -> Peer:
+        """The same worker, with other settings for the calls that are made through what is returned.
+
+        Args:
+            timeout: seconds; ``math.inf`` for no limit; None: as here.
+        """
+        seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
+        return Peer(self._agent, self.name, seconds)
+
+    def call(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Run ``fn(*args, **kwargs)`` at the worker; the future of its result.
+
+        The arguments may hold tensors, which are read until the future is complete: leave them alone until
+        then.  The function runs at most once, and nothing is tried again.
+
+        Raises:
+            UsageError: the arguments cannot be sent.
+
+        The future fails with what ``fn`` raises, or with CallTimeout, WorkerLost, CallCancelled (after its
+        ``cancel()``) or AgentClosed.
+        """
+        return self._call(CALLS, fn, args, kwargs)
+
+    def post(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Run ``fn(*args, **kwargs)`` at the worker and hear nothing of it; what it raises is logged there.
+
+        Raises:
+            UsageError: the arguments cannot be sent.
+            WorkerLost: the worker cannot be reached.
+        """
+        shown = self._shown(fn, args)
+        line = self._agent.line(self.name, self.timeout)
+        call.post(self._agent.endpoint, line, CALLS, fn, args, kwargs, self._limit, shown)
+
+    def remote(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> RRef[T]:
+        """Make an object at the worker, ``fn(*args, **kwargs)``, which stays there; give a reference to it.
+
+        What ``fn`` raises is raised by whatever uses the object.
+
+        Raises:
+            UsageError: the arguments cannot be sent.
+            WorkerLost: the worker cannot be reached.
+        """
+        return self._make(create, fn, args, kwargs)[0]
+
+    def actor(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Actor:
+        """Make an object at the worker whose methods run one at a time, those of each caller in its order.
+
+        Raises:
+            Exception: what ``fn(*args, **kwargs)`` raises, and as of :meth:`call`.
+        """
+        ref, made = self._make(create_actor, fn, args, kwargs)
+        return Actor(ref, made.wait())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker is there, as far as is known: connected, or listed and not known dead."""
+        return self._agent.alive(self.name)
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.Peer {self.name!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Peer) and (self._agent, self.name) == (other._agent, other.name)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if codec.route() is None:
+            raise UsageError(f"{self!r} can only be sent to other workers of its job, in a call or a result")
+        return _arrived, (self.name, self.timeout)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _make(
+        self, how: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[RRef[Any], Future[Any]]:
+        agent = self._agent
+        owner = agent.line(self.name, self.timeout).worker
+        ref, holder = new(agent, owner)
+        made = self._call(CALLS, how, (ref.ident, holder, fn, args, kwargs), {}, owner=owner)
+        ref.created = made
+        return ref, made
+
+    @property
+    def _limit(self) -> float | None:
+        return None if self.timeout == math.inf else self.timeout
+
+    def _shown(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
+        if not callable(fn):
+            raise UsageError(f"worker {self._agent.name!r}: {fn!r} cannot be called at {self.name!r}")
+        return call.shown_call(self._agent.name, fn, args, self.name)
+
+    def _call(
+        self,
+        mailbox: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        owner: Worker | None = None,
+    ) -> Future[Any]:
+        """Like :meth:`call`; with ``owner`` only this incarnation of the worker will do."""
+        agent, shown = self._agent, self._shown(fn, args)
+        try:
+            line = agent.line(self.name, self.timeout, owner)
+            return call.request(agent.endpoint, line, mailbox, fn, args, kwargs, self._limit, shown)
+        except UsageError:
+            raise
+        except ShoalError as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+
+def _arrived(name: str, timeout: float) -> Peer:
+    """The same worker, as the one that gets this knows it."""
+    return Peer(codec.route().agent, name, timeout)

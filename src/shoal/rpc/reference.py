@@ -1,0 +1,306 @@
+"""References to objects that stay with another worker.
+
+    table = ps.remote(Table, 0.1)          # made there, at once
+    table.rpc_async().push(grad)           # a method of it; a future
+    table.to_here()                        # a copy of it
+
+The owner keeps the object until the last reference to it anywhere has gone.  A reference can be passed on in
+calls and results: the sender keeps its own until the receiver has told the owner of its hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from ..errors import UsageError
+from ..future import Future
+from . import call, codec
+from .current import current
+from .directory import Worker
+from .holds import Held
+from .leases import Owned
+from .serving import Later, async_execution, is_deferred
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to an object that stays with its owner; made by :meth:`Peer.remote`.
+
+    ``RRef(value, agent)`` makes one to an object of this process.
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_held", "_ident", "_owned", "_owner")
+
+    _agent: Any
+    _held: Held | None
+    _owned: Owned | None
+
+    def __init__(self, value: T, agent: Any) -> None:
+        references = agent.references
+        self._begin(agent, agent.worker, references.new_ident())
+        owned = references.ledger.begin(self._ident, "", f"RRef of {type(value).__name__}")
+        owned.value.set_result(value)
+
+    @classmethod
+    def _to(cls, agent: Any, owner: Worker, ident: str) -> RRef[Any]:
+        """A further reference of this process."""
+        made = cls.__new__(cls)
+        made._begin(agent, owner, ident)
+        return made
+
+    def _begin(self, agent: Any, owner: Worker, ident: str) -> None:
+        self._agent, self._owner, self._ident = agent, owner, ident
+        self._owned, self._held = agent.references.begin(owner, ident)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it was never begun, or the interpreter ends
+            self._agent.references.gone(self._ident)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        way = codec.route()
+        if way is None or way.agent is not self._agent:
+            raise UsageError(f"{self!r} can only be sent to other workers of its job, in a call or a result")
+        codec.traveller(self)
+        return arrive, (self._owner, self._ident)
+
+    @property
+    def ident(self) -> str:
+        """Identity of the object, equal at all workers."""
+        return self._ident
+
+    @property
+    def created(self) -> Future[Any] | None:
+        """The call that makes the object, if this worker made it."""
+        return None if self._held is None else self._held.created
+
+    @created.setter
+    def created(self, call: Future[Any]) -> None:
+        if self._held is not None:
+            self._held.created = call
+
+    # -- the object ----------------------------------------------------------------------------
+
+    def fetch(self) -> Future[T]:
+        """A future of the object: itself at its owner, elsewhere a copy."""
+        if self._owned is not None:
+            return self._owned.value
+        created = self.created
+        if created is not None and created.done() and created.exception() is not None:
+            return created
+        return self._call(_fetch, None, (self,), {})
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """The object, or a copy of it; raises what its making raised.
+
+        Args:
+            timeout: seconds; None: as calls.
+        """
+        if self._owned is not None or timeout is None:
+            return self.fetch().wait(timeout)
+        future: Future[T] = self._call(_fetch, timeout, (self,), {})
+        return future.wait()
+
+    def local_value(self) -> T:
+        """The object itself, at its owner.
+
+        Raises:
+            UsageError: this worker is not the owner.
+        """
+        if self._owned is None:
+            raise UsageError(
+                f"worker {self._agent.name!r}: {self!r} is not here, and only its owner has the object "
+                "itself; to_here() gives a copy"
+            )
+        return self.fetch().wait()
+
+    def owner(self) -> Any:
+        """The worker that keeps the object, a :class:`Peer`."""
+        return self._agent.peer_of(self._owner)
+
+    def owner_name(self) -> str:
+        """The name of the worker that keeps the object."""
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        """Whether this worker keeps the object."""
+        return self._owned is not None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of the object."""
+        created = self.created
+        return created is None or (created.done() and created.exception() is None)
+
+    def rpc_sync(self, timeout: float | None = None) -> Any:
+        """The methods of the object, each of which runs there and returns its result."""
+        return _Methods(lambda name, args, kwargs: self._invoke(timeout, name, args, kwargs).wait())
+
+    def rpc_async(self, timeout: float | None = None) -> Any:
+        """The methods of the object, each of which runs there and returns a future."""
+        return _Methods(lambda name, args, kwargs: self._invoke(timeout, name, args, kwargs))
+
+    def remote(self, timeout: float | None = None) -> Any:
+        """The methods of the object, each of which runs there and returns a reference to its result."""
+        return _Methods(
+            lambda name, args, kwargs: self._agent.peer_of(self._owner, timeout).remote(
+                invoke, self, name, args, kwargs
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.RRef {self._ident} at {self._owner.name!r}>"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _invoke(
+        self, timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        return self._call(invoke, timeout, (self, name, args, kwargs), {})
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        timeout: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mailbox: int = 0,
+    ) -> Future[Any]:
+        peer = self._agent.peer_of(self._owner, timeout)
+        future: Future[Any] = peer._call(mailbox, fn, args, kwargs, owner=self._owner)
+        return future
+
+
+def new(agent: Any, owner: Worker) -> tuple[RRef[Any], str]:
+    """A reference to an object that ``owner`` is about to make, and who holds it then: "" is the owner."""
+    ref = RRef._to(agent, owner, agent.references.new_ident())
+    if ref._held is None:
+        return ref, ""
+    ref._held.count = 1
+    return ref, agent.worker.incarnation
+
+
+class _Methods:
+    """Every attribute is a function that calls a method elsewhere."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__") and name != "__call__":
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+
+class Actor:
+    """An object of another worker whose methods run one at a time, those of each caller in its order.
+
+    Each attribute is a method that returns a :class:`shoal.Future`.  Made by :meth:`Peer.actor`.
+    """
+
+    def __init__(self, ref: RRef[Any], mailbox: int) -> None:
+        self._ref = ref
+        self._mailbox = mailbox
+
+    def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        ref = self._ref
+        return lambda *args, **kwargs: ref._call(invoke, None, (ref, name, args, kwargs), {}, self._mailbox)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Actor, (self._ref, self._mailbox)
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.Actor at {self._ref.owner_name()!r}>"
+
+
+# -- at the other end: what runs at an owner, or at whoever gets a reference ---------------------------
+
+
+def arrive(owner: Worker, ident: str) -> RRef[Any]:
+    """Rebuild a reference."""
+    agent = codec.route().agent
+    ref = RRef._to(agent, owner, ident)
+    if ref._held is not None:
+        agent.references.confirm(ident, ref._held)
+    codec.traveller(ref)
+    return ref
+
+
+def _making(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    return call.name_of(fn, args)
+
+
+@call.shown_as(_making)
+def create(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make the object ``ident``; what making it raises, whoever uses it will hear."""
+    made = f"{call.name_of(fn, args)}, for {current().caller!r}"
+    owned = current().agent.references.ledger.begin(ident, holder, made)
+    try:
+        result = fn(*args, **kwargs)
+    except Exception as error:
+        owned.value.set_exception(error)
+        return None
+    if inspect.iscoroutine(result):
+        return _finish(owned.value, result)
+    if is_deferred(fn, result):
+        result.add_done_callback(partial(_pass_on, owned.value))
+    else:
+        owned.value.set_result(result)
+    return None
+
+
+async def _finish(value: Future[Any], result: Any) -> None:
+    try:
+        value.set_result(await result)
+    except Exception as error:
+        value.set_exception(error)
+
+
+def _pass_on(value: Future[Any], result: Future[Any]) -> None:
+    error = result.exception()
+    if error is None:
+        value.set_result(result.value())
+    else:
+        value.set_exception(error)
+
+
+@call.shown_as(_making)
+def create_actor(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Make the object of an actor; the mailbox of its calls."""
+    made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
+    owned = current().agent.references.ledger.begin(ident, holder, made)
+    owned.value.set_result(fn(*args, **kwargs))
+    mailbox: int = current().agent.references.ledger.mailbox(owned)
+    current().agent.executor.consume(mailbox)
+    return mailbox
+
+
+def _method(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return f"method {name} of an object"
+
+
+@call.shown_as(_method)
+def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the object, at its owner."""
+    method = getattr(ref.to_here(current().remaining()), name)
+    result = method(*args, **kwargs)
+    return Later(result) if is_deferred(method, result) else result
+
+
+@call.shown_as(lambda ref: "a copy of an object")
+@async_execution
+def _fetch(ref: RRef[Any]) -> Future[Any]:
+    return ref.fetch()

@@ -1,0 +1,221 @@
+"""The callee's half: from the letter of a call to the function, and from its result to the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import RpcError, UsageError
+from ..future import Future
+from ..wording import in_words
+from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
+from .codec import decode, encode
+from .current import Current, serving
+from .executor import CALLS, Executor
+from .functions import NONE
+from .line import Line
+from .links import Links
+from .post import Endpoint, Letter
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_logger = logging.getLogger("shoal")
+_DEFERRED = "_shoal_async_execution"
+
+
+def async_execution(fn: F) -> F:
+    """Decorates a handler that returns a :class:`shoal.Future`, whose value is the reply when it is there.
+
+    The handler's thread is free meanwhile.
+    """
+    setattr(fn, _DEFERRED, True)
+    return fn
+
+
+def is_deferred(fn: Callable[..., Any], result: object) -> bool:
+    """Whether the reply is the value of the future that ``fn`` has returned."""
+    return getattr(fn, _DEFERRED, False) and isinstance(result, Future)
+
+
+class Later:
+    """In the place of a result: a future of it."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+
+class Service:
+    """Serves the calls of one agent.
+
+    Args:
+        agent: whose.
+        name: of the agent.
+        host: its machine, for those who read what went wrong.
+        pid: its process.
+        links: know who called.
+    """
+
+    def __init__(self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: Links) -> None:
+        self._agent = agent
+        self._name = name
+        self._pid = pid
+        self._host = host
+        self._endpoint = endpoint
+        self._links = links
+        #: set by the agent
+        self.executor: Executor
+
+    def handle(self, letter: Letter) -> None:
+        """Serve one call."""
+        line = self._links.line(letter.peer)
+        served = _Served(self, letter, line)
+        try:
+            fn, args, kwargs = served.unpack()
+            with serving(Current(self._agent, line.worker.name, letter)):
+                result = fn(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    cancel = self.executor.run_coroutine(result, served.end_task)
+                    self._endpoint.when(letter.announce, cancel)
+                    if letter.mailbox != CALLS:
+                        served.ended.wait()  # one at a time
+                    return
+            if isinstance(result, Later):
+                result.future.add_done_callback(served.end_future)
+                return
+            if getattr(fn, _DEFERRED, False):
+                if not isinstance(result, Future):
+                    raise UsageError(
+                        f"{name_of(fn)} is marked async_execution and returned no shoal.Future: {result!r}"
+                    )
+                result.add_done_callback(served.end_future)
+                return
+            del args, kwargs
+        except BaseException as error:
+            served.fail(error)
+        else:
+            served.answer(result)
+
+
+class _Served:
+    """One call while it is served."""
+
+    __slots__ = ("_flags", "_letter", "_line", "_name", "_service", "ended")
+
+    def __init__(self, service: Service, letter: Letter, line: Line) -> None:
+        self._service = service
+        self._letter = letter
+        self._line = line
+        self._flags = 0
+        self._name = "a call"
+        #: set when a coroutine that served the call has ended
+        self.ended = threading.Event()
+
+    def unpack(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Function and arguments."""
+        letter, known = self._letter, self._line.received
+        head = memoryview(letter.head)
+        number, comes = FUNCTION.unpack_from(head)
+        value = decode(head[FUNCTION.size :], letter.parts, self._line)
+        if comes:
+            fn, args, kwargs = value
+            if number != NONE:
+                known.learn(number, fn)
+                self._flags = LEARNED
+        else:
+            fn, (args, kwargs) = known.function(number), value
+        self._name = name_of(fn, args)
+        letter.describe(self._name)
+        return fn, args, kwargs
+
+    def answer(self, result: Any) -> None:
+        """Reply with ``result``."""
+        if not self._letter.call:
+            return
+        try:
+            message = encode(result, self._line, f"the result of {self._name} at {self._service._name!r}")
+        except BaseException as error:
+            self.fail(error)
+            return
+        self._reply(message.head, message.parts, message.keep, False, message.travellers)
+
+    def fail(self, error: BaseException) -> None:
+        """Reply that ``error`` was raised."""
+        service = self._service
+        fatal = isinstance(error, (KeyboardInterrupt, SystemExit))
+        # The first frame is ours.
+        lines = traceback.format_exception(
+            type(error), error, error.__traceback__ and error.__traceback__.tb_next
+        )
+        if not self._letter.call:
+            _logger.error(
+                "worker %r: %s, which %r posted, raised:\n%s",
+                service._name, self._name, self._line.worker.name, "".join(lines),
+            )  # fmt: skip
+        else:
+            told = Failure(service._name, service._pid, service._host, in_words(error), "".join(lines), fatal)
+            words = msgspec.msgpack.encode(told)
+            head, parts, keep = FAILURE.pack(len(words)) + words, [], []
+            if not fatal:
+                try:
+                    message = encode(error, self._line, "an exception")
+                    head, parts, keep = head + message.head, message.parts, message.keep
+                except Exception:
+                    pass  # the words are enough
+            self._reply(head, parts, keep, True, [])
+        if fatal:
+            _end_this_process()
+
+    def end_task(self, task: Any) -> None:
+        """An ``async def`` handler has ended."""
+        try:
+            result = task.result()
+        except (CancelledError, asyncio.CancelledError):
+            self.fail(RpcError(f"{self._name} was cancelled"))
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.answer(result)
+        finally:
+            self.ended.set()
+
+    def end_future(self, future: Future[Any]) -> None:
+        """The future that an ``async_execution`` handler returned is complete."""
+        try:
+            result = future.value()
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.answer(result)
+
+    def _reply(self, head: bytes, parts: Any, keep: Any, failed: bool, travellers: list[Any]) -> None:
+        letter, service = self._letter, self._service
+        references = service._agent.references
+        if travellers:
+            references.pin_reply(letter.peer, letter.call, travellers)
+        sent = False
+        with contextlib.suppress(
+            ConnectionError
+        ):  # the agent was closed meanwhile, and said so to the caller
+            sent = service._endpoint.post.reply(letter, head, parts, keep, failed, self._flags)
+        if travellers and not sent:
+            references.unpin(letter.peer, letter.call)
+
+
+def _end_this_process() -> None:
+    """Interrupt the main thread, as Ctrl-C does; where that is ignored, end the process."""
+    main = threading.main_thread().ident
+    if main is not None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.pthread_kill(main, signal.SIGINT)  # a signal, because the thread may be asleep
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,76 @@
+"""A store and the workers that meet in it: agents of this process, or processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import TracebackType
+from typing import Any
+
+from shoal.rpc import Agent, join
+from shoal.store import TCPStore, TCPStoreServer
+from shoal.testing.processes import fork_server
+from tests.support.frozen import frozen
+
+SECRET = "a secret of these tests"
+_leaving = threading.Event()
+
+
+class Stage:
+    """A store and its workers, which end with the block."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        server = TCPStoreServer(secret=SECRET.encode()).start()
+        self._stack.callback(server.close)
+        self.url = server.url
+        self.store = TCPStore(server.host, server.port, SECRET.encode())
+        self._stack.callback(self.store.close)
+        self.processes: dict[str, Any] = {}
+
+    def join(self, name: str, **how: Any) -> Agent:
+        """An agent of this process."""
+        return self._stack.enter_context(join(name, url=self.url, secret=SECRET, **how))
+
+    def start(self, name: str, **how: Any) -> int:
+        """A worker that is a process; its process id."""
+        process = fork_server().Process(target=serve, args=(self.url, name, how), name=name)
+        process.start()
+        self.processes[name] = process
+        self._stack.callback(_end, process)
+        return process.pid or 0
+
+    def kill(self, name: str) -> None:
+        """End a worker's process at once."""
+        os.kill(self.processes[name].pid, signal.SIGKILL)
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+
+def serve(url: str, name: str, how: dict[str, Any]) -> None:
+    """Be a worker until somebody calls :func:`leave`."""
+    with frozen(), join(name, url=url, secret=SECRET, **how):
+        _leaving.wait()
+
+
+def leave() -> None:
+    """End the worker's process in good order."""
+    _leaving.set()
+
+
+def _end(process: Any) -> None:
+    if process.is_alive():
+        process.kill()
+    process.join(10)
+    process.close()

@@ -1,0 +1,66 @@
+"""Where workers meet: at the place of a group, in a store, at a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import AuthenticationError, UsageError
+from shoal.rpc import join
+from shoal.testing import no_leaks, run_threads
+from tests.rpc.stage import Stage
+
+
+def test_the_ranks_of_a_group_are_workers_by_rank_and_by_name() -> None:
+    def rank(group: shoal.ProcessGroup) -> list[float]:
+        with join(group=group, timeout=20) as agent:
+            assert agent.name == f"rank{group.rank}"
+            other = 1 - group.rank
+            assert agent.peer(other).name == f"rank{other}"
+            value = agent.peer(other).call(torch.add, torch.ones(1), group.rank).wait()
+            group.barrier().wait()
+            agent.barrier(["rank0", "rank1"])
+        # The group outlives its agent.
+        return group.all_reduce(value).wait().tolist()
+
+    assert run_threads(rank, 2) == [[3.0], [3.0]]
+
+
+def test_workers_meet_in_a_store_and_in_a_file(tmp_path: Path) -> None:
+    with no_leaks():
+        _meet_in_a_store()
+        _meet_in_a_file(f"file://{tmp_path}/place")
+
+
+def _meet_in_a_store() -> None:
+    with shoal.MemoryStore() as store, join("a", store=store) as a, join("b", store=store):
+        assert a.peer("b").call(int, "7").wait() == 7
+
+
+def _meet_in_a_file(url: str) -> None:
+    with join("a", url=url) as a, join("b", url=url, job="other") as b:
+        assert [a.peers(), b.peers()] == [[], []], "two jobs at one place do not meet"
+
+
+def test_who_has_another_secret_does_not_join() -> None:
+    with Stage() as stage, pytest.raises(AuthenticationError):
+        join("a", url=stage.url, secret="another")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "", "store": shoal.MemoryStore()}, "as a worker's name"),
+        ({"store": shoal.MemoryStore()}, "so its worker needs a name"),
+        ({"name": "a", "memory": 0}, "memory=0: expected a whole number from 1"),
+        ({"name": "a", "handlers": True}, "handlers=True: expected a whole number from 1"),
+        ({"name": "a", "timeout": -1}, "timeout=-1"),
+        ({"name": "a", "group": "rank0"}, "group='rank0': expected what shoal.init gives"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(arguments: dict[str, object], words: str) -> None:
+    with no_leaks(), pytest.raises(UsageError, match=words):
+        join(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,241 @@
+"""Workers that die, leave, come again, or are cut off."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import (
+    AgentClosed,
+    RemoteError,
+    UnknownWorker,
+    UsageError,
+    WorkerLost,
+)
+from shoal.rpc import Agent, Peer
+from shoal.testing import no_leaks
+from tests.rpc import handlers, stage
+from tests.rpc.handlers import PATIENCE
+from tests.rpc.stage import Stage
+
+FAR = {"host_id": "elsewhere"}
+
+
+@pytest.fixture
+def meeting() -> Iterator[Stage]:
+    handlers.noted.clear()
+    with Stage() as meeting:
+        yield meeting
+
+
+@pytest.fixture
+def a(meeting: Stage) -> Agent:
+    return meeting.join("a", timeout=PATIENCE)
+
+
+def blocked(peer: Peer, key: str) -> Any:
+    """The future of a call that runs there, and would for long."""
+    future = peer.call(handlers.wait_for, key)
+    peer.call(handlers.pid).wait()
+    return future
+
+
+@pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
+def test_the_death_of_a_worker_ends_its_calls_and_no_others(
+    meeting: Stage, a: Agent, how: dict[str, Any]
+) -> None:
+    lost: list[str] = []
+    heard = threading.Event()
+    a.on_lost(lambda name: (lost.append(name), heard.set()))
+    for name in "bc":
+        meeting.start(name, **how)
+    b, c = a.peer("b"), a.peer("c")
+    doomed, fine = [blocked(b, "never") for _ in range(5)], blocked(c, "later")
+    pid = b.call(handlers.pid).wait()
+    meeting.kill("b")
+    for future in doomed:
+        with pytest.raises(
+            WorkerLost, match=rf"worker 'a': .*wait_for at 'b'.*process {pid}.* was lost"
+        ) as caught:
+            future.wait(PATIENCE)
+        assert caught.value.worker == "b"
+    c.call(handlers.note, "later", 7).wait()
+    assert fine.wait() == 7
+    assert heard.wait(PATIENCE)
+    assert lost == ["b"]
+    meeting.processes["b"].join(PATIENCE)
+    with pytest.raises(WorkerLost, match=rf"worker 'a': 'b' \(process {pid}\)"):
+        b.call(handlers.pid).wait()
+    assert not b.alive
+    assert [peer.name for peer in a.peers()] == ["c"]
+    # Another process takes the name, and calls reach that one.
+    again = meeting.start("b", **how)
+    assert a.peer("b").call(handlers.pid).wait() == again
+    assert b.call(handlers.pid).wait() == again
+
+
+@pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
+def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
+    meeting: Stage, a: Agent, how: dict[str, Any]
+) -> None:
+    meeting.join("b", **how)
+    b = a.peer("b")
+    future = blocked(b, "x")
+    a.endpoint.post.sever(a.line("b", PATIENCE).number)
+    with pytest.raises(WorkerLost, match=r"wait_for at 'b'"):
+        future.wait(PATIENCE)
+    assert b.call(handlers.echo, 1).wait() == 1
+    b.call(handlers.note, "x").wait()
+
+
+def test_a_name_is_free_again_when_its_worker_has_left(meeting: Stage, a: Agent) -> None:
+    with pytest.raises(UsageError, match=r"name='a' is not unique"):
+        meeting.join("a")
+    first = meeting.join("b")
+    b = a.peer("b")
+    assert b.call(handlers.echo, 1).wait() == 1
+    first.close()
+    with pytest.raises((UnknownWorker, WorkerLost)):
+        b.call(handlers.echo, 1).wait()
+    meeting.join("b")
+    assert a.peer("b").call(handlers.echo, 2).wait() == 2
+    assert b.call(handlers.echo, 3).wait() == 3
+
+
+def test_who_is_not_there_is_waited_for_and_then_told(meeting: Stage, a: Agent) -> None:
+    late = threading.Timer(0.1, meeting.join, ["late"])
+    late.start()
+    assert a.peer("late").call(handlers.echo, 1).wait() == 1
+    late.join()
+    with pytest.raises(
+        UnknownWorker, match=r"worker 'a': nobody has joined as 'ps' within 0\.05 s; .*'a', 'late'"
+    ):
+        a.peer("ps", timeout=0.05)
+    with pytest.raises(UsageError, match=r"1\.5 is no name and no rank"):
+        a.peer(1.5)  # type: ignore[arg-type]
+
+
+def test_closing_lets_handlers_finish(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b")
+    future = blocked(a.peer("b"), "go")
+    closing = threading.Thread(target=b.close)
+    closing.start()
+    handlers.note("go", 5)
+    assert future.wait() == 5
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
+def test_a_closed_agent_refuses_and_its_calls_end(meeting: Stage, a: Agent) -> None:
+    meeting.join("b")
+    b = a.peer("b")
+    future = blocked(b, "never")
+    a.close(1, graceful=False)
+    with pytest.raises(AgentClosed, match=r"worker 'a': .*wait_for at 'b'"):
+        future.wait(PATIENCE)
+    for use in (
+        lambda: a.peer("b"),
+        lambda: a.peers(),
+        lambda: a.barrier(),
+        lambda: b.call(handlers.pid).wait(),
+    ):
+        with pytest.raises(AgentClosed, match=r"worker 'a': the agent is closed"):
+            use()
+    a.close()
+    handlers.note("never")
+
+
+def test_closing_never_takes_longer_than_it_may(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b")
+    future = blocked(a.peer("b"), "never")
+    b.close(0.5)
+    with pytest.raises((WorkerLost, AgentClosed)):
+        future.wait(PATIENCE)
+    handlers.note("never")
+
+
+def test_nothing_is_left_behind() -> None:
+    def use() -> None:
+        handlers.noted.clear()
+        with Stage() as meeting:
+            a, b = meeting.join("a"), meeting.join("b", **FAR)
+            assert a.peer("b").call(torch.add, torch.ones(100_000), 1).wait().sum() == 200_000
+            assert b.peer("a").call(handlers.async_double, 2).wait() == 4
+            doomed = blocked(a.peer("b"), "never")
+            handlers.note("never")
+            doomed.wait()
+
+    use()  # what stays for ever comes with the first use
+    with no_leaks():
+        use()
+
+
+def test_a_stranger_is_not_heard(meeting: Stage, a: Agent) -> None:
+    meeting.join("b")
+    with socket.create_connection((a.worker.address, a.worker.port)) as stranger:
+        stranger.sendall(b"\x80\x05" * 1000)
+        assert a.peer("b").call(handlers.echo, 1).wait() == 1
+        with pytest.raises(UsageError):
+            meeting.join("c", memory=-1)
+
+
+def test_an_exit_ends_the_callee_and_not_the_caller(meeting: Stage, a: Agent) -> None:
+    meeting.start("b")
+    b = a.peer("b")
+    with pytest.raises((RemoteError, WorkerLost), match=r"SystemExit: 3|was lost"):
+        b.call(sys.exit, 3).wait()
+    meeting.processes["b"].join(PATIENCE)
+    assert not meeting.processes["b"].is_alive()
+
+
+def test_workers_wait_for_one_another(meeting: Stage, a: Agent) -> None:
+    meeting.join("b")
+    b = a.peer("b")
+    for _ in range(3):
+        there = b.call(barrier, ["a", "b"])
+        a.barrier(["b", "a"])
+        there.wait()
+    with pytest.raises(UnknownWorker, match="'b' did not come to a barrier of 2 workers"):
+        a.barrier(timeout=0.05)
+    with pytest.raises(UsageError, match="of which it is none"):
+        a.barrier(["b"])
+    with pytest.raises(UsageError, match="barrier of 'ab': expected the names of workers"):
+        a.barrier("ab")
+
+
+def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Stage, a: Agent) -> None:
+    def both() -> None:
+        there = a.peer("b").call(barrier, ["a", "b"])
+        a.barrier(["a", "b"])
+        there.wait()
+
+    first = meeting.join("b")
+    both()
+    first.close()
+    second = meeting.join("b")
+    both()
+    second.close()
+    third = meeting.join("b")
+    with pytest.raises(UnknownWorker, match="'a' did not come to a barrier of 2 workers"):
+        third.barrier(["a", "b"], timeout=0.05)
+
+
+def barrier(names: list[str]) -> None:
+    from shoal.rpc import current
+
+    current().agent.barrier(names)
+
+
+def test_a_worker_leaves_in_good_order(meeting: Stage, a: Agent) -> None:
+    assert meeting.start("b") != os.getpid()
+    a.peer("b").call(stage.leave).wait()
+    meeting.processes["b"].join(PATIENCE)
+    assert meeting.processes["b"].exitcode == 0
+    assert a.peers() == []

@@ -1,0 +1,390 @@
+"""Objects that stay with another worker: what can be done with them, and how long they live."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import Future
+from shoal.errors import CallTimeout, RpcError, UsageError, WorkerLost
+from shoal.rpc import Agent, Peer, RRef, async_execution, current, holds
+from shoal.rpc.leases import Ledger
+from tests.rpc import handlers
+from tests.rpc.handlers import PATIENCE
+from tests.rpc.stage import Stage
+
+living: set[int] = set()
+
+
+class Table:
+    """Counts those of its kind that live in the process."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        if start < 0:
+            raise ValueError("less than nothing")
+        self.x = torch.full((2,), start)
+        self.seen: list[Any] = []
+        living.add(id(self))
+
+    def __del__(self) -> None:
+        living.discard(id(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"x": self.x, "seen": self.seen}
+
+    def push(self, grad: torch.Tensor) -> None:
+        self.x += grad
+
+    def pull(self) -> torch.Tensor:
+        return self.x
+
+    def note(self, value: Any) -> None:
+        self.seen.append(value)
+
+    def noted(self) -> list[Any]:
+        return self.seen
+
+    def slowly(self, value: Any) -> None:
+        before = list(self.seen)
+        time.sleep(0.001)
+        self.seen = [*before, value]
+
+    async def slowly_async(self, value: Any) -> None:
+        import asyncio
+
+        before = list(self.seen)
+        await asyncio.sleep(0.001)
+        self.seen = [*before, value]
+
+    async def double(self) -> torch.Tensor:
+        return 2 * self.x
+
+    @async_execution
+    def later(self) -> Future[int]:
+        future: Future[int] = Future()
+        threading.Timer(0.01, future.set_result, [5]).start()
+        return future
+
+    def graph(self) -> torch.Tensor:
+        return 2 * self.x.requires_grad_()
+
+    def wait(self) -> None:
+        handlers.until_cancelled("method")
+
+    def me(self) -> Table:
+        return self
+
+
+async def table_async(start: float) -> Table:
+    return Table(start)
+
+
+def count() -> int:
+    gc.collect()
+    return len(living)
+
+
+def pull(ref: RRef[Table]) -> list[float]:
+    return ref.rpc_sync().pull().tolist()
+
+
+def keep(ref: Any, key: str = "kept") -> None:
+    handlers.noted[key] = ref
+
+
+def use_kept(key: str = "kept") -> Any:
+    return handlers.noted[key].rpc_sync().pull().tolist()
+
+
+def let_go(key: str = "kept") -> None:
+    del handlers.noted[key]
+    gc.collect()
+
+
+def own(start: float) -> RRef[Table]:
+    return RRef(Table(start), current().agent)
+
+
+def is_mine(ref: RRef[Any]) -> bool:
+    return ref.is_owner() and ref.local_value() is ref.to_here()
+
+
+def peer_name(peer: Peer) -> str:
+    return peer.name if peer.call(handlers.echo, 1).wait() == 1 else ""
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[tuple[Agent, Peer, Peer]]:
+    """``a`` here, ``b`` and ``c`` in processes of their own."""
+    handlers.noted.clear()
+    with Stage() as stage:
+        for name in "bc":
+            stage.start(name, timeout=PATIENCE)
+        a = stage.join("a", timeout=PATIENCE)
+        yield a, a.peer("b"), a.peer("c")
+
+
+@pytest.fixture
+def b(agents: tuple[Agent, Peer, Peer]) -> Peer:
+    return agents[1]
+
+
+@pytest.fixture
+def c(agents: tuple[Agent, Peer, Peer]) -> Peer:
+    return agents[2]
+
+
+def become(value: Any, what: Callable[[], Any]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + PATIENCE
+    while what() != value:
+        assert time.monotonic() < end, what()
+        gc.collect()
+        time.sleep(0.005)
+
+
+def test_a_use_that_overtakes_the_making_of_an_object_waits_for_it() -> None:
+    ledger = Ledger(lambda mailbox: None)
+    early = ledger.hold("maker/1", "")
+    ledger.drop("maker/1", "")  # the reference that came with the use has gone
+    assert ledger.begin("maker/1", "maker", "Table") is early
+    early.value.set_result(None)
+    ledger.drop("maker/1", "maker")
+    assert not ledger.held()
+
+
+def test_an_object_that_nobody_will_make_is_lost_with_who_asked_for_it() -> None:
+    ledger = Ledger(lambda mailbox: None)
+    early = ledger.hold("maker/1", "")
+    ledger.drop("maker/1", "")
+    ledger.forget("another")
+    assert not early.value.done()
+    ledger.forget("maker")
+    with pytest.raises(WorkerLost, match="maker/1 was never made"):
+        early.value.wait()
+    assert not ledger.held()
+
+
+def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:
+    ref = b.remote(Table, 1.0)
+    assert (ref.owner_name(), ref.owner().name, ref.is_owner()) == ("b", "b", False)
+    ref.rpc_async().push(torch.ones(2)).wait()
+    assert ref.rpc_sync().pull().tolist() == [2, 2]
+    assert ref.rpc_sync().double().tolist() == [4, 4]
+    assert ref.rpc_sync().later() == 5
+    assert ref.remote().pull().to_here().tolist() == [2, 2]
+    copy = ref.to_here()
+    copy.x += 1
+    assert ref.fetch().wait().x.tolist() == [2, 2]
+    assert ref.confirmed_by_owner()
+    with pytest.raises(UsageError, match=r"worker 'a': <shoal.rpc.RRef .* at 'b'> is not here"):
+        ref.local_value()
+    assert b.remote(table_async, 3.0).to_here().x.tolist() == [3, 3]
+    assert b.remote(handlers.later, 4).to_here() == 4
+
+
+def test_what_making_an_object_raises_its_users_hear(b: Peer) -> None:
+    ref = b.remote(Table, -1.0)
+    for use in (ref.to_here, lambda: ref.rpc_sync().pull(), lambda: ref.fetch().wait()):
+        with pytest.raises(ValueError, match="less than nothing"):
+            use()
+
+
+def test_an_object_lives_as_long_as_somebody_holds_it(b: Peer, c: Peer) -> None:
+    become(0, lambda: b.call(count).wait())
+    ref = b.remote(Table, 7.0)
+    c.call(keep, ref).wait()
+    del ref
+    for _ in range(3):
+        assert c.call(use_kept).wait() == [7, 7]
+    assert b.call(count).wait() == 1
+    c.call(let_go).wait()
+    become(0, lambda: b.call(count).wait())
+
+
+def test_a_reference_used_and_dropped_at_once_works(b: Peer) -> None:
+    for i in range(30):
+        assert b.remote(Table, float(i)).rpc_async().pull().wait().tolist() == [i, i]
+        b.remote(Table, 1.0).rpc_async().push(torch.ones(2))
+    become(0, lambda: b.call(count).wait())
+
+
+def test_references_go_from_hand_to_hand(agents: tuple[Agent, Peer, Peer], b: Peer, c: Peer) -> None:
+    a = agents[0]
+    assert c.call(pull, b.remote(Table, 2.0)).wait() == [2, 2]
+    theirs = c.call(own, 3.0).wait()
+    assert theirs.owner_name() == "c"
+    assert b.call(pull, theirs).wait() == [3, 3]
+    assert c.call(is_mine, theirs).wait()
+    mine = RRef(Table(4.0), a)
+    assert mine.is_owner()
+    assert b.call(pull, mine).wait() == [4, 4]
+    assert mine.local_value().x.tolist() == [4, 4]
+    assert [pull(ref) for ref in b.call(handlers.echo, [theirs, mine]).wait()] == [[3, 3], [4, 4]]
+    assert a.leaks() == ["RRef of Table: held by nobody else"]
+    del theirs, mine
+    become([], a.leaks)
+    become(0, lambda: c.call(count).wait())
+
+
+def test_many_references_passed_about_at_once_are_neither_lost_nor_left(b: Peer, c: Peer) -> None:
+    become(0, lambda: b.call(count).wait())
+    wrong: list[Any] = []
+
+    def work(k: int) -> None:
+        for i in range(20):
+            ref = b.remote(Table, float(i))
+            future = c.call(pull, ref)
+            back = c.call(handlers.echo, ref)
+            del ref
+            if future.wait() != [i, i] or pull(back.wait()) != [i, i]:
+                wrong.append((k, i))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    become(0, lambda: b.call(count).wait())
+
+
+def test_a_reference_is_for_workers_only(agents: tuple[Agent, Peer, Peer], b: Peer) -> None:
+    import pickle
+
+    with pytest.raises(UsageError, match="can only be sent to other workers"):
+        pickle.dumps(b.remote(Table))
+    with pytest.raises(UsageError, match="can only be sent to other workers"):
+        pickle.dumps(b)
+
+
+def test_peers_are_passed_on(b: Peer, c: Peer) -> None:
+    assert b.call(peer_name, c).wait() == "c"
+
+
+@pytest.mark.parametrize("method", ["slowly", "slowly_async"])
+def test_the_methods_of_an_actor_run_one_at_a_time_and_in_order(b: Peer, method: str) -> None:
+    actor = b.actor(Table)
+    futures = [getattr(actor, method)(i) for i in range(50)]
+    for future in futures:
+        future.wait()
+    assert actor.noted().wait() == list(range(50))
+
+
+def test_many_call_an_actor_each_in_its_order(b: Peer, c: Peer) -> None:
+    actor = b.actor(Table)
+    there = c.call(note_many, actor, "c", 50)
+    note_many(actor, "a", 50)
+    there.wait()
+    seen = actor.noted().wait()
+    assert len(seen) == 100
+    for who in "ac":
+        assert [i for each, i in seen if each == who] == list(range(50))
+
+
+def note_many(actor: Any, who: str, n: int) -> None:
+    for future in [actor.note((who, i)) for i in range(n)]:
+        future.wait()
+
+
+def threads_there() -> int:
+    return current().agent.stats()["threads"]
+
+
+def test_an_actor_that_nobody_holds_ends_with_its_thread(b: Peer) -> None:
+    become(0, lambda: b.call(count).wait())
+    before = b.call(threads_there).wait()
+    actors = [b.actor(Table) for _ in range(20)]
+    assert b.call(count).wait() == 20
+    assert b.call(threads_there).wait() >= before + 15
+    with pytest.raises(ValueError, match="less than nothing"):
+        b.actor(Table, -1.0)
+    del actors
+    become(0, lambda: b.call(count).wait())
+    become(True, lambda: b.call(threads_there).wait() < before + 15)
+
+
+def test_errors_name_the_method_of_an_object_and_not_what_calls_it(b: Peer) -> None:
+    ref = b.remote(Table)
+    with pytest.raises(UsageError, match=r"the result of method graph of an object at 'b': a tensor"):
+        ref.rpc_sync().graph()
+    with pytest.raises(
+        CallTimeout, match=r"'a': method wait of an object at 'b' had no reply within 0\.05 s"
+    ):
+        ref.rpc_sync(timeout=0.05).wait()
+    with pytest.raises(UsageError, match=r"'a': tests\.rpc\.test_references\.Table at 'b' cannot be sent"):
+        b.remote(Table, threading.Lock())
+    b.actor(Table).note("end").wait()
+
+
+def test_with_its_owner_an_object_is_gone(agents: tuple[Agent, Peer, Peer]) -> None:
+    a = agents[0]
+    with Stage() as stage:
+        stage.start("d")
+        e = stage.join("e", timeout=PATIENCE)
+        d = e.peer("d")
+        ref, actor = d.remote(Table), d.actor(Table)
+        assert pull(ref) == [0, 0]
+        stage.kill("d")
+        stage.processes["d"].join(PATIENCE)
+        with pytest.raises(WorkerLost):
+            ref.to_here()
+        stage.start("d")
+        assert e.peer("d").call(handlers.echo, 1).wait() == 1
+        for use in (ref.to_here, lambda: actor.noted().wait(), lambda: ref.rpc_sync().pull()):
+            with pytest.raises(
+                WorkerLost, match=r"worker 'e': 'd' \(process .*\), which owned an object, has ended"
+            ):
+                use()
+    assert a.peers()
+
+
+def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stage() as stage:
+        stage.start("holder")
+        owner = stage.join("owner", timeout=PATIENCE)
+        holder = owner.peer("holder")
+        holder.call(keep, RRef(Table(1.0), owner)).wait()
+        assert holder.call(use_kept).wait() == [1, 1]
+        become(["RRef of Table: held by 'holder'"], owner.leaks)
+        # Only the connections break: the holder comes again, so the end of a lease takes nothing from it.
+        for number in list(owner.links._lines):
+            owner.endpoint.post.sever(number)
+        become([1, 1], lambda: _tried(holder))
+        owner.references._end_lease(owner.line("holder", PATIENCE).worker)
+        assert holder.call(use_kept).wait() == [1, 1]
+        monkeypatch.setattr(holds, "LEASE", 0.2)
+        stage.kill("holder")
+        become([], owner.leaks)
+
+
+def _tried(holder: Peer) -> Any:
+    try:
+        return holder.call(use_kept).wait()
+    except WorkerLost:
+        return None
+
+
+def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:
+    ref = b.remote(Table, 3.0)
+    assert ref.rpc_sync().pull().tolist() == [3, 3]
+    b.call(end_leases).wait()
+    for use in (ref.rpc_sync().pull, ref.to_here, lambda: b.call(push_at, ref).wait()):
+        with pytest.raises(RpcError, match=rf"the object {ref.ident} has ended"):
+            use()
+
+
+def end_leases() -> None:
+    """As when the caller was cut off for longer than its holds last."""
+    agent = current().agent
+    agent.references.ledger.forget(agent.directory.look(current().caller).incarnation)
+
+
+def push_at(table: RRef[Table]) -> None:
+    table.rpc_sync().push(torch.ones(2))

@@ -1,0 +1,94 @@
+"""Who is at each end of a connection, and the memory of each."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.errors import WireError
+from shoal.testing import no_leaks
+from shoal.wire import (
+    Connection,
+    accept,
+    be_introduced,
+    connect,
+    connect_unix,
+    introduce,
+    listen,
+    listen_unix,
+    share_memory,
+)
+
+
+class Name(msgspec.Struct):
+    name: str
+
+
+def over(
+    family: str, left: Callable[[Connection], Any], right: Callable[[Connection], Any]
+) -> tuple[Any, Any]:
+    """Run both ends of a connection; ``left`` made it."""
+    unix = f"shoal-test-{secrets.token_hex(8)}"
+    with (
+        listen_unix(unix) if family == "unix" else listen("127.0.0.1") as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def end() -> Any:
+            with accept(listener, secret=b"", purpose="test", timeout=20) as connection:
+                return right(connection)
+
+        answer = pool.submit(end)
+        if family == "unix":
+            made = connect_unix(unix, secret=b"", purpose="test", timeout=20)
+        else:
+            made = connect("127.0.0.1", listener.getsockname()[1], secret=b"", purpose="test", timeout=20)
+        with made:
+            return left(made), answer.result(20)
+
+
+@pytest.mark.parametrize("family", ["unix", "tcp"])
+def test_both_ends_learn_who_the_other_is_and_local_ones_share_memory(family: str) -> None:
+    def exchanged(connection: Connection, text: bytes) -> bytes | None:
+        fd = os.memfd_create("mine")
+        try:
+            os.write(fd, text)
+            theirs = share_memory(connection, fd, 20)
+        finally:
+            os.close(fd)
+        if theirs is None:
+            return None
+        assert theirs.pid == os.getpid()
+        try:
+            return os.pread(theirs.fd, 100, 0)
+        finally:
+            theirs.close()
+
+    def left(connection: Connection) -> tuple[Name, bytes | None]:
+        return introduce(connection, Name("left"), 20), exchanged(connection, b"of left")
+
+    def right(connection: Connection) -> tuple[Name, bytes | None]:
+        heard = be_introduced(connection, Name, lambda theirs: Name(f"answers {theirs.name}"), 20)
+        return heard, exchanged(connection, b"of right")
+
+    with no_leaks():
+        seen = over(family, left, right)
+    local = family == "unix"
+    assert seen == (
+        (Name("answers left"), b"of right" if local else None),
+        (Name("left"), b"of left" if local else None),
+    )
+
+
+def test_whoever_speaks_in_other_words_is_refused() -> None:
+    def right(connection: Connection) -> None:
+        with pytest.raises(WireError, match="introduced itself in other words"):
+            be_introduced(connection, Name, lambda theirs: theirs, 20)
+
+    over("tcp", lambda connection: connection.send(b"\x01", 20), right)
