@@ -357,8 +357,16 @@ def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.Mon
         for number in list(owner.links._lines):
             owner.endpoint.post.sever(number)
         become([1, 1], lambda: _tried(holder))
-        owner.references._end_lease(owner.line("holder", PATIENCE).worker)
+        again = owner.line("holder", PATIENCE).worker
+        owner.references._end_lease(again, owner.references._losses[again.incarnation])
         assert holder.call(use_kept).wait() == [1, 1]
+        # Nor does the end of an earlier one when it has just been lost once more.
+        owner.references._losses[again.incarnation] = earlier = object()
+        owner.references.lost(again)
+        monkeypatch.setattr(owner.links, "connected", lambda _: False)
+        owner.references._end_lease(again, earlier)
+        assert holder.call(use_kept).wait() == [1, 1]
+        monkeypatch.undo()
         monkeypatch.setattr(holds, "LEASE", 0.2)
         stage.kill("holder")
         become([], owner.leaks)
@@ -372,9 +380,11 @@ def _tried(holder: Peer) -> Any:
 
 
 def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:
+    become(0, lambda: b.call(count).wait())
     ref = b.remote(Table, 3.0)
     assert ref.rpc_sync().pull().tolist() == [3, 3]
     b.call(end_leases).wait()
+    become(0, lambda: b.call(count).wait())  # the reference that came with the use goes later
     for use in (ref.rpc_sync().pull, ref.to_here, lambda: b.call(push_at, ref).wait()):
         with pytest.raises(RpcError, match=rf"the object {ref.ident} has ended"):
             use()

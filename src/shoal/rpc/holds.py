@@ -44,6 +44,8 @@ class References:
         self._held: dict[str, Held] = {}
         self._numbers = itertools.count(1)
         self._gone: deque[str] = deque()
+        #: of each worker that was lost, the last loss, from which its lease runs
+        self._losses: dict[str, object] = {}
         self._pinned: dict[tuple[int, int], list[Any]] = {}
         self._ticket = agent.endpoint.lasting(partial(pool.submit, self._flush))
 
@@ -103,7 +105,8 @@ class References:
 
     def lost(self, worker: Worker) -> None:
         """A connection to or from ``worker`` has ended."""
-        self._agent.endpoint.after(LEASE, partial(self._end_lease, worker))
+        self._losses[worker.incarnation] = loss = object()
+        self._agent.endpoint.after(LEASE, partial(self._end_lease, worker, loss))
         with self.ledger.lock:
             held = [(ident, held) for ident, held in self._held.items() if held.owner == worker]
         mine = {ident: each.count for ident, each in held if each.count}
@@ -114,7 +117,10 @@ class References:
         with contextlib.suppress(ShoalError):
             self._agent.tell(owner, resume, self._agent.worker.incarnation, mine)
 
-    def _end_lease(self, worker: Worker) -> None:
+    def _end_lease(self, worker: Worker, loss: object) -> None:
+        if self._losses.get(worker.incarnation) is not loss:
+            return  # it came again and was lost once more: that lease runs
+        del self._losses[worker.incarnation]
         if not self._agent.links.connected(worker.incarnation):
             self.ledger.forget(worker.incarnation)
 
