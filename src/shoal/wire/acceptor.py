@@ -7,6 +7,7 @@ import selectors
 import socket
 import time
 from collections import deque
+from contextlib import ExitStack
 
 from ..errors import WireError, WireTimeout
 from ..wording import in_seconds
@@ -56,10 +57,12 @@ class Acceptor:
         self._pending: dict[PendingHandshake, float] = {}
         self._ready: deque[Connection] = deque()
         self._refused = ""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._stop_out, self._stop_in = socket.socketpair()
-        self._selector.register(self._stop_in, selectors.EVENT_READ, self._stop_in)
+        with ExitStack() as opened:
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._selector.register(listener, selectors.EVENT_READ)
+            self._stop_out, self._stop_in = map(opened.enter_context, socket.socketpair())
+            self._selector.register(self._stop_in, selectors.EVENT_READ, self._stop_in)
+            opened.pop_all()
         for inherited in (self._selector, self._stop_out, self._stop_in):
             close_in_forked_child(inherited)
 
