@@ -17,6 +17,28 @@ _TEXT = (
 )
 
 
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = nn.LSTM(5, 12, num_layers=2, batch_first=True)
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.core(x)[0])
+
+
+@case
+class Lstm(Case):
+    lr = 0.1
+
+    def build(self) -> nn.Module:
+        return _Recurrent()
+
+    def batch(self, random: torch.Generator) -> Any:
+        inputs = torch.randn(4, 7, 5, generator=random)
+        return inputs, torch.sin(inputs.cumsum(1)[..., :2])
+
+
 class _Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,3 +121,56 @@ class TransformerEncoderWithTiedWeights(Case):
             losses.append(self.step(model, optimizer, batches[number % len(batches)], number).item())
             schedule.step()
         return losses
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.before(x)).chunk(3, -1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.wide(self.between(x))
+
+
+class _Decoder(nn.Module):
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, width)
+        self.places = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(_Block(width, 2) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 128, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@case
+class ByteLanguageModel(Case):
+    """A decoder with causal attention."""
+
+    lr = 0.1
+    options = Options(bucket_cap_mb=0.01)
+
+    def build(self) -> nn.Module:
+        return _Decoder()
+
+    def batch(self, random: torch.Generator) -> Any:
+        starts = torch.randint(0, len(_TEXT) - 17, (4,), generator=random).tolist()
+        return torch.tensor([list(_TEXT[start : start + 17]) for start in starts])
+
+    def loss(self, model: nn.Module, batch: Any, step: int) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
