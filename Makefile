@@ -46,7 +46,7 @@ stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collecti
 	build/stress/stress --operations $(if $(filter short,$(STRESS)),100000,1000000)
 	build/stress/stress --frames 100000
 	build/stress/stress --passes 100000
-	build/stress/stress --posts 200
+	build/stress/stress --posts $(if $(filter short,$(STRESS)),50,200)
 	build/stress/stress --letters 100000
 
 # A minute of random rounds each, in builds of their own.  `build/tsan/stress --seed K --operations 1` plays

@@ -165,6 +165,7 @@ Watchdog::~Watchdog() {
 
 void Watchdog::begin_round(std::uint64_t seed) {
   current_seed = seed;
+  beats_.fetch_add(1, std::memory_order_relaxed);
   for (Desk& desk : desks_) desk.clear();
 }
 

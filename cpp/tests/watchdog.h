@@ -35,7 +35,8 @@ class Desk {
 
 class Watchdog {
  public:
-  // After so many seconds in which no rank did anything new, it prints the desks and all stacks, and aborts.
+  // After so many seconds in which no rank did anything new and no round began, it prints the desks and all
+  // stacks, and aborts.
   explicit Watchdog(int patience);
   ~Watchdog();
   Desk& desk(int rank) { return desks_[static_cast<std::size_t>(rank)]; }
