@@ -122,7 +122,7 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
 
 void Peers::add_remote(int rank, int socket) {
   Peer& peer = new_peer(rank);
-  auto link = std::make_unique<TcpLink>(rank, sink_, socket, sockets_);
+  auto link = std::make_unique<SocketLink>(rank, sink_, socket, sockets_);
   peer.tcp = link.get();
   peer.link = std::move(link);
   remote_ = true;
@@ -145,7 +145,7 @@ bool Peers::poll_sockets() {
   int count = epoll_wait(sockets_, events, 16, 0);
   bool moved = false;
   for (int i = 0; i < count; ++i) {
-    TcpLink& link = *at(static_cast<int>(events[i].data.u64)).tcp;
+    SocketLink& link = *at(static_cast<int>(events[i].data.u64)).tcp;
     if (events[i].events & EPOLLOUT) {
       link.flush();
       moved = true;
@@ -198,7 +198,7 @@ std::vector<Loss> Peers::heartbeats(std::int64_t now) {
   FrameHeader beat;
   beat.type = FrameType::kHeartbeat;
   for (int rank = 0; rank < size(); ++rank) {
-    TcpLink* tcp = at(rank).tcp;
+    SocketLink* tcp = at(rank).tcp;
     if (tcp == nullptr || tcp->broken() || state(rank) != kAlive) continue;
     if (!silent_.load() && !tcp->backlog()) tcp->send_control(beat);
     std::int64_t quiet = now - std::max(tcp->last_heard(), watching_since_.load());

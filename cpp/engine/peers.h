@@ -12,7 +12,7 @@
 #include "memory/arena.h"
 #include "transport/link.h"
 #include "transport/ring_link.h"
-#include "transport/tcp_link.h"
+#include "transport/socket_link.h"
 
 namespace shoal {
 
@@ -86,7 +86,7 @@ class Peers {
   struct Peer {
     std::unique_ptr<Link> link;
     RingLink* ring = nullptr;
-    TcpLink* tcp = nullptr;
+    SocketLink* tcp = nullptr;
     std::unique_ptr<Mapping> memory;
     int socket = -1;  // local: its end means the peer's
     int pidfd = -1;

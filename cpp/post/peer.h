@@ -12,7 +12,7 @@
 
 #include "post/arrivals.h"
 #include "post/letter.h"
-#include "transport/tcp_link.h"
+#include "transport/socket_link.h"
 
 namespace shoal {
 
@@ -35,7 +35,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
 
   const int id;
   const std::int64_t ticket;
-  TcpLink link;
+  SocketLink link;
   Arrivals arrivals;  // the post's thread only
   int pidfd = -1;
   bool local = false;  // on this host: its process is watched, no heartbeats are needed

@@ -1,15 +1,15 @@
-// A link over one authenticated, connected, non-blocking TCP socket.
+// A link over one authenticated, connected, non-blocking stream socket, TCP or Unix.
 #pragma once
 
 #include "transport/link.h"
 
 namespace shoal {
 
-class TcpLink final : public Link {
+class SocketLink final : public Link {
  public:
   // Takes the descriptor; `epoll` watches it from now on, also for room to write while the link waits for it.
-  TcpLink(int peer, FrameSink& sink, int fd, int epoll);
-  ~TcpLink() override;
+  SocketLink(int peer, FrameSink& sink, int fd, int epoll);
+  ~SocketLink() override;
 
   int fd() const { return fd_; }
   // Stops the writing side and waits until the peer's kernel has everything, at most until `deadline` (ns).

@@ -1,4 +1,4 @@
-#include "transport/tcp_link.h"
+#include "transport/socket_link.h"
 
 #include <fcntl.h>
 #include <linux/sockios.h>
@@ -18,7 +18,8 @@
 
 namespace shoal {
 
-TcpLink::TcpLink(int peer, FrameSink& sink, int fd, int epoll) : Link(peer, sink), fd_(fd), epoll_(epoll) {
+SocketLink::SocketLink(int peer, FrameSink& sink, int fd, int epoll)
+    : Link(peer, sink), fd_(fd), epoll_(epoll) {
   int flags = fcntl(fd_, F_GETFL);
   fcntl(fd_, F_SETFL, flags | O_NONBLOCK);
   int one = 1;
@@ -30,18 +31,18 @@ TcpLink::TcpLink(int peer, FrameSink& sink, int fd, int epoll) : Link(peer, sink
   epoll_ctl(epoll_, EPOLL_CTL_ADD, fd_, &event);
 }
 
-void TcpLink::unwatch() { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd_, nullptr); }
+void SocketLink::unwatch() { epoll_ctl(epoll_, EPOLL_CTL_DEL, fd_, nullptr); }
 
-TcpLink::~TcpLink() { disown(); }
+SocketLink::~SocketLink() { disown(); }
 
-void TcpLink::disown() {
+void SocketLink::disown() {
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
 }
 
-void TcpLink::sever() { shutdown(fd_, SHUT_RDWR); }
+void SocketLink::sever() { shutdown(fd_, SHUT_RDWR); }
 
-void TcpLink::drain(std::int64_t deadline) {
+void SocketLink::drain(std::int64_t deadline) {
   if (broken()) return;
   shutdown(fd_, SHUT_WR);
   // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's
@@ -58,7 +59,7 @@ void TcpLink::drain(std::int64_t deadline) {
   }
 }
 
-std::ptrdiff_t TcpLink::write_some(const iovec* parts, int count) {
+std::ptrdiff_t SocketLink::write_some(const iovec* parts, int count) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(parts);
   message.msg_iovlen = static_cast<std::size_t>(count);
@@ -70,7 +71,7 @@ std::ptrdiff_t TcpLink::write_some(const iovec* parts, int count) {
   }
 }
 
-std::ptrdiff_t TcpLink::take(std::byte* data, std::size_t bytes) {
+std::ptrdiff_t SocketLink::take(std::byte* data, std::size_t bytes) {
   // Epoll is level-triggered: what came since will be reported, so asking again at once is a wasted call.
   if (std::exchange(drained_, false)) return 0;
   while (true) {
@@ -86,7 +87,7 @@ std::ptrdiff_t TcpLink::take(std::byte* data, std::size_t bytes) {
   }
 }
 
-std::ptrdiff_t TcpLink::read_some(std::byte* data, std::size_t bytes) {
+std::ptrdiff_t SocketLink::read_some(std::byte* data, std::size_t bytes) {
   if (!holds_bytes()) {
     if (bytes >= kAhead) return take(data, bytes);
     std::ptrdiff_t got = take(ahead_, kAhead);
@@ -100,7 +101,7 @@ std::ptrdiff_t TcpLink::read_some(std::byte* data, std::size_t bytes) {
   return static_cast<std::ptrdiff_t>(bytes);
 }
 
-void TcpLink::want_write(bool wanted) {
+void SocketLink::want_write(bool wanted) {
   if (wanted == waiting_ || fd_ < 0) return;
   waiting_ = wanted;
   epoll_event event{};
