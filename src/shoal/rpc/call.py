@@ -119,7 +119,7 @@ def post(
     with endpoint.sending():
         sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
     if message.travellers:
-        endpoint.after(LEASE, partial(len, message.travellers))
+        endpoint.keep(LEASE, message.travellers)
     if not sent:
         why = endpoint.post.lost(line.number)
         raise WorkerLost(f"{shown} was not sent: {why or 'it took nothing in time'}", line.worker.name)
@@ -198,7 +198,7 @@ def _result(line: Line, call: Call, number: int, shown: str) -> Any:
 def _let_go(endpoint: Endpoint, travellers: list[Any], future: Future[Any]) -> None:
     """A call has ended that took references along, which its callee holds if there is a reply."""
     if isinstance(future.exception(), (CallTimeout, CallCancelled)):
-        endpoint.after(LEASE, partial(len, travellers))  # it may be taking them up just now
+        endpoint.keep(LEASE, travellers)  # it may be taking them up just now
 
 
 def failure(letter: Letter, line: Line, shown: str) -> BaseException:

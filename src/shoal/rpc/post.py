@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from .. import _core
 from ..errors import AgentClosed, OutOfResources, RpcError
@@ -71,6 +72,10 @@ class Endpoint:
         """Call ``fn()`` in the dispatcher's thread when ``seconds`` have passed."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._tickets), fn))
         self.post.announce(self._woken)
+
+    def keep(self, seconds: float, objects: object) -> None:
+        """Hold ``objects`` for so long."""
+        self.after(seconds, partial(id, objects))
 
     def watch(self, patience: float, fn: Callable[[], None]) -> None:
         """Call ``fn()`` each time a call has waited for ``patience`` seconds and no thread is free."""
