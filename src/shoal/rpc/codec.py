@@ -173,9 +173,7 @@ def _override(collected: Collected, obj: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
-        super().__init__(file, 5, buffer_callback=buffers.append)
-        self.collected = Collected()
+    collected: Collected
 
     def reducer_override(self, obj: Any) -> Any:
         return _override(self.collected, obj)
@@ -191,10 +189,6 @@ def _by_value() -> type[Any] | None:
             return None
 
         class ByValue(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
-            def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
-                super().__init__(file, 5, buffer_callback=buffers.append)
-                self.collected = Collected()
-
             def reducer_override(self, obj: Any) -> Any:
                 try:
                     reduced = _override(self.collected, obj)
@@ -213,9 +207,9 @@ def _dump(pickler: type[Any], value: object) -> Message:
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
         file.write(_NO_STORAGES)
-        writer = pickler(file, buffers)
+        writer = pickler(file, 5, buffer_callback=buffers.append)
+        collected = writer.collected = Collected()
         writer.dump(value)
-        collected: Collected = writer.collected
         beside = [_bytes_of(buffer.raw()) for buffer in buffers]
         parts = [*collected.parts(), *((x.data_ptr(), x.numel()) for x in beside)]
         keep = [*collected.keep, *beside]
