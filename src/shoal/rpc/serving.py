@@ -90,15 +90,14 @@ class Service:
                     if letter.mailbox != CALLS:
                         served.ended.wait()  # one at a time
                     return
-            if isinstance(result, Later):
-                result.future.add_done_callback(served.end_future)
-                return
             if getattr(fn, _DEFERRED, False):
                 if not isinstance(result, Future):
                     raise UsageError(
                         f"{name_of(fn)} is marked async_execution and returned no shoal.Future: {result!r}"
                     )
-                result.add_done_callback(served.end_future)
+                result = Later(result)
+            if isinstance(result, Later):
+                result.future.add_done_callback(served.end_future)
                 return
             del args, kwargs
         except BaseException as error:
