@@ -130,6 +130,17 @@ def explained(where: Callable[..., str]) -> Callable[[F], F]:
     return decorate
 
 
+def checked_count(name: str, value: Any) -> int:
+    """The value of an argument that is a number of things, one at least.
+
+    Raises:
+        UsageError: it is anything else.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name}={value!r}: expected a whole number from 1")
+    return value
+
+
 def checked_seconds(name: str, value: Any, where: str = "", *, finite: bool = False) -> float:
     """The value of an argument that is a time in seconds.
 

@@ -6,19 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import config
-from ..errors import UsageError
-from ..keywords import misspelt, taken
+from ..keywords import checked_count, misspelt, taken
 from .base import Backend
 from .registry import BackendFactory
 
 
 def lanes(concurrency: int | None) -> int:
     """The number of lanes that ``concurrency=`` or ``SHOAL_CONCURRENCY`` asks for."""
-    if concurrency is None:
-        return config.CONCURRENCY.get()
-    if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
-        raise UsageError(f"concurrency={concurrency!r}: expected a whole number from 1")
-    return concurrency
+    return config.CONCURRENCY.get() if concurrency is None else checked_count("concurrency", concurrency)
 
 
 def check_options(

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import config
 from ..errors import ConfigurationError, UsageError
+from ..keywords import checked_count
 from ..store import Store
 from ..wire import Deadline
 from .caller_store import given
@@ -232,8 +233,8 @@ def check_job(job: Any) -> None:
 
 
 def _check_numbers(rank: int | None, size: int | None) -> None:
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise UsageError(f"size={size!r}: expected a whole number from 1")
+    if size is not None:
+        checked_count("size", size)
     if rank is not None and (
         not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or (size is not None and rank >= size)
     ):

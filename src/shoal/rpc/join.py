@@ -9,7 +9,7 @@ from typing import Any
 from .. import config
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..keywords import checked_seconds
+from ..keywords import checked_count, checked_seconds
 from ..rendezvous.host import here
 from ..rendezvous.place import Place, open_place
 from ..wire import Deadline
@@ -58,11 +58,11 @@ def join(
     """
     config.check()
     seconds = config.RPC_TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
-    limit = config.RPC_MEMORY.get() if memory is None else _count("memory", memory)
+    limit = config.RPC_MEMORY.get() if memory is None else checked_count("memory", memory)
     settings: dict[str, Any] = {
         "timeout": seconds,
         "memory": limit,
-        "handlers": _count("handlers", handlers),
+        "handlers": checked_count("handlers", handlers),
         "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
     }
     if group is not None:
@@ -115,9 +115,3 @@ def _named(name: str | None, rank: int | None) -> str:
     if rank is None:
         raise UsageError("name=None: this process has no rank in a job, so its worker needs a name")
     return f"rank{rank}"
-
-
-def _count(what: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{what}={value!r}: expected a whole number from 1")
-    return value
