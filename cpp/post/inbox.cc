@@ -23,6 +23,7 @@ bool Inbox::put(LetterPtr letter) {
   Mailbox& mailbox = mailboxes_[letter->header.letter.mailbox];
   if (!mailbox.asleep.empty()) {
     if (!worth_taking(*letter)) return true;
+    taken_ += letter->header.letter.mailbox == 0;
     Sleeper& sleeper = *mailbox.asleep.back();
     mailbox.asleep.pop_back();
     sleeper.letter = std::move(letter);
@@ -30,6 +31,7 @@ bool Inbox::put(LetterPtr letter) {
     return true;
   }
   letter->place = ++arrivals_;
+  letter->taken_before = taken_;
   const std::uint64_t place = letter->place;
   mailbox.letters.emplace_hint(mailbox.letters.end(), place, std::move(letter));
   return true;
@@ -67,6 +69,7 @@ bool Inbox::take(std::uint32_t number, std::int64_t until, std::size_t most,
       (worth_taking(*first->second) ? letters : stale).push_back(std::move(first->second));
       mailbox.letters.erase(first);
     }
+    if (number == 0) taken_ += letters.size();
     if (!letters.empty() || most == 0 || until <= now_ns()) {
       drop_if_empty(number);
       return true;
@@ -110,11 +113,12 @@ std::optional<std::size_t> Inbox::ahead_of(const Letter& letter) {
   return static_cast<std::size_t>(std::distance(letters.begin(), found));
 }
 
-std::int64_t Inbox::neglected() {
+Inbox::Neglect Inbox::neglect() {
   std::lock_guard lock(mutex_);
   auto found = mailboxes_.find(0);
-  if (found == mailboxes_.end() || !found->second.asleep.empty() || found->second.letters.empty()) return 0;
-  return found->second.letters.begin()->second->arrived;
+  if (found == mailboxes_.end() || !found->second.asleep.empty() || found->second.letters.empty()) return {};
+  const Letter& oldest = *found->second.letters.begin()->second;
+  return {oldest.arrived, oldest.taken_before, taken_};
 }
 
 void Inbox::release(std::uint32_t number) {

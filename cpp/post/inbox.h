@@ -26,8 +26,13 @@ class Inbox {
   std::size_t waiting();
   // How many letters are to be taken before this one; nullopt if it is not here.
   std::optional<std::size_t> ahead_of(const Letter& letter);
-  // Since when the oldest letter of mailbox 0 lies here with nobody asleep in `take`; 0: there is none.
-  std::int64_t neglected();
+  // Letters of mailbox 0 that lie here with nobody asleep in `take`: since when the oldest has (0: there are
+  // none), and how many had been taken by then and are by now.
+  struct Neglect {
+    std::int64_t since = 0;
+    std::uint64_t taken_then = 0, taken = 0;
+  };
+  Neglect neglect();
   // Whoever takes from the mailbox is told that it is closed, from now on; its letters are dropped.
   void release(std::uint32_t mailbox);
   void close();
@@ -46,6 +51,7 @@ class Inbox {
   std::mutex mutex_;
   std::unordered_map<std::uint32_t, Mailbox> mailboxes_;
   std::uint64_t arrivals_ = 0;
+  std::uint64_t taken_ = 0;  // of mailbox 0
   std::unordered_set<std::uint32_t> released_;
   bool closed_ = false;
 };

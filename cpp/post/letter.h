@@ -93,6 +93,7 @@ struct Letter {
   std::shared_ptr<Handling> handling;  // of a call
   std::uint64_t place = 0;             // in its inbox
   std::int64_t arrived = 0;
+  std::uint64_t taken_before = 0;  // letters of mailbox 0, until this one came to the inbox
   // What it takes up until somebody takes it; `owner` keeps the link that the charges refer to.
   std::shared_ptr<void> owner;
   std::vector<Charge> charges;

@@ -146,6 +146,7 @@ class Post final : public FrameSink, public Correspondence {
   std::string end_;                // why that link has ended
   std::string text_;               // of the control frame that is being read
   std::int64_t last_round_ = 0, listening_since_ = 0, last_beat_ = 0, last_watch_ = 0;
+  std::uint64_t last_taken_ = 0;  // letters, at last_watch_
 };
 
 }  // namespace shoal

@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kAnswerTime = 200'000'000;  // for what a callee's post says of an overdue call
+constexpr std::int64_t kShortCall = 500'000;       // ns: handlers that take less need no further threads
 constexpr const char* kEnded = "its process has ended";
 
 }  // namespace
@@ -76,7 +77,7 @@ std::int64_t Post::next_wake() {
     for (auto& [id, peer] : peers_)
       if (!peer->local) at = last_beat_ + beat_period();
   }
-  if (const std::int64_t since = inbox_.neglected(); since != 0 && watch_ticket_ >= 0)
+  if (const std::int64_t since = inbox_.neglect().since; since != 0 && watch_ticket_ >= 0)
     at = std::min(at, std::max(since, last_watch_) + patience_);
   std::lock_guard lock(deadlines_mutex_);
   if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
@@ -256,9 +257,16 @@ void Post::watch(std::int64_t ticket, std::int64_t patience) {
 }
 
 void Post::look_after_inbox(std::int64_t now) {
-  const std::int64_t since = inbox_.neglected();
-  if (since == 0 || watch_ticket_ < 0 || now < std::max(since, last_watch_) + patience_) return;
+  const auto neglect = inbox_.neglect();
+  if (neglect.since == 0 || watch_ticket_ < 0) return;
+  const bool looked = last_watch_ > neglect.since;  // since the oldest letter came
+  const std::int64_t begin = looked ? last_watch_ : neglect.since;
+  if (now < begin + patience_) return;
+  const std::uint64_t taken = neglect.taken - (looked ? last_taken_ : neglect.taken_then);
   last_watch_ = now;
+  last_taken_ = neglect.taken;
+  // Short calls one after another: further threads would only take turns with those that run.
+  if (static_cast<std::int64_t>(taken) * kShortCall > now - begin) return;
   tickets_.add(watch_ticket_);
 }
 

@@ -207,6 +207,22 @@ def test_tickets_tell_of_calls_of_the_neglected_inbox_and_of_a_loss(two: Two) ->
     assert not two.caller.post(two.to, 0, b"", [], None, 1.0)
 
 
+def test_letters_that_wait_are_neglected_only_if_few_are_taken_meanwhile(two: Two) -> None:
+    """More threads would only take turns with one that serves short calls one after another."""
+    two.callee.watch(6, 0.15)
+    for i in range(20_000):
+        assert two.caller.post(two.to, 0, b"", [], None, BACKSTOP)
+        if i % 100 == 0:
+            two.callee.take(0, 0.0, 20)
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end and two.callee.waiting(0):
+        assert two.callee.completions(0.0) == []
+        two.callee.take(0, 0.0, 100)
+        time.sleep(0.004)
+    assert two.callee.waiting(0), "no letter waited to the end"
+    assert set(two.callee.completions(BACKSTOP) or []) == {6}
+
+
 def test_a_dropped_peer_fails_its_calls_and_keeps_what_it_sent(two: Two) -> None:
     two.caller.post(two.to, 3, b"before", [], None, BACKSTOP)
     becomes(lambda: two.callee.waiting(3) == 1)

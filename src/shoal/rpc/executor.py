@@ -2,8 +2,9 @@
 
 Handlers' threads block in the endpoint until a letter comes, which goes to one of them without a hop.  There
 is one at first.  The endpoint says when a letter has waited for :data:`PATIENCE` while no thread was free:
-then one more starts, because those that run are taken to be blocked, on a nested call for example.  So a
-burst of short calls takes few threads, and no set of calls can deadlock for want of one.  A thread that was
+then one more starts, because those that run are taken to be blocked, on a nested call for example; unless
+letters were taken meanwhile at the pace of short calls, for which threads would only take turns.  So a
+burst of short calls takes one thread, and no set of calls can deadlock for want of one.  A thread that was
 added and finds nothing to do for a while ends.
 
 A mailbox of its own has one thread, which takes its letters in order.
