@@ -8,7 +8,7 @@ words, and the pickle of the exception, if it has one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
@@ -90,10 +90,9 @@ def request(
         UsageError: the arguments cannot be sent.
     """
     number, message = _encoded(line, fn, args, kwargs, shown)
-    with endpoint.sending():
-        call = endpoint.post.request(line.number, mailbox, message.head, message.parts, message.keep, timeout)
-    source = _Source(endpoint, line, call, shown, timeout)
-    future: Future[Any] = Future(source, finish=partial(_result, line, call, number, shown))
+    call = endpoint.post.request(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+    source = _Source(endpoint, line, call, number, shown, timeout)
+    future: Future[Any] = Future(source, finish=source.result)
     if message.travellers:
         future.add_done_callback(partial(_let_go, endpoint, message.travellers))
     return future
@@ -116,8 +115,7 @@ def post(
         WorkerLost: it was not sent.
     """
     _, message = _encoded(line, fn, args, kwargs, shown)
-    with endpoint.sending():
-        sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+    sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
     if message.travellers:
         endpoint.keep(LEASE, message.travellers)
     if not sent:
@@ -137,12 +135,15 @@ def _encoded(
 class _Source:
     """A call, as its future sees it."""
 
-    __slots__ = ("_call", "_endpoint", "_line", "_shown", "_timeout")
+    __slots__ = ("_call", "_endpoint", "_line", "_number", "_shown", "_timeout")
 
-    def __init__(self, endpoint: Endpoint, line: Line, call: Call, shown: str, timeout: float | None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, line: Line, call: Call, number: int, shown: str, timeout: float | None
+    ) -> None:
         self._endpoint = endpoint
         self._line = line
         self._call = call
+        self._number = number
         self._shown = shown
         self._timeout = timeout
 
@@ -180,22 +181,21 @@ class _Source:
             worker.name,
         )
 
+    def result(self) -> Any:
+        """The value of the call, which was answered, or what its function raised."""
+        letter, line = self._call.reply(), self._line
+        if letter.flags & LEARNED and self._number != NONE:
+            line.sent.answered(self._number)
+        if letter.failed:
+            raise failure(letter, line, self._shown)
+        arrived: list[Any] = []
+        value = decode(letter.head, letter.parts, line, arrived)
+        if arrived:
+            line.agent.acknowledge(line, self._call.number)
+        return value
 
-def _result(line: Line, call: Call, number: int, shown: str) -> Any:
-    """The value of a call that was answered, or what its function raised."""
-    letter = call.reply()
-    if letter.flags & LEARNED and number != NONE:
-        line.sent.answered(number)
-    if letter.failed:
-        raise failure(letter, line, shown)
-    arrived: list[Any] = []
-    value = decode(letter.head, letter.parts, line, arrived)
-    if arrived:
-        line.agent.acknowledge(line, call.number)
-    return value
 
-
-def _let_go(endpoint: Endpoint, travellers: list[Any], future: Future[Any]) -> None:
+def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) -> None:
     """A call has ended that took references along, which its callee holds if there is a reply."""
     if isinstance(future.exception(), (CallTimeout, CallCancelled)):
         endpoint.keep(LEASE, travellers)  # it may be taking them up just now

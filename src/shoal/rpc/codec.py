@@ -19,11 +19,10 @@ import pickle
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any, Protocol
 
 import torch
@@ -57,9 +56,9 @@ class Message:
     """
 
     head: bytes
-    parts: list[Part] = field(default_factory=list)
-    keep: list[object] = field(default_factory=list)
-    travellers: list[Any] = field(default_factory=list)
+    parts: Sequence[Part] = ()
+    keep: Sequence[object] = ()
+    travellers: Sequence[Any] = ()
 
 
 class _Local(threading.local):
@@ -68,6 +67,9 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+#: types of which pickle knows all by itself
+_ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 
 
 def traveller(obj: object) -> None:
@@ -81,14 +83,36 @@ def route() -> Any:
     return _local.route
 
 
-@contextmanager
-def _on(way: Any) -> Iterator[list[Any]]:
-    before = _local.route, _local.travellers
-    _local.route, _local.travellers = way, []
-    try:
-        yield _local.travellers
-    finally:
-        _local.route, _local.travellers = before
+class _On:
+    """While the block runs, what this thread pickles or unpickles travels on ``way``."""
+
+    __slots__ = ("_before", "_way")
+
+    def __init__(self, way: Any) -> None:
+        self._way = way
+
+    def __enter__(self) -> list[Any]:
+        self._before = _local.route, _local.travellers
+        travellers: list[Any] = []
+        _local.route, _local.travellers = self._way, travellers
+        return travellers
+
+    def __exit__(self, *_: object) -> None:
+        _local.route, _local.travellers = self._before
+
+
+def _is_plain(value: object) -> bool:
+    """Whether ``value`` is an atom, or tuples of atoms and empty dictionaries, some levels deep."""
+    return type(value) in _ATOMS or _holds_plain(value, 3)
+
+
+def _holds_plain(value: object, depth: int) -> bool:
+    if type(value) is not tuple:
+        return type(value) is dict and not value
+    for each in value:
+        if type(each) not in _ATOMS and not (depth and _holds_plain(each, depth - 1)):
+            return False
+    return True
 
 
 def encode(value: object, way: Route | None, where: str) -> Message:
@@ -101,7 +125,9 @@ def encode(value: object, way: Route | None, where: str) -> Message:
     Raises:
         UsageError: the value, or something in it, cannot be sent.
     """
-    with _on(way) as travellers:
+    if _is_plain(value):
+        return Message(_NO_STORAGES + pickle.dumps(value, 5))
+    with _On(way) as travellers:
         message = _encode(value, where, travellers)
         message.travellers = travellers
         return message
@@ -141,9 +167,13 @@ def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[
     at = _COUNT.size + 8 * count
     if count > len(parts):
         raise pickle.UnpicklingError(f"{count} storages in {len(parts)} parts")
-    starts = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
-    with _on(way) as named, arrived(parts[:count], starts):
-        value = pickle.loads(view[at:], buffers=parts[count:])
+    with _On(way) as named:
+        if count:
+            starts = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
+            with arrived(parts[:count], starts):
+                value = pickle.loads(view[at:], buffers=parts[count:])
+        else:
+            value = pickle.loads(view[at:], buffers=parts)
     if travellers is not None:
         travellers += named
     return value

@@ -9,9 +9,7 @@ def slow(x):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
 from ..errors import UsageError
@@ -67,11 +65,11 @@ def current() -> Current:
     return found
 
 
-@contextmanager
-def serving(call: Current) -> Iterator[None]:
-    """Make ``call`` the current one."""
-    token = _current.set(call)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def enter_call(call: Current) -> Token[Current | None]:
+    """Make ``call`` the current one, until :func:`leave_call`."""
+    return _current.set(call)
+
+
+def leave_call(token: Token[Current | None]) -> None:
+    """End what :func:`enter_call` began."""
+    _current.reset(token)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class References:
         self._gone: deque[str] = deque()
         #: of each worker that was lost, the last loss, from which its lease runs
         self._losses: dict[str, object] = {}
-        self._pinned: dict[tuple[int, int], list[Any]] = {}
+        self._pinned: dict[tuple[int, int], Sequence[Any]] = {}
         self._ticket = agent.endpoint.lasting(partial(pool.submit, self._flush))
 
     def new_ident(self) -> str:
@@ -126,7 +126,7 @@ class References:
 
     # -- references on their way ---------------------------------------------------------------
 
-    def pin_reply(self, line: int, call: int, refs: list[Any]) -> None:
+    def pin_reply(self, line: int, call: int, refs: Sequence[Any]) -> None:
         """Keep references that went out in a reply until the caller has told their owners of its holds."""
         self._pinned[line, call] = refs
 

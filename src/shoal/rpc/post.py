@@ -6,17 +6,16 @@ blocks in the endpoint; and errors in shoal's own words.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from .. import _core
-from ..errors import AgentClosed, OutOfResources, RpcError
+from ..errors import OutOfResources, RpcError
 
 _logger = logging.getLogger("shoal")
 
@@ -98,14 +97,6 @@ class Endpoint:
             if isinstance(error, OSError):
                 raise OutOfResources(f"worker {self._name!r} cannot use a connection: {error}") from error
             raise
-
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
-        """Translate what the endpoint raises when something is to be sent."""
-        try:
-            yield
-        except ConnectionError as error:
-            raise AgentClosed(f"worker {self._name!r}: the agent is closed") from error
 
     def close(self, timeout: float) -> None:
         """Send what is queued, say goodbye and end; what is pending fails."""

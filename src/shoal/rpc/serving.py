@@ -20,8 +20,8 @@ from ..errors import RpcError, UsageError
 from ..future import Future
 from ..wording import in_words
 from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
-from .codec import decode, encode
-from .current import Current, serving
+from .codec import Message, decode, encode
+from .current import Current, enter_call, leave_call
 from .executor import CALLS, Executor
 from .functions import NONE
 from .line import Line
@@ -82,14 +82,18 @@ class Service:
         served = _Served(self, letter, line)
         try:
             fn, args, kwargs = served.unpack()
-            with serving(Current(self._agent, line.worker.name, letter)):
+            token = enter_call(Current(self._agent, line.worker.name, letter))
+            try:
                 result = fn(*args, **kwargs)
                 if inspect.iscoroutine(result):
+                    ended = served.ended = threading.Event()
                     cancel = self.executor.run_coroutine(result, served.end_task)
                     self._endpoint.when(letter.announce, cancel)
                     if letter.mailbox != CALLS:
-                        served.ended.wait()  # one at a time
+                        ended.wait()  # one at a time
                     return
+            finally:
+                leave_call(token)
             if getattr(fn, _DEFERRED, False):
                 if not isinstance(result, Future):
                     raise UsageError(
@@ -117,8 +121,8 @@ class _Served:
         self._line = line
         self._flags = 0
         self._name = "a call"
-        #: set when a coroutine that served the call has ended
-        self.ended = threading.Event()
+        #: of a call that a coroutine serves: set when that has ended
+        self.ended: threading.Event | None = None
 
     def unpack(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Function and arguments."""
@@ -146,7 +150,7 @@ class _Served:
         except BaseException as error:
             self.fail(error)
             return
-        self._reply(message.head, message.parts, message.keep, False, message.travellers)
+        self._reply(message)
 
     def fail(self, error: BaseException) -> None:
         """Reply that ``error`` was raised."""
@@ -164,14 +168,12 @@ class _Served:
         else:
             told = Failure(service._name, service._pid, service._host, in_words(error), "".join(lines), fatal)
             words = msgspec.msgpack.encode(told)
-            head, parts, keep = FAILURE.pack(len(words)) + words, [], []
+            said = Message(FAILURE.pack(len(words)) + words)
             if not fatal:
-                try:
+                with contextlib.suppress(Exception):  # the words are enough
                     message = encode(error, self._line, "an exception")
-                    head, parts, keep = head + message.head, message.parts, message.keep
-                except Exception:
-                    pass  # the words are enough
-            self._reply(head, parts, keep, True, [])
+                    said = Message(said.head + message.head, message.parts, message.keep)
+            self._reply(said, failed=True)
         if fatal:
             _end_this_process()
 
@@ -186,7 +188,8 @@ class _Served:
         else:
             self.answer(result)
         finally:
-            self.ended.set()
+            if self.ended is not None:
+                self.ended.set()
 
     def end_future(self, future: Future[Any]) -> None:
         """The future that an ``async_execution`` handler returned is complete."""
@@ -197,18 +200,15 @@ class _Served:
         else:
             self.answer(result)
 
-    def _reply(self, head: bytes, parts: Any, keep: Any, failed: bool, travellers: list[Any]) -> None:
-        letter, service = self._letter, self._service
-        references = service._agent.references
+    def _reply(self, message: Message, failed: bool = False) -> None:
+        letter, service, travellers = self._letter, self._service, message.travellers
         if travellers:
-            references.pin_reply(letter.peer, letter.call, travellers)
-        sent = False
-        with contextlib.suppress(
-            ConnectionError
-        ):  # the agent was closed meanwhile, and said so to the caller
-            sent = service._endpoint.post.reply(letter, head, parts, keep, failed, self._flags)
+            service._agent.references.pin_reply(letter.peer, letter.call, travellers)
+        sent = service._endpoint.post.reply(
+            letter, message.head, message.parts, message.keep, failed, self._flags
+        )
         if travellers and not sent:
-            references.unpin(letter.peer, letter.call)
+            service._agent.references.unpin(letter.peer, letter.call)
 
 
 def _end_this_process() -> None:
