@@ -20,10 +20,11 @@ torch.set_num_threads(1)
 # A shell starts background jobs with Ctrl-C ignored, and a test that interrupts itself would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Whatever has an optimiser imports the compiler, which takes a second in every rank.
+# Whatever has an optimiser imports the compiler, which takes a second in every rank, and so do the digits.
 preload(
-    "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"
-)
+    "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "sklearn.datasets", "sklearn.model_selection",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

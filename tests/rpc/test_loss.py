@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,48 @@ def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
         future.wait(PATIENCE)
     assert b.call(handlers.echo, 1).wait() == 1
     b.call(handlers.note, "x").wait()
+
+
+@pytest.mark.parametrize("end", ["leaves", "dies", "is cut off and leaves"])
+def test_who_serves_stays_until_another_worker_has_ended(meeting: Stage, a: Agent, end: str) -> None:
+    if end == "dies":
+        meeting.start("chief")
+    else:
+        chief = meeting.join("chief")
+    ended = threading.Event()
+    serving = threading.Thread(target=lambda: (a.serve(until="chief"), ended.set()), daemon=True)
+    serving.start()
+    while "chief" not in a.links._out:
+        time.sleep(0.001)
+    if end == "dies":
+        meeting.kill("chief")
+    else:
+        if end != "leaves":
+            line = a.line("chief", PATIENCE)
+            a.endpoint.post.sever(line.number)
+            while a.links.existing("chief") in (None, line):
+                time.sleep(0.001)
+            assert not ended.is_set()
+        chief.close()
+    assert ended.wait(PATIENCE)
+    serving.join()
+
+
+def test_who_serves_stays_until_its_agent_is_closed(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b")
+    serving = threading.Thread(target=b.serve, daemon=True)
+    serving.start()
+    a.peer("b").post(close)
+    serving.join(PATIENCE)
+    assert not serving.is_alive()
+    with pytest.raises(UnknownWorker, match="nobody has joined as 'nobody'"):
+        meeting.join("c", timeout=0.05).serve(until="nobody")
+
+
+def close() -> None:
+    from shoal.rpc import current
+
+    current().agent.close()
 
 
 def test_a_name_is_free_again_when_its_worker_has_left(meeting: Stage, a: Agent) -> None:

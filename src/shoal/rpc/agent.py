@@ -19,6 +19,7 @@ from ..errors import (
     AgentClosed,
     ForkedProcess,
     ShoalError,
+    UnknownWorker,
     UsageError,
     WorkerLost,
 )
@@ -79,6 +80,8 @@ class Agent:
         self._closed = False
         self._pid = os.getpid()
         self._on_lost: list[Callable[[str], Any]] = []
+        #: told when a connection has ended, and when the agent is closed
+        self._ended = threading.Condition()
         self.directory = Directory(store, namespace, here.machine)
         self.endpoint = Endpoint(name, memory, heartbeat)
         try:
@@ -157,6 +160,30 @@ class Agent:
         self._check_open()
         self._barriers.wait(names, Deadline(self._seconds(timeout)))
 
+    def serve(self, until: str | None = None) -> None:
+        """Stay and serve calls until a worker has left or died; a connection that breaks is made again.
+
+        Args:
+            until: its name; None: until this agent is closed, by one of its handlers or in another thread.
+
+        Raises:
+            UnknownWorker: nobody joins as ``until`` within the timeout of calls.
+        """
+        if until is not None:
+            self.peer(until)
+        awaited = None
+        while not self._closed:
+            line = None
+            if until is not None:
+                try:
+                    line = self.line(until, self.timeout, awaited)
+                except (AgentClosed, UnknownWorker, WorkerLost):
+                    return
+                awaited = line.worker
+            with self._ended:
+                while not self._closed and not (line is not None and line.ended):
+                    self._ended.wait()
+
     def on_lost(self, fn: Callable[[str], Any]) -> None:
         """Call ``fn(name)`` whenever a connection to a worker ended: it died, left, or was cut off."""
         if not callable(fn):
@@ -192,6 +219,8 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
+        with self._ended:
+            self._ended.notify_all()
         _open.discard(self)
         if self._pid != os.getpid():
             return
@@ -281,6 +310,8 @@ class Agent:
 
     def _heard_lost(self, line: Line) -> None:
         self.references.unpin_line(line.number)
+        with self._ended:
+            self._ended.notify_all()
         if not self._closed:
             self.references.lost(line.worker)
         for fn in list(self._on_lost):

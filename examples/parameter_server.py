@@ -1,0 +1,228 @@
+"""Train on handwritten digits with a parameter server and three trainers, one of which dies on the way.
+
+    $ python examples/parameter_server.py
+    update 1080/1080 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━ loss 0.0158  test accuracy 98.6% 0:00:05
+    after 531 updates: worker 'chief': train at 'trainer1': the worker (process 4711) was lost ...
+    trainer1 goes on after 180 of its updates as process 4716
+    test accuracy 98.61 % (355 of 360 digits) after 1080 updates, 360 by each of 3 trainers
+
+Images and network are those of `examples/digits.py`.  This process, the `chief`, starts four others, which
+join under their names and serve calls until the chief has left.  It makes the parameter server, an actor
+at the worker `server`, and calls `train` at each trainer with a reference to that actor.  A trainer computes
+gradients as fast as it can, sends each to the server and gets the parameters of that moment back.  Nobody
+waits for anybody: when a gradient comes, others may have changed the parameters that it is of (asynchronous
+SGD, as in DistBelief, Dean et al. 2012), so the result differs a little from run to run.
+
+Halfway `trainer1` is killed.  Its call of `train` fails with `WorkerLost`, the others do not notice; the
+chief starts a new process under the same name, which does what is left.
+
+`shoal run` is for jobs that are over when one rank dies, so this program starts its processes itself.  They
+meet in a file; on several hosts they would meet at a store, `join(name, url="tcp://...")`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from digits import Digits, load, make_network
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import shoal
+
+TRAINERS = ["trainer0", "trainer1", "trainer2"]
+#: the one that dies
+VICTIM = "trainer1"
+#: seconds between two looks of the chief
+LOOK = 0.1
+#: loads these modules once; the workers' processes are its forks
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["torch", "sklearn.datasets", "sklearn.model_selection", "shoal.rpc"])
+
+
+class ParameterServer:
+    """The parameters, and the optimizer that changes them.  An actor: its methods run one at a time.
+
+    Args:
+        updates: how many there will be.
+    """
+
+    def __init__(self, updates: int, seed: int) -> None:
+        self.network = make_network(seed)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1, momentum=0.9, weight_decay=3e-3)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, updates)
+        self.by: Counter[str] = Counter()
+        self.loss = 0.0
+
+    def pull(self) -> torch.Tensor:
+        """All parameters, in one tensor.
+
+        A copy: a result is read while it is sent, and the next method may change the parameters then.
+        """
+        return parameters_to_vector(self.network.parameters()).detach()
+
+    def push(self, gradient: torch.Tensor, loss: float) -> torch.Tensor:
+        """Take a step along the gradient of all parameters; what :meth:`pull` gives then."""
+        begin = 0
+        for parameter in self.network.parameters():
+            parameter.grad = gradient[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()
+        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)  # one of old parameters may be far off
+        self.optimizer.step()
+        self.schedule.step()
+        self.by[shoal.rpc.current().caller] += 1
+        self.loss += 0.1 * (loss - self.loss)
+        return self.pull()
+
+    def standing(self) -> tuple[Counter[str], float, torch.Tensor]:
+        """How many updates each trainer made, the recent loss, and the parameters."""
+        return self.by, self.loss, self.pull()
+
+
+def batches(count: int, size: int, seed: int) -> Iterator[torch.Tensor]:
+    """Endlessly: which images are in a batch; all of them come once before any comes again."""
+    shuffle = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=shuffle).split(size)
+
+
+def train(server: shoal.rpc.Actor, updates: int, batch: int, seed: int, dies: bool = False) -> None:
+    """Send gradients to the server.  Runs at a trainer.
+
+    Args:
+        dies: be killed after half of the updates, as by a kernel that is short of memory.
+    """
+    digits, network = load(), make_network(seed)
+    parameters = server.pull().wait()
+    mine = batches(len(digits.train_labels), batch, seed)
+    for update in range(updates):
+        if dies and update == updates // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        vector_to_parameters(parameters, network.parameters())
+        images = next(mine)
+        loss = cross_entropy(network(digits.train_images[images]), digits.train_labels[images])
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        parameters = server.push(parameters_to_vector(gradients), loss.item()).wait()
+
+
+def work(url: str, name: str) -> None:
+    """Be a worker until the chief has left.  The main function of the processes that the chief starts."""
+    torch.set_num_threads(1)
+    with shoal.rpc.join(name, url=url) as agent:
+        agent.serve(until="chief")
+
+
+class Chief:
+    """Starts the workers, and the training at the trainers.
+
+    Args:
+        agent: of this process.
+        url: where all meet.
+    """
+
+    def __init__(self, agent: shoal.rpc.Agent, url: str) -> None:
+        self.agent = agent
+        self.url = url
+        self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
+        self.calls: dict[str, shoal.Future[None]] = {}
+
+    def start(self, name: str) -> None:
+        """Start a process under a name."""
+        self.processes[name] = FORK_SERVER.Process(target=work, args=(self.url, name), name=name)
+        self.processes[name].start()
+
+    def train(self, name: str, *arguments: object) -> None:
+        """Call :func:`train` at a worker, as soon as it has joined and however long it takes."""
+        trainer = self.agent.peer(name, timeout=60).options(timeout=math.inf)
+        self.calls[name] = trainer.call(train, *arguments)
+
+    def lost(self) -> dict[str, shoal.WorkerLost]:
+        """The trainers that have died; raises whatever else went wrong."""
+        found = {}
+        for name, call in self.calls.items():
+            try:
+                if call.done():
+                    call.value()
+            except shoal.WorkerLost as error:
+                found[name] = error
+        return found
+
+    @property
+    def finished(self) -> bool:
+        """Whether all trainers are done."""
+        return all(call.done() and call.exception() is None for call in self.calls.values())
+
+
+@torch.no_grad()
+def evaluate(network: nn.Module, parameters: torch.Tensor, digits: Digits) -> int:
+    """How many test images a network with these parameters recognises."""
+    vector_to_parameters(parameters, network.parameters())
+    return int((network(digits.test_images).argmax(dim=1) == digits.test_labels).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train on handwritten digits with a parameter server.")
+    parser.add_argument("--updates", type=int, default=360, help="of each trainer")
+    parser.add_argument("--batch", type=int, default=32, help="images in a gradient")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial network and the batches")
+    options = parser.parse_args()
+
+    digits, network = load(), make_network(options.seed)
+    total, count = options.updates * len(TRAINERS), len(digits.test_labels)
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (
+        "update {task.completed}/{task.total}",
+        BarColumn(),
+        "{task.fields[news]}",
+        TimeElapsedColumn(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{folder}/place"
+        with (
+            shoal.rpc.join("chief", url=url) as agent,
+            Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        ):
+            task = progress.add_task("training", total=total, news="")
+            chief = Chief(agent, url)
+            for name in ("server", *TRAINERS):
+                chief.start(name)
+            server = agent.peer("server").actor(ParameterServer, total, options.seed)
+            for seed, name in enumerate(TRAINERS, options.seed):
+                chief.train(name, server, options.updates, options.batch, seed, name == VICTIM)
+            finished = False
+            while not finished:
+                time.sleep(LOOK)
+                finished = chief.finished
+                by, loss, parameters = server.standing().wait()
+                right, done = evaluate(network, parameters, digits), sum(by.values())
+                news = f"loss {loss:.4f}  test accuracy {right / count:.1%}"
+                progress.update(task, completed=done, news=news)
+                for name, error in chief.lost().items():
+                    console.print(f"after {done} updates: {error}")
+                    chief.start(name)
+                    left = options.updates - by[name]
+                    chief.train(name, server, left, options.batch, options.seed + len(TRAINERS))
+                    process = chief.processes[name].pid
+                    console.print(f"{name} goes on after {by[name]} of its updates as process {process}")
+            console.print(
+                f"test accuracy {100 * right / count:.2f} % ({right} of {count} digits) "
+                f"after {done} updates, {options.updates} by each of {len(TRAINERS)} trainers"
+            )
+        for process in chief.processes.values():  # they have heard that the chief left
+            process.join()
+
+
+if __name__ == "__main__":
+    main()
