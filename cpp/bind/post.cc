@@ -1,6 +1,6 @@
 // The native endpoint of RPC for rpc/post.py: heads and addresses in, letters out.
 //
-// Whatever may block, or wakes another thread, runs without the GIL.
+// The GIL is released around everything that may block or wakes another thread.
 #include "post/post.h"
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,7 @@ using namespace shoal;
 
 namespace {
 
-constexpr std::int64_t kSlice = 100'000'000;  // ns between two looks for signals, in the main thread
+constexpr std::int64_t kSlice = 100 * kMillisecond;  // between two looks for signals, in the main thread
 
 // -- what a post holds of Python's ------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ void bind_post(nb::module_& m) {
            [](const Received& self) -> nb::object {
              const auto& handling = self.letter->handling;
              if (!handling || handling->deadline() == 0) return nb::none();
-             return nb::float_(std::max(0.0, static_cast<double>(handling->deadline() - now_ns()) / 1e9));
+             return nb::float_(std::max(0.0, static_cast<double>(handling->deadline() - now_ns()) / kSecond));
            })
       .def("cancelled",
            [](const Received& self) { return self.letter->handling && self.letter->handling->cancelled(); })
@@ -332,11 +332,7 @@ void bind_post(nb::module_& m) {
       .def(
           "cancel",
           [](const Pending& self) { return used(self).done() ? false : self.post->cancel(self.call); },
-          nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "ask", [](const Pending& self) { self.post->ask(used(self)); },
-          nb::call_guard<nb::gil_scoped_release>())
-      .def("known", [](const Pending& self) { return str(self.call->known()); });
+          nb::call_guard<nb::gil_scoped_release>());
   call.attr("TIMEOUT") = static_cast<int>(CallEnd::kTimeout);
   call.attr("CANCELLED") = static_cast<int>(CallEnd::kCancelled);
   call.attr("LOST") = static_cast<int>(CallEnd::kLost);
@@ -376,6 +372,9 @@ void bind_post(nb::module_& m) {
       .def(
           "waiting",
           [](Endpoint& self, std::uint32_t mailbox) { return self.use().inbox().waiting(mailbox); },
+          nb::arg("mailbox"))
+      .def(
+          "open", [](Endpoint& self, std::uint32_t mailbox) { self.use().inbox().open(mailbox); },
           nb::arg("mailbox"))
       .def(
           "release", [](Endpoint& self, std::uint32_t mailbox) { self.use().inbox().release(mailbox); },

@@ -19,14 +19,6 @@ bool reduces(Kind kind) {
 
 }  // namespace
 
-// Three digits matter, but no time is shown as 1.8e+03 s.
-std::string seconds(std::int64_t nanoseconds) {
-  const double time = static_cast<double>(nanoseconds) / 1e9;
-  char text[32];
-  std::snprintf(text, sizeof text, time < 100 ? "%.3g s" : "%.0f s", time);
-  return text;
-}
-
 std::string describe(const Fingerprint& call) {
   const auto kind = static_cast<Kind>(call.kind);
   std::ostringstream out;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/duration.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "base/duration.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 

@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "base/clock.h"
+#include "base/duration.h"
 #include "engine/describe.h"
 
 namespace shoal {

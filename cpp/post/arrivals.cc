@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "base/clock.h"
 #include "post/peer.h"
 
 namespace shoal {
@@ -43,7 +44,7 @@ std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
     case Verb::kCall: {
       state_.last = header.channel;
       const std::int64_t deadline =
-          fields.deadline_ms == 0 ? 0 : now_ns() + std::int64_t{fields.deadline_ms} * 1'000'000;
+          fields.deadline_ms == 0 ? 0 : now_ns() + std::int64_t{fields.deadline_ms} * kMillisecond;
       letter.handling = std::make_shared<Handling>(deadline);
       peer_.handling(header.channel, letter.handling, whole->letter);
       if (partial(header) || fields.apart > 0) calls_[header.channel] = whole;

@@ -18,9 +18,10 @@ bool worth_taking(const Letter& letter) {
 bool Inbox::put(LetterPtr letter) {
   letter->arrived = now_ns();
   std::lock_guard lock(mutex_);
-  if (closed_) return true;
-  if (released_.contains(letter->header.letter.mailbox)) return false;
-  Mailbox& mailbox = mailboxes_[letter->header.letter.mailbox];
+  if (closed()) return true;
+  auto found = mailboxes_.find(letter->header.letter.mailbox);
+  if (found == mailboxes_.end()) return false;
+  Mailbox& mailbox = found->second;
   if (!mailbox.asleep.empty()) {
     if (!worth_taking(*letter)) return true;
     taken_ += letter->header.letter.mailbox == 0;
@@ -37,23 +38,15 @@ bool Inbox::put(LetterPtr letter) {
   return true;
 }
 
-void Inbox::drop_if_empty(std::uint32_t mailbox) {
-  auto found = mailboxes_.find(mailbox);
-  if (found != mailboxes_.end() && found->second.letters.empty() && found->second.asleep.empty())
-    mailboxes_.erase(found);
-}
-
 void Inbox::remove(const Letter& letter) {
   LetterPtr removed;  // outlives the lock: it gives back what it held
   std::lock_guard lock(mutex_);
-  const std::uint32_t number = letter.header.letter.mailbox;
-  auto mailbox = mailboxes_.find(number);
+  auto mailbox = mailboxes_.find(letter.header.letter.mailbox);
   if (mailbox == mailboxes_.end()) return;
   auto found = mailbox->second.letters.find(letter.place);
   if (found == mailbox->second.letters.end() || found->second.get() != &letter) return;
   removed = std::move(found->second);
   mailbox->second.letters.erase(found);
-  drop_if_empty(number);
 }
 
 bool Inbox::take(std::uint32_t number, std::int64_t until, std::size_t most,
@@ -62,32 +55,28 @@ bool Inbox::take(std::uint32_t number, std::int64_t until, std::size_t most,
   Sleeper self;
   {
     std::lock_guard lock(mutex_);
-    if (closed_ || released_.contains(number)) return false;
-    Mailbox& mailbox = mailboxes_[number];
+    auto found = mailboxes_.find(number);
+    if (found == mailboxes_.end()) return false;
+    Mailbox& mailbox = found->second;
     while (!mailbox.letters.empty() && letters.size() < most) {
       auto first = mailbox.letters.begin();
       (worth_taking(*first->second) ? letters : stale).push_back(std::move(first->second));
       mailbox.letters.erase(first);
     }
     if (number == 0) taken_ += letters.size();
-    if (!letters.empty() || most == 0 || until <= now_ns()) {
-      drop_if_empty(number);
-      return true;
-    }
+    if (!letters.empty() || most == 0 || until <= now_ns()) return true;
     mailbox.asleep.push_back(&self);
   }
   stale.clear();
   if (!self.woken.wait(until)) {
     std::lock_guard lock(mutex_);
-    if (auto found = mailboxes_.find(number); found != mailboxes_.end()) {
+    if (auto found = mailboxes_.find(number); found != mailboxes_.end())
       std::erase(found->second.asleep, &self);
-      drop_if_empty(number);
-    }
   }
   // Under the lock nobody could hand over any more; a letter that came at the last moment is here now.
   std::lock_guard lock(mutex_);
   if (self.letter) letters.push_back(std::move(self.letter));
-  return !letters.empty() || !(closed_ || released_.contains(number));
+  return !letters.empty() || mailboxes_.contains(number);
 }
 
 std::size_t Inbox::waiting(std::uint32_t mailbox) {
@@ -121,10 +110,15 @@ Inbox::Neglect Inbox::neglect() {
   return {oldest.arrived, oldest.taken_before, taken_};
 }
 
+void Inbox::open(std::uint32_t number) {
+  std::lock_guard lock(mutex_);
+  if (!closed()) mailboxes_.try_emplace(number);
+}
+
 void Inbox::release(std::uint32_t number) {
+  if (number == 0) return;
   Mailbox dropped;  // outlives the lock, as above
   std::lock_guard lock(mutex_);
-  released_.insert(number);
   auto found = mailboxes_.find(number);
   if (found == mailboxes_.end()) return;
   for (Sleeper* sleeper : found->second.asleep) sleeper->woken.open();
@@ -135,7 +129,6 @@ void Inbox::release(std::uint32_t number) {
 void Inbox::close() {
   std::unordered_map<std::uint32_t, Mailbox> dropped;  // outlives the lock, as above
   std::lock_guard lock(mutex_);
-  closed_ = true;
   for (auto& [number, mailbox] : mailboxes_) {
     for (Sleeper* sleeper : mailbox.asleep) sleeper->woken.open();
     mailbox.asleep.clear();

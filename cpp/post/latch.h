@@ -1,4 +1,5 @@
-// What one thread waits for and another opens, once.  Opening costs a system call only if somebody sleeps.
+// A latch: one thread waits for it, another opens it, once.  Opening it costs a system call only if somebody
+// sleeps.
 #pragma once
 
 #include <linux/futex.h>
@@ -31,14 +32,11 @@ class Latch {
       return true;
     const std::int64_t left = deadline - now_ns();
     if (left > 0) {
-      timespec limit{static_cast<time_t>(left / 1'000'000'000), static_cast<long>(left % 1'000'000'000)};
+      timespec limit{static_cast<time_t>(left / kSecond), static_cast<long>(left % kSecond)};
       futex(FUTEX_WAIT_PRIVATE, kAwaited, &limit);
     }
     return is_open();
   }
-
-  // For the next time; nobody waits or opens meanwhile.
-  void shut() { word_.store(kShut, std::memory_order_relaxed); }
 
  private:
   static constexpr std::uint32_t kShut = 0, kAwaited = 1, kOpen = 2;

@@ -1,12 +1,12 @@
 #include "post/letter.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "base/duration.h"
 #include "transport/check.h"
 
 namespace shoal {
@@ -118,9 +118,7 @@ void Handling::describe(std::string text) {
 
 std::string Handling::running(std::int64_t now) {
   std::lock_guard lock(mutex_);
-  char time[32];
-  std::snprintf(time, sizeof time, "%.1f s", static_cast<double>(now - began_) / 1e9);
-  return std::string("running for ") + time + (note_.empty() ? "" : " in " + note_);
+  return "running for " + seconds(now - began_) + (note_.empty() ? "" : " in " + note_);
 }
 
 // -- calls made here ------------------------------------------------------------------------------
@@ -142,16 +140,6 @@ LetterPtr Call::take_reply() {
   if (!done()) return nullptr;
   std::lock_guard lock(mutex_);
   return std::exchange(reply_, nullptr);
-}
-
-std::string Call::known() {
-  std::lock_guard lock(mutex_);
-  return known_;
-}
-
-void Call::told(std::string text) {
-  std::lock_guard lock(mutex_);
-  known_ = std::move(text);
 }
 
 void Call::end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets) {

@@ -120,10 +120,9 @@ enum class CallEnd : int { kNone = 0, kTimeout = 1, kCancelled = 2, kLost = 3, k
 
 class Call {
  public:
-  Call(int peer, std::int64_t deadline) : peer(peer), begun(now_ns()), deadline(deadline) {}
+  Call(int peer, std::int64_t deadline) : peer(peer), deadline(deadline) {}
 
   const int peer;
-  const std::int64_t begun;
   const std::int64_t deadline;  // ns; 0: none
   std::int64_t due = 0;         // when the post looks at it, under the lock of the deadlines
   std::uint64_t number = 0;     // set before anybody else sees the call
@@ -137,13 +136,11 @@ class Call {
   bool announce(std::int64_t ticket);
   std::pair<CallEnd, std::string> error();
   LetterPtr take_reply();
-  std::string known();
 
   // For the post: exactly one `claim` succeeds, and who has it calls `end`.
   bool claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
   bool claimed() const { return claimed_.load(std::memory_order_acquire); }
   void end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets);
-  void told(std::string text);
   std::atomic<bool> asked{false};  // the callee, when the deadline had passed
   // The messages that may still read the caller's memory, until it ends.
   void sent(std::vector<std::shared_ptr<Parcel>> apart);
@@ -154,7 +151,7 @@ class Call {
   std::atomic<bool> claimed_{false};
   std::mutex mutex_;
   CallEnd how_ = CallEnd::kNone;
-  std::string text_, known_;
+  std::string text_;
   LetterPtr reply_;
   std::int64_t ticket_ = -1;
   std::vector<std::shared_ptr<Parcel>> apart_;

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <limits>
 #include <utility>
+
+#include "base/duration.h"
 
 namespace shoal {
 namespace {
@@ -29,7 +30,7 @@ void Peer::transmit(Posting& posting, const CallPtr& call) {
     FrameHeader& header = posting.messages[0]->header;
     if (call->deadline != 0) {
       constexpr std::int64_t kLongestDeadline = std::numeric_limits<std::uint32_t>::max();
-      const std::int64_t left = (call->deadline - now_ns() + 999'999) / 1'000'000;
+      const std::int64_t left = (call->deadline - now_ns() + kMillisecond - 1) / kMillisecond;
       header.letter.deadline_ms =
           static_cast<std::uint32_t>(std::clamp<std::int64_t>(left, 1, kLongestDeadline));
     }
@@ -70,6 +71,7 @@ bool Peer::submit(Posting posting, const CallPtr& call) {
     transmit(posting, call);
     return true;
   }
+  if (outbox_.empty()) stuck_since_ = now_ns();
   queued_ += posting.bytes;
   ++submitted_;
   if (call) call->queued_at = submitted_;
@@ -88,7 +90,7 @@ bool Peer::reply(Posting posting, std::uint64_t number) {
 void Peer::credited(std::uint64_t bytes) {
   link.credited(bytes);
   std::lock_guard lock(sending_);
-  last_taken_ = now_ns();
+  stuck_since_ = now_ns();
   bool any = false;
   while (!outbox_.empty() && fits(outbox_.begin()->second.posting)) {
     Queued next = std::move(outbox_.begin()->second);
@@ -133,19 +135,17 @@ std::uint64_t Peer::queued() {
 
 std::string Peer::unsent(const Call& call, std::int64_t now) {
   std::lock_guard lock(sending_);
-  return outbox_.contains(call.queued_at) ? backlog(call, now) : "";
+  return outbox_.contains(call.queued_at) ? backlog(now) : "";
 }
 
-std::string Peer::starved(const Call& call, std::int64_t now) {
+std::string Peer::starved(std::int64_t now) {
   std::lock_guard lock(sending_);
-  return backlog(call, now);
+  return backlog(now);
 }
 
-std::string Peer::backlog(const Call& call, std::int64_t now) const {
-  char text[96];
-  std::snprintf(text, sizeof text, "takes nothing for %.1f s, %zu letters queued",
-                static_cast<double>(now - std::max(last_taken_, call.begun)) / 1e9, outbox_.size());
-  return text;
+std::string Peer::backlog(std::int64_t now) const {
+  return "takes nothing for " + seconds(now - stuck_since_) + ", " + std::to_string(outbox_.size()) +
+         " letters queued";
 }
 
 // -- calls ------------------------------------------------------------------------------------------

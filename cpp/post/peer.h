@@ -55,10 +55,10 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void stop_sending(Call& call);
   bool all_sent();
   std::uint64_t queued();
-  // "takes nothing for 5.0 s, 812 letters queued" if the call is still queued here, else "".
+  // "takes nothing for 5 s, 812 letters queued" if the call is still queued here, else "".
   std::string unsent(const Call& call, std::int64_t now);
   // The same for a call that the queue had no room for.
-  std::string starved(const Call& call, std::int64_t now);
+  std::string starved(std::int64_t now);
 
   // -- calls --------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     std::shared_ptr<Handling> handling;
     std::weak_ptr<Letter> letter;
   };
-  std::string backlog(const Call& call, std::int64_t now) const;
+  std::string backlog(std::int64_t now) const;
   bool fits(const Posting& posting);
   void transmit(Posting& posting, const CallPtr& call);
 
@@ -94,8 +94,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::condition_variable room_;
   std::map<std::uint64_t, Queued> outbox_;  // in the order of submission
   std::uint64_t submitted_ = 0;
-  std::uint64_t queued_ = 0;  // bytes
-  std::int64_t last_taken_ = now_ns();
+  std::uint64_t queued_ = 0;      // bytes
+  std::int64_t stuck_since_ = 0;  // when the peer last took something of the outbox, or its first letter came
 
   std::mutex calls_mutex_;
   std::atomic<bool> lost_{false};

@@ -210,7 +210,7 @@ CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::b
   if (!closed() && peer) {
     if (no_room) {
       call->claim();
-      call->end(CallEnd::kTimeout, peer->starved(*call, now_ns()), nullptr, tickets_);
+      call->end(CallEnd::kTimeout, peer->starved(now_ns()), nullptr, tickets_);
       return call;
     }
     Posting posting = compose(fields, head, parts, std::move(keep));
@@ -273,11 +273,6 @@ bool Post::cancel(const CallPtr& call) {
   ended(*peer, call, CallEnd::kCancelled, "cancelled", nullptr);
   peer->control(FrameType::kCancelCall, call->number);
   return true;
-}
-
-void Post::ask(Call& call) {
-  if (call.done()) return;
-  if (const auto peer = find(call.peer)) peer->control(FrameType::kAskCall, call.number);
 }
 
 Post::Stats Post::stats() {

@@ -62,7 +62,6 @@ class Post final : public FrameSink, public Correspondence {
   // Nobody will answer the call.
   void abandon(Letter& letter);
   bool cancel(const CallPtr& call);
-  void ask(Call& call);
 
   Inbox& inbox() { return inbox_; }
   Tickets& tickets() { return tickets_; }

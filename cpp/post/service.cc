@@ -4,19 +4,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <limits>
 #include <utility>
 
-#include "base/clock.h"
+#include "base/duration.h"
 #include "post/post.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kAnswerTime = 200'000'000;  // for what a callee's post says of an overdue call
-constexpr std::int64_t kShortCall = 500'000;       // ns: handlers that take less need no further threads
+constexpr std::int64_t kAnswerTime = 200 * kMillisecond;  // for what a callee's post says of an overdue call
+constexpr std::int64_t kShortCall = kMillisecond / 2;     // handlers that take less need no further threads
+constexpr std::int64_t kLongestSleep = 3'600'000;         // ms
 constexpr const char* kEnded = "its process has ended";
 
 }  // namespace
@@ -53,7 +53,6 @@ void Post::expire(std::int64_t now) {
     if (!peer || call->claimed()) continue;
     std::string unsent = peer->unsent(*call, now);
     if (unsent.empty() && !call->asked.exchange(true)) {
-      call->told("");
       set_deadline(call, now + kAnswerTime);
       peer->control(FrameType::kAskCall, call->number);
       continue;
@@ -91,7 +90,7 @@ void Post::run() {
     const std::int64_t at = next_wake();
     const std::int64_t left = at == kNever ? -1 : std::max<std::int64_t>(0, at - now_ns());
     const int patience =
-        left < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(left / 1'000'000 + 1, 3'600'000));
+        left < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(left / kMillisecond + 1, kLongestSleep));
     const int count = epoll_wait(epoll_, events, 64, left == 0 ? 0 : patience);
     for (int i = 0; i < count; ++i) {
       const std::uint64_t what = events[i].data.u64;
@@ -164,7 +163,7 @@ void Post::on_frame(Link& link, const FrameHeader& header, const Destination& de
       return told(header);
     case FrameType::kBye:
       end_ = "it has left";
-      return link.refuse("its farewell");  // nothing follows
+      return link.refuse("its goodbye");  // nothing follows
     default:
       return;
   }
@@ -179,7 +178,7 @@ void Post::on_link_lost(Link&, LinkEnd end, const char* why) {
 void Post::letter_arrived(LetterPtr letter) {
   if (inbox_.put(letter) || !letter->handling) return;
   reading_->answered(letter->call);
-  reading_->control(FrameType::kTellCall, letter->call, 1, "its mailbox was released");
+  reading_->control(FrameType::kTellCall, letter->call, 1, "its mailbox is closed");
 }
 
 void Post::cancelled_by_peer(std::uint64_t number) {
@@ -218,14 +217,13 @@ void Post::told(const FrameHeader& header) {
     if (call->claim()) ended(*reading_, call, CallEnd::kRefused, text_, nullptr);
     return;
   }
-  call->told(text_);
   if (call->asked.load()) overdue(*reading_, call, text_);
 }
 
 // -- what time brings ---------------------------------------------------------------------------------
 
 std::int64_t Post::beat_period() const {
-  return std::clamp<std::int64_t>(options_.heartbeat / 4, 10'000'000, 1'000'000'000);
+  return std::clamp<std::int64_t>(options_.heartbeat / 4, 10 * kMillisecond, kSecond);
 }
 
 void Post::beat(std::int64_t now) {
@@ -241,12 +239,8 @@ void Post::beat(std::int64_t now) {
     if (!silent_.load() && !peer->link.backlog()) peer->link.send_control(beat);
     const std::int64_t quiet = now - std::max(peer->link.last_heard(), listening_since_);
     if (quiet <= options_.heartbeat) continue;
-    char text[160];
-    std::snprintf(
-        text, sizeof text,
-        "nothing was heard from its host for %.1f s; it is stopped or starved, or the network is cut",
-        static_cast<double>(quiet) / 1e9);
-    lose(*peer, text);
+    lose(*peer, "nothing was heard from its host for " + seconds(quiet) +
+                    "; it is stopped or starved, or the network is cut");
   }
 }
 

@@ -91,7 +91,7 @@ enum Departure : std::uint16_t {
 // The code of a kGroupClosing.
 enum Closing : std::uint16_t {
   kLeaves = 0,
-  kHasRead = 1,  // the receiver's farewell and all before it: no message of it will be granted any more
+  kHasRead = 1,  // the receiver's goodbye and all before it: no message of it will be granted any more
 };
 
 // The code of a kCallReply, and of a kCallQuery for the asking rank's own call.

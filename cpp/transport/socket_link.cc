@@ -47,7 +47,7 @@ void SocketLink::drain(std::int64_t deadline) {
   shutdown(fd_, SHUT_WR);
   // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's
   // reader.
-  // The watch thread goes on reading: what arrives now, a peer's farewell above all, must not be lost either.
+  // The watch thread goes on reading: what arrives now, a peer's goodbye above all, must not be lost either.
   int left = 0;
   while (now_ns() < deadline) {
     if (ioctl(fd_, SIOCOUTQ, &left) != 0 || left == 0) return;

@@ -240,7 +240,7 @@ class Letter:
         """
 
     def describe(self, text: str) -> None:
-        """Say what runs for this call; a caller's :meth:`Call.known` shows it.  At most 200 bytes count."""
+        """Say what runs for this call, for the error of a caller whose time is over; at most 200 bytes."""
 
 class Call:
     """A request on its way.  Any thread may use it; letting go of it does not cancel the call.
@@ -273,9 +273,9 @@ class Call:
 
         ``TIMEOUT``: its deadline passed; the text says what the callee's post knew of the call if it has
         answered ("never received", "queued behind 3", "running for 3.2 s in fn"), else what is known
-        here ("takes nothing for 5.0 s, 812 letters queued").  ``CANCELLED``: by :meth:`cancel`.  ``LOST``:
+        here ("takes nothing for 5 s, 812 letters queued").  ``CANCELLED``: by :meth:`cancel`.  ``LOST``:
         the peer ended, or was dropped; the text says why.  ``CLOSED``: the post was closed.  ``REFUSED``:
-        the callee released the mailbox, or one of the two has no memory for the letter.
+        the mailbox is closed at the callee, or one of the two has no memory for the letter.
         """
 
     def reply(self) -> Letter:
@@ -296,12 +296,6 @@ class Call:
 
         A callee that has not begun drops the letter; else :meth:`Letter.cancelled` is true there.
         """
-
-    def ask(self) -> None:
-        """Ask the callee's post, not its Python, what became of the call; :meth:`known` has the answer."""
-
-    def known(self) -> str:
-        """What the callee's post last answered to :meth:`ask`, "" if nothing yet."""
 
 class Post:
     """The native endpoint of one agent: a thread of its own carries letters to and from any number of peers.
@@ -406,16 +400,19 @@ class Post:
     def take(self, mailbox: int, timeout: float | None, most: int) -> list[Letter] | None:
         """The next letters of a mailbox, at most ``most``; [] if none came in ``timeout`` seconds.
 
-        None once the post is closed.  Blocks without the GIL; signals as in :meth:`Call.wait`.  Cancelled and
-        overdue calls are never among the letters.  Several threads may take from one mailbox (of those
-        blocked the last to come is served first); a mailbox whose letters are ordered wants one.
+        None once the post or the mailbox is closed.  Blocks without the GIL; signals as in :meth:`Call.wait`.
+        Cancelled and overdue calls are never among the letters.  Several threads may take from one mailbox
+        (of those blocked the last to come is served first); a mailbox whose letters are ordered wants one.
         """
 
     def waiting(self, mailbox: int) -> int:
         """How many letters of a mailbox wait to be taken."""
 
+    def open(self, mailbox: int) -> None:
+        """Let letters come to a mailbox.  Mailbox 0 is always open."""
+
     def release(self, mailbox: int) -> None:
-        """Close a mailbox for ever: :meth:`take` of it returns None, its letters are dropped.
+        """Close a mailbox other than 0: :meth:`take` of it returns None, its letters are dropped.
 
         Calls to it that come later fail with ``REFUSED``; those that it held are not answered.
         """

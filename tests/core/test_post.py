@@ -26,6 +26,10 @@ BACKSTOP = 30.0
 SIZES = (0, 1, 100, 16 * 1024, 16 * 1024 + 1, 256 * 1024, 256 * 1024 + 1, 3_000_000)
 
 
+#: mailboxes that are open beside that of the calls
+ORDERED = (3, 4, 5, 9)
+
+
 def spot(buffer: bytearray | Part) -> tuple[int, int]:
     size = len(buffer)
     return (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if size else 0, size)
@@ -50,6 +54,8 @@ class Two:
         there, here = connected(kind)
         self.to = self.caller.attach(there, 0, 1)
         self.back = self.callee.attach(here, 0, 1)
+        for mailbox in ORDERED:
+            self.callee.open(mailbox)
         self._threads: list[threading.Thread] = []
 
     def call(self, head: bytes = b"", timeout: float | None = BACKSTOP, mailbox: int = 0) -> Call:
@@ -240,7 +246,7 @@ def test_a_flooding_caller_waits_and_learns_that_nothing_is_taken(two: Two) -> N
         calls.append(two.call(head))
     code, text = outcome(two.call(head, timeout=0.2)) or (0, "")
     assert code == Call.TIMEOUT
-    assert re.fullmatch(r"takes nothing for 0\.\d s, 3\d\d letters queued", text)
+    assert re.fullmatch(r"takes nothing for [\d.]+ s, 3\d\d letters queued", text)
     assert two.callee.stats()["letters"] * len(head) <= 8 << 20
     assert two.caller.stats()["queued"] <= 65 << 20
     two.serve()
@@ -288,7 +294,19 @@ def test_a_released_mailbox_refuses_calls_and_wakes_its_reader(two: Two) -> None
     two.callee.release(4)
     reader.join(BACKSTOP)
     assert answers == [None]
-    assert outcome(two.call(mailbox=4)) == (Call.REFUSED, "its mailbox was released")
+    assert outcome(two.call(mailbox=4)) == (Call.REFUSED, "its mailbox is closed")
+    assert two.callee.take(4, BACKSTOP, 1) is None
+    assert outcome(two.call(mailbox=6)) == (Call.REFUSED, "its mailbox is closed")
+    two.callee.open(4)
+    call = two.call(mailbox=4)
+    assert two.callee.reply(two.taken(4), b"", [], None)
+    assert outcome(call) is None
+
+
+def test_mailbox_0_is_always_open(two: Two) -> None:
+    two.callee.release(0)
+    two.serve()
+    assert outcome(two.call()) is None
 
 
 def test_a_close_ends_whatever_waits() -> None:
@@ -380,6 +398,7 @@ time.sleep(600)
 def test_a_killed_peer_fails_its_calls_after_its_last_words() -> None:
     with no_leaks():
         post = Post.make(1 << 30, BACKSTOP)
+        post.open(8)
         here, there = connected("unix")
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(there), str(os.getpid())], pass_fds=[there]

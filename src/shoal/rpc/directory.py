@@ -117,12 +117,11 @@ class Directory:
             if self._found(mine.name) == mine:
                 self._names.delete(mine.name)
 
-    def find(self, name: str, timeout: float, me: str, *, not_this: str = "") -> Worker:
+    def find(self, name: str, timeout: float, me: str) -> Worker:
         """The living worker that has ``name``, as soon as there is one.
 
         Args:
             me: who looks, for the message.
-            not_this: an incarnation that is known to have ended.
 
         Raises:
             UnknownWorker: nobody came in time; lists who is there.
@@ -131,7 +130,7 @@ class Directory:
         try:
             while True:
                 worker = _decoded(self._names.get(name, deadline.remaining()))
-                if worker.incarnation != not_this and not worker.is_gone(self._machine):
+                if not worker.is_gone(self._machine):
                     return worker
                 if deadline.expired:
                     break

@@ -34,6 +34,8 @@ class Inbox(Protocol):
 
     def take(self, mailbox: int, timeout: float | None, most: int) -> list[Any] | None: ...
 
+    def open(self, mailbox: int) -> None: ...
+
     def release(self, mailbox: int) -> None: ...
 
 
@@ -74,7 +76,8 @@ class Executor:
             _logger.warning("worker %r: no thread can be started for a call that waits", self._name)
 
     def consume(self, mailbox: int) -> None:
-        """Take the letters of ``mailbox`` in order, in a thread of its own."""
+        """Open ``mailbox``, and take its letters in order, in a thread of its own."""
+        self._inbox.open(mailbox)
         self._spawn(self._consume, mailbox)
 
     def release(self, mailbox: int) -> None:

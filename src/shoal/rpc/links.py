@@ -112,12 +112,11 @@ class Links:
                 found = self._lines[number]
         return found
 
-    def to(self, name: str, directory: Directory, timeout: float, find: float) -> Line:
+    def to(self, name: str, directory: Directory, timeout: float) -> Line:
         """The connection for calls to ``name``, made if there is none.
 
         Args:
             timeout: seconds to connect.
-            find: seconds until somebody must have joined under the name.
 
         Raises:
             WorkerLost: it has ended, or cannot be reached.
@@ -130,7 +129,7 @@ class Links:
             raise WorkerLost(f"{self._who(name)} was not connected to within {in_seconds(timeout)}", name)
         try:
             line = self.existing(name)
-            return line if line is not None else self._make(name, directory, deadline, find)
+            return line if line is not None else self._make(name, directory, deadline)
         finally:
             making.release()
 
@@ -163,11 +162,11 @@ class Links:
 
     # -- making a connection -------------------------------------------------------------------
 
-    def _make(self, name: str, directory: Directory, deadline: Deadline, find: float) -> Line:
+    def _make(self, name: str, directory: Directory, deadline: Deadline) -> Line:
         if self._closed:
             raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
         try:
-            worker = directory.find(name, min(find, max(0.0, deadline.remaining())), self._me.name)
+            worker = directory.find(name, 0.0, self._me.name)
         except UnknownWorker:
             held = directory.look(name)
             if held is None:

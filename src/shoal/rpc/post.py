@@ -84,7 +84,8 @@ class Endpoint:
         """Take over the connection ``fd``; ``lost()`` is called once when the peer is lost or leaves.
 
         Raises:
-            RpcError: the peer's memory cannot be used. AgentClosed: the endpoint is closed.
+            RpcError: the endpoint is closed.
+            OutOfResources: no descriptor is left.
         """
         ticket = next(self._tickets)
         self._callbacks[ticket] = lost

@@ -1,0 +1,20 @@
+// A duration in words, for errors.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <string>
+
+#include "base/clock.h"
+
+namespace shoal {
+
+// Three digits and milliseconds matter, but no time is shown as 1.8e+03 s or 2e-06 s.
+inline std::string seconds(std::int64_t nanoseconds) {
+  const double time = static_cast<double>(nanoseconds / kMillisecond) / 1000;
+  char text[32];
+  std::snprintf(text, sizeof text, time < 100 ? "%.3g s" : "%.0f s", time);
+  return text;
+}
+
+}  // namespace shoal
