@@ -397,6 +397,7 @@ void bind_post(nb::module_& m) {
              result["calls"] = stats.calls;
              result["letters"] = stats.letters;
              result["handled"] = stats.handled;
+             result["made"] = stats.made;
              result["queued"] = stats.queued;
              result["granted"] = stats.granted;
              return result;

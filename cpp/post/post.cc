@@ -281,6 +281,7 @@ Post::Stats Post::stats() {
     ++stats.peers;
     stats.calls += peer->all_pending().size();
     stats.handled += peer->handled();
+    stats.made += peer->made();
     stats.queued += peer->queued();
   }
   stats.letters = inbox_.waiting();

@@ -69,7 +69,7 @@ class Post final : public FrameSink, public Correspondence {
 
   struct Stats {
     std::size_t peers, calls, letters, handled;
-    std::uint64_t queued, granted;
+    std::uint64_t made, queued, granted;
   };
   Stats stats();
   void sever(int peer);

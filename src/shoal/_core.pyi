@@ -432,7 +432,10 @@ class Post:
         """
 
     def stats(self) -> dict[str, int]:
-        """What is held: peers, calls, letters not taken, calls handled, bytes queued, and bytes granted."""
+        """What is held: peers, calls, letters not taken, calls handled, bytes queued, and bytes granted.
+
+        And ``made``: how many calls were ever made to the peers that are there.
+        """
 
     def sever(self, peer: int) -> None:
         """Cut the connection as a cable would be, for tests."""

@@ -28,7 +28,7 @@ def meeting_place(
         UsageError: rank or size is given twice, or is no number.
     """
     if init_method is not None and not isinstance(init_method, str):
-        raise UsageError(f"init_process_group: init_method={init_method!r}: expected a str")
+        raise UsageError(f"init_method={init_method!r}: expected a str")
     url, query = _without_query(init_method or "env://")
     own_rank = _number("rank", rank, query.get(_RANK))
     own_size = _number("world_size", world_size, query.get(_SIZE))
@@ -50,13 +50,13 @@ def _without_query(url: str) -> tuple[str, dict[str, str]]:
 
 def _number(what: str, argument: int, in_url: str | None) -> int | None:
     if not isinstance(argument, int):
-        raise UsageError(f"init_process_group: {what}={argument!r}: expected a whole number")
+        raise UsageError(f"{what}={argument!r}: expected a whole number")
     if in_url is None:
         return None if argument == -1 else argument
     if argument != -1:
-        raise UsageError(f"init_process_group: {what} is given twice: {argument} and, in the URL, {in_url}")
+        raise UsageError(f"{what} is given twice: {argument} and, in the URL, {in_url}")
     if not in_url.isdecimal():
-        raise UsageError(f"init_process_group: {what}={in_url!r} in the URL: expected a whole number from 0")
+        raise UsageError(f"{what}={in_url!r} in the URL: expected a whole number from 0")
     return int(in_url)
 
 
@@ -80,7 +80,7 @@ def _in_environment(
     if not address or not port or rank is None or size is None:
         return "env://", rank, size
     if not port.isdecimal():
-        raise UsageError(f"init_process_group: MASTER_PORT={port!r}: expected a whole number")
+        raise UsageError(f"MASTER_PORT={port!r}: expected a whole number")
     return tcp_url(address, int(port)), rank, size
 
 
@@ -89,5 +89,5 @@ def _or_variable(value: int | None, environ: Mapping[str, str], name: str) -> in
     if value is not None or not text:
         return value
     if not text.isdecimal():
-        raise UsageError(f"init_process_group: {name}={text!r}: expected a whole number from 0")
+        raise UsageError(f"{name}={text!r}: expected a whole number from 0")
     return int(text)

@@ -4,17 +4,76 @@
         ps = agent.peer("ps")                          # as soon as "ps" has joined
         future = ps.call(torch.add, torch.ones(2), 1)  # a shoal.Future
 
+``functional`` has the functions of torch.distributed.rpc over an agent of the process.
+
 Bytes move in the native endpoint (``post``), everything else is here: ``directory`` knows who has joined
 under which name, ``links`` makes connections, ``codec`` pickles, ``call`` is the caller's half and
 ``serving`` the callee's, whose threads are the ``executor``'s.  Whoever can call a worker can run any code
 there; ``docs/security.md`` says how strangers are kept out.
 """
 
+from . import functions
 from .agent import Agent
 from .current import Current, current
+from .functional import (
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
 from .join import join
-from .peer import Peer
+from .options import BackendType, TensorPipeRpcBackendOptions
+from .peer import Peer, WorkerInfo
 from .reference import Actor, RRef
 from .serving import async_execution
 
-__all__ = ["Actor", "Agent", "Current", "Peer", "RRef", "async_execution", "current", "join"]
+__all__ = [
+    "Actor",
+    "Agent",
+    "BackendType",
+    "Current",
+    "Peer",
+    "RRef",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "async_execution",
+    "current",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "join",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+#: names of torch.distributed.rpc that are not here -> why, and what to use instead
+_NOT_HERE = {
+    "dist_autograd": "no graph of autograd goes over a call; send x.detach(), and gradients as tensors",
+    "PyRRef": "shoal.rpc.RRef is the only class of references",
+    "RpcBackendOptions": "shoal.rpc.TensorPipeRpcBackendOptions is the only class of options",
+    "RpcAgent": "shoal.rpc.Agent is what shoal.rpc.join gives",
+    "TensorPipeAgent": "shoal.rpc.Agent is what shoal.rpc.join gives",
+    "backend_registry": "there is one way in which calls travel",
+    **dict.fromkeys(
+        ("enable_gil_profiling", "RemoteProfilerManager", "server_process_global_profiler"),
+        "there is no profiler of calls; Agent.stats() counts",
+    ),
+    **dict.fromkeys(
+        ("AllGatherStates", "api", "constants", "internal", "method_factory", "new_method"),
+        "it is inside torch; docs/rpc.md lists the names that are here",
+    ),
+}
+
+
+def __getattr__(name: str) -> object:
+    instead = _NOT_HERE.get(name)
+    because = "" if instead is None else f": {instead}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{because}")

@@ -30,6 +30,7 @@ from ..store import Store
 from ..wire import Deadline
 from . import call
 from .barrier import Barriers
+from .default import call_timeout
 from .directory import Directory, Worker, incarnation
 from .executor import PATIENCE, Executor
 from .holds import HOLDS, References, unpin
@@ -124,27 +125,27 @@ class Agent:
 
         Args:
             worker: its name, or its rank in the job.
-            timeout: seconds to wait for it; None: as calls.
+            timeout: seconds to wait for it; None: as calls; 0: not at all.
 
         Raises:
             UnknownWorker: it did not join in time; lists who has.
         """
         self._check_open()
-        deadline = Deadline(self._seconds(timeout))
+        deadline = Deadline(self.timeout if timeout is None else timeout)
         if isinstance(worker, bool) or not isinstance(worker, (str, int)):
             raise UsageError(f"worker {self.name!r}: {worker!r} is no name and no rank of a worker")
         name = worker
         if isinstance(name, int):
             name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
-        if self.links.existing(name) is None:
-            self.directory.find(name, deadline.remaining(), self.name)
-        return Peer(self, name, self.timeout)
+        line = self.links.existing(name)
+        found = self.directory.find(name, deadline.remaining(), self.name) if line is None else line.worker
+        return Peer(self, name, self.timeout, found.rank)
 
     def peers(self) -> list[Peer]:
         """All other workers that have joined and are not known to be dead, by name."""
         self._check_open()
-        names = sorted(worker.name for worker in self.directory.workers())
-        return [Peer(self, name, self.timeout) for name in names if name != self.name]
+        there = sorted((worker.name, worker.rank) for worker in self.directory.workers())
+        return [Peer(self, name, self.timeout, rank) for name, rank in there if name != self.name]
 
     def barrier(self, names: Iterable[str] | None = None, timeout: float | None = None) -> None:
         """Wait until all these workers have come here, as often as this one.
@@ -191,7 +192,7 @@ class Agent:
         self._on_lost.append(fn)
 
     def stats(self) -> dict[str, int]:
-        """What the agent holds: peers, calls, letters, bytes, threads."""
+        """What the agent holds: peers, calls, letters, bytes, threads; and how many calls it has made."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
 
     def leaks(self) -> list[str]:
@@ -230,17 +231,30 @@ class Agent:
             steps.callback(lambda: self.endpoint.close(max(deadline.remaining(), 0.5)))
             steps.callback(self.links.close)
             if graceful:
-                steps.callback(self._finish, deadline)
+                steps.callback(self.settle, deadline)
             steps.callback(self.directory.withdraw, self.worker)
 
-    def _finish(self, deadline: Deadline) -> None:
-        """Wait until nothing is pending, served or queued."""
-        while not deadline.expired and self._busy():
+    def settle(self, deadline: Deadline) -> int | None:
+        """Wait until no call is pending, served or queued.
+
+        Returns:
+            how many calls this worker has made; None: time is up.
+        """
+        while True:
+            stats = self.endpoint.post.stats()
+            if not any(stats[what] for what in ("calls", "letters", "handled")):
+                return stats["made"]
+            if deadline.expired:
+                return None
             time.sleep(_PAUSE)
 
-    def _busy(self) -> bool:
-        stats = self.endpoint.post.stats()
-        return any(stats.get(what, 0) for what in ("calls", "letters", "handled"))
+    def reach(self, name: str, timeout: float) -> None:
+        """Look whether a worker can be called.
+
+        Raises:
+            WorkerLost: it cannot.
+        """
+        self.line(name, timeout)
 
     def __enter__(self) -> Agent:
         return self
@@ -281,7 +295,7 @@ class Agent:
 
     def peer_of(self, owner: Worker, timeout: float | None = None) -> Peer:
         """The owner of an object."""
-        return Peer(self, owner.name, self._seconds(timeout))
+        return Peer(self, owner.name, call_timeout(timeout, self.timeout), owner.rank)
 
     def ask(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn`` at an owner, in the order of what it is told of holds."""

@@ -19,9 +19,9 @@ from ..errors import AgentClosed, CallCancelled, CallTimeout, RemoteError, RpcEr
 from ..future import Future, pool
 from ..wording import in_seconds, in_words
 from .codec import Message, decode, encode
-from .functions import NONE
 from .leases import LEASE
 from .line import Line
+from .numbering import NONE
 from .post import Call, Endpoint, Letter
 
 F = TypeVar("F", bound=Callable[..., Any])

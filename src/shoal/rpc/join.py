@@ -56,15 +56,7 @@ def join(
     Raises:
         UsageError, ConfigurationError: an argument or variable that cannot be right; a name that is taken.
     """
-    config.check()
-    seconds = config.RPC_TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
-    limit = config.RPC_MEMORY.get() if memory is None else checked_count("memory", memory)
-    settings: dict[str, Any] = {
-        "timeout": seconds,
-        "memory": limit,
-        "handlers": checked_count("handlers", handlers),
-        "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
-    }
+    settings = checked_settings(timeout, memory, handlers)
     if group is not None:
         if not isinstance(group, ProcessGroup):
             raise UsageError(f"group={group!r}: expected what shoal.init gives")
@@ -73,18 +65,37 @@ def join(
                 "group= brings its own store, secret, job and host: leave out the other arguments"
             )
         return _of_group(name, group, settings)
-    place = open_place(url, store=store, timeout=seconds, secret=secret, host=host_id, job=job)
+    place = open_place(url, store=store, timeout=settings["timeout"], secret=secret, host=host_id, job=job)
     try:
-        rank = place.venue.rank
-        named = _named(name, rank)
-        return Agent(
-            named, place.job, place.epoch, place.here, place.host, place.store, "workers",
-            secret=place.secret(), interface=place.interface(), rank=-1 if rank is None else rank,
-            release=partial(_leave, place), **settings,
-        )  # fmt: skip
+        return at_place(place, _named(name, place.venue.rank), settings)
     except BaseException:
         place.close()
         raise
+
+
+def checked_settings(timeout: float | None, memory: int | None, handlers: int) -> dict[str, Any]:
+    """The settings of an agent that these arguments of :func:`join` and the environment say.
+
+    Raises:
+        UsageError, ConfigurationError: one of them cannot be right.
+    """
+    config.check()
+    return {
+        "timeout": config.RPC_TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout),
+        "memory": config.RPC_MEMORY.get() if memory is None else checked_count("memory", memory),
+        "handlers": checked_count("handlers", handlers),
+        "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
+    }
+
+
+def at_place(place: Place, name: str, settings: dict[str, Any]) -> Agent:
+    """A worker at an open place, which it closes at its end."""
+    rank = place.venue.rank
+    return Agent(
+        name, place.job, place.epoch, place.here, place.host, place.store, "workers",
+        secret=place.secret(), interface=place.interface(), rank=-1 if rank is None else rank,
+        release=partial(_leave, place), **settings,
+    )  # fmt: skip
 
 
 def _leave(place: Place, timeout: float) -> None:

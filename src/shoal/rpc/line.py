@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from .directory import Worker
-from .functions import Received, Sent
+from .numbering import Received, Sent
 
 
 class Hello(msgspec.Struct):

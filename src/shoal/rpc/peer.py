@@ -10,7 +10,7 @@ from ..errors import ShoalError, UsageError
 from ..future import Future
 from ..keywords import checked_seconds
 from . import call, codec
-from .directory import Worker
+from .directory import Worker, checked_name
 from .executor import CALLS
 from .holds import References
 from .line import Line
@@ -32,20 +32,46 @@ class Caller(Protocol):
     def alive(self, name: str) -> bool: ...
 
 
-class Peer:
+class WorkerInfo:
+    """Name and rank of a worker; every :class:`Peer` is one, and equal to that of its name.
+
+    Attributes:
+        name: of the worker.
+        id: its rank; -1 if it has none.
+    """
+
+    __slots__ = ("id", "name")
+
+    def __init__(self, name: str, id: int = -1) -> None:
+        self.name = checked_name(name)
+        self.id = id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WorkerInfo) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.WorkerInfo {self.name!r}, rank {self.id}>"
+
+
+class Peer(WorkerInfo):
     """Another worker of the job, by its name; made by :meth:`Agent.peer`.
 
     Attributes:
         name: of the worker.
+        id: its rank in the job; -1 if it has none.
         timeout: seconds that a call may take until its reply; infinity: as long as it takes.
     """
 
-    __slots__ = ("_agent", "name", "timeout")
+    __slots__ = ("_agent", "timeout")
 
-    def __init__(self, agent: Caller, name: str, timeout: float) -> None:
+    def __init__(self, agent: Caller, name: str, timeout: float, id: int = -1) -> None:
         self._agent = agent
         self.name = name
         self.timeout = timeout
+        self.id = id
 
     def options(self, *, timeout: float | None = None) -> Peer:
         """The same worker, with other settings for the calls that are made through what is returned.
@@ -54,7 +80,7 @@ class Peer:
             timeout: seconds; ``math.inf`` for no limit; None: as here.
         """
         seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
-        return Peer(self._agent, self.name, seconds)
+        return Peer(self._agent, self.name, seconds, self.id)
 
     def call(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Run ``fn(*args, **kwargs)`` at the worker; the future of its result.
@@ -110,15 +136,16 @@ class Peer:
         return f"<shoal.rpc.Peer {self.name!r}>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Peer) and (self._agent, self.name) == (other._agent, other.name)
+        if isinstance(other, Peer) and self._agent is not other._agent:
+            return False
+        return super().__eq__(other)
 
-    def __hash__(self) -> int:
-        return hash(self.name)
+    __hash__ = WorkerInfo.__hash__
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if codec.route() is None:
             raise UsageError(f"{self!r} can only be sent to other workers of its job, in a call or a result")
-        return _arrived, (self.name, self.timeout)
+        return _arrived, (self.name, self.timeout, self.id)
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -163,6 +190,6 @@ class Peer:
             return failed
 
 
-def _arrived(name: str, timeout: float) -> Peer:
+def _arrived(name: str, timeout: float, id: int) -> Peer:
     """The same worker, as the one that gets this knows it."""
-    return Peer(codec.route().agent, name, timeout)
+    return Peer(codec.route().agent, name, timeout, id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from ..errors import UsageError
 from ..future import Future
 from . import call, codec
 from .current import current
+from .default import call_timeout, default_agent
 from .directory import Worker
 from .holds import Held
 from .leases import Owned
@@ -32,6 +34,13 @@ class RRef(Generic[T]):
     """A reference to an object that stays with its owner; made by :meth:`Peer.remote`.
 
     ``RRef(value, agent)`` makes one to an object of this process.
+
+    Args:
+        value: the object.
+        agent: what lets others have it; None: the agent that serves the current call, else that of
+            :func:`init_rpc`.
+
+    Its methods take seconds as ``timeout``; None: as calls; 0: no limit.
     """
 
     __slots__ = ("__weakref__", "_agent", "_held", "_ident", "_owned", "_owner")
@@ -40,7 +49,8 @@ class RRef(Generic[T]):
     _held: Held | None
     _owned: Owned | None
 
-    def __init__(self, value: T, agent: Any) -> None:
+    def __init__(self, value: T, agent: Any = None) -> None:
+        agent = default_agent("RRef(value)") if agent is None else agent
         references = agent.references
         self._begin(agent, agent.worker, references.new_ident())
         owned = references.ledger.begin(self._ident, "", f"RRef of {type(value).__name__}")
@@ -98,10 +108,13 @@ class RRef(Generic[T]):
         """The object, or a copy of it; raises what its making raised.
 
         Args:
-            timeout: seconds; None: as calls.
+            timeout: seconds; None: as calls; 0: no limit.
         """
-        if self._owned is not None or timeout is None:
-            return self.fetch().wait(timeout)
+        if self._owned is not None:
+            seconds = call_timeout(timeout, math.inf)
+            return self.fetch().wait(None if seconds == math.inf else seconds)
+        if timeout is None:
+            return self.fetch().wait()
         future: Future[T] = self._call(_fetch, timeout, (self,), {})
         return future.wait()
 

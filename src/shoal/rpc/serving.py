@@ -23,9 +23,9 @@ from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
 from .codec import Message, decode, encode
 from .current import Current, enter_call, leave_call
 from .executor import CALLS, Executor
-from .functions import NONE
 from .line import Line
 from .links import Links
+from .numbering import NONE
 from .post import Endpoint, Letter
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,0 +1,269 @@
+"""Torch's functions over the process's own agent, for programs that move over.
+
+    import shoal.rpc as rpc                      # was: import torch.distributed.rpc as rpc
+
+    rpc.init_rpc("worker0", rank=0, world_size=2)
+    rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+    rpc.shutdown()
+
+Names, arguments and their order are torch's; futures are :class:`shoal.Future`.  This is the only default
+agent there is: everything else here names the agent that it means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from .. import config
+from ..distributed.init_method import meeting_place
+from ..errors import ShoalError, UsageError
+from ..future import Future
+from ..rendezvous.environment import read
+from ..rendezvous.place import Place, checked_request, opened
+from ..torch_terms.durations import CLOSING
+from ..wire import Deadline
+from .agent import Agent
+from .default import UNSET, call_timeout, default_agent, state
+from .directory import checked_name
+from .join import HANDLERS, at_place, checked_settings
+from .meeting import Meeting
+from .options import BackendType, TensorPipeRpcBackendOptions
+from .peer import Peer, WorkerInfo
+from .reference import RRef
+
+T = TypeVar("T")
+
+#: how often this process has met a fixed number of others
+_meetings = itertools.count()
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: TensorPipeRpcBackendOptions | None = None,
+) -> None:
+    """Make this process a worker, with an agent that the functions of this module use.
+
+    Args:
+        name: of this worker, which no other has.
+        backend: without a meaning: there is one.
+        rank: of this process; -1: as the launcher or ``init_method`` says.
+        world_size: number of workers, all of which have joined when this returns; None: workers come and go
+            as they like, and this does not wait.
+        rpc_backend_options: where to meet, and the timeout of calls.
+
+    The worker of rank 0 serves the store of a ``tcp://`` place where nobody else does.
+
+    Raises:
+        UsageError: there is an agent already, or an argument cannot be right; two workers have one name.
+        RendezvousTimeout: some did not come within ``SHOAL_TIMEOUT``.
+    """
+    options = _checked(backend, rpc_backend_options)
+    with state.changing("init_rpc"):
+        if (there := state.agent()) is not None:
+            raise UsageError(
+                f"init_rpc: RPC is already initialized here, as {there.name!r}; call shutdown first"
+            )
+        timeout = call_timeout(options.rpc_timeout, config.RPC_TIMEOUT.get())
+        settings = checked_settings(timeout, None, max(HANDLERS, options.num_worker_threads))
+        deadline = Deadline(config.TIMEOUT.get())
+        place = _opened(options.init_method, rank, world_size, deadline)
+        try:
+            state.set(*_joined(place, checked_name(name), world_size, settings, deadline))
+        except BaseException:
+            place.close()
+            raise
+
+
+def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
+    """End this process's agent; references of this worker, and to its objects, end with it.
+
+    Args:
+        graceful: wait until all workers of ``init_rpc(world_size=...)`` call this too, and then until what is
+            pending has ended.
+        timeout: seconds for that; 0: no limit.  When they are over, the agent ends all the same.
+
+    Raises:
+        UsageError: there is no agent.
+        UnknownWorker: others did not call this in time.  WorkerLost: one of them has died.
+    """
+    with state.changing("shutdown"):
+        agent, meeting = state.agent(), state.meeting
+        if agent is None:
+            raise UsageError("shutdown: RPC has not been initialized in this process")
+        deadline = Deadline(call_timeout(timeout, math.inf))
+        try:
+            if graceful and meeting is not None:
+                meeting.part(agent, deadline)
+        except BaseException:
+            graceful = False
+            raise
+        finally:
+            if not graceful and meeting is not None:
+                with contextlib.suppress(ShoalError):  # the store is gone: so are the others
+                    meeting.leave()
+            seconds = deadline.remaining() if graceful else min(deadline.remaining(), CLOSING)
+            try:
+                agent.close(max(seconds, _SHORT), graceful=graceful)
+            finally:
+                state.set(None)
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> T:
+    """Run ``func(*args, **kwargs)`` at a worker, and wait for its result.
+
+    Args:
+        to: name or rank of the worker, or what :func:`get_worker_info` or ``RRef.owner()`` gave.
+        timeout: seconds; 0: as long as it takes; -1: as ``init_rpc`` was told.
+
+    Raises:
+        Exception: what ``func`` raises, and as of :meth:`Peer.call`.
+        UnknownWorker: nobody has joined as ``to``.
+    """
+    return _peer("rpc_sync", to, func, timeout).call(func, *(args or ()), **(kwargs or {})).wait()
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> Future[T]:
+    """Like :func:`rpc_sync`, without waiting; a :class:`shoal.Future` of the result."""
+    return _peer("rpc_async", to, func, timeout).call(func, *(args or ()), **(kwargs or {}))
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> RRef[T]:
+    """Make an object at a worker, ``func(*args, **kwargs)``, which stays there; a reference to it, at once.
+
+    Arguments as of :func:`rpc_sync`; what ``func`` raises is raised by whatever uses the object.
+    """
+    return _peer("remote", to, func, timeout).remote(func, *(args or ()), **(kwargs or {}))
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Name and rank of a worker.
+
+    Args:
+        worker_name: None: this one.
+
+    Raises:
+        UnknownWorker: nobody has joined under that name.
+    """
+    agent = default_agent("get_worker_info")
+    info: WorkerInfo = agent.peer(agent.name if worker_name is None else worker_name, timeout=0.0)
+    return info
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that a call may take unless it says otherwise; 0: as long as it takes."""
+    timeout: float = default_agent("get_rpc_timeout").timeout
+    return 0.0 if timeout == math.inf else timeout
+
+
+def is_available() -> bool:
+    """True: a program that can import this module can use it."""
+    return True
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+#: seconds that the end takes at least, however little was given for it
+_SHORT = 0.5
+
+
+def _checked(backend: object, options: object) -> TensorPipeRpcBackendOptions:
+    if backend is not None and getattr(backend, "name", None) not in BackendType.__members__:
+        raise UsageError(f"init_rpc: backend={backend!r}: expected a member of BackendType, or None")
+    if options is None:
+        return TensorPipeRpcBackendOptions()
+    if not isinstance(options, TensorPipeRpcBackendOptions):
+        raise UsageError(
+            f"init_rpc: rpc_backend_options={options!r}: expected shoal.rpc.TensorPipeRpcBackendOptions"
+        )
+    return options
+
+
+def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> Place:
+    """The place where the workers meet."""
+    size = -1 if world_size is None else world_size
+    url, own_rank, own_size = meeting_place(init_method, rank, size)
+    if own_size is None and own_rank is not None and not (url == "env://" and read(os.environ)):
+        # Rank 0 serves the store of a tcp:// place, and is asked for a size there.
+        url, own_rank, own_size = meeting_place(init_method, rank, own_rank + 1)
+    request = checked_request(
+        url,
+        store=None,
+        rank=own_rank,
+        size=own_size,
+        timeout=deadline.timeout,
+        secret=None,
+        host=None,
+        job=None,
+    )
+    return opened(replace(request, deadline=deadline))
+
+
+def _joined(
+    place: Place, name: str, size: int | None, settings: dict[str, Any], deadline: Deadline
+) -> tuple[Agent, Meeting | None]:
+    if size is None:
+        return at_place(place, name, settings), None
+    rank = place.venue.rank
+    if rank is None:
+        raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method says it")
+    meeting = Meeting(place.store, next(_meetings), place.here, name, rank, size)
+    meeting.gather(deadline)
+    try:
+        agent = at_place(place, name, settings)
+    except BaseException as error:
+        meeting.fail(error)
+        raise
+    try:
+        meeting.join(deadline)
+        place.venue.met()
+    except BaseException:
+        agent.close(_SHORT, graceful=False)
+        raise
+    return agent, meeting
+
+
+def _peer(operation: str, to: object, func: object, timeout: float | None) -> Peer:
+    """The worker that is meant by ``to``, for a call with a timeout."""
+    agent = default_agent(operation)
+    if isinstance(func, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+        compiled = getattr(func, "name", type(func).__name__)
+        raise UsageError(
+            f"{operation}: {compiled} was compiled by TorchScript, which is not sent: pass the Python "
+            "function that it was made of, or one that calls it"
+        )
+    seconds = call_timeout(timeout, agent.timeout)
+    name = to.name if isinstance(to, WorkerInfo) else to
+    if type(name) is int and agent is state.agent() and state.meeting is not None:
+        names = state.meeting.names
+        name = names[name] if 0 <= name < len(names) else name
+    peer: Peer = agent.peer(name, timeout=0.0)
+    return peer.options(timeout=seconds)

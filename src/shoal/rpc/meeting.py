@@ -1,0 +1,202 @@
+"""How a fixed number of workers meet, each of which has a rank, and how they part.
+
+Each writes its name under its rank, so that all see at once when two have the same one.  Then it joins, and
+says so.  What dead processes of this machine left is not there, and meetings of the same processes are
+counted: so nobody takes those of before for those that it waits for.
+
+They part when none of them has a call pending or served any more, which takes rounds: a worker comes to a
+round when it is idle, and when all have come it tells whether it has been idle since.  If all have, they all
+were at the moment when the last one came, and only a worker that is not idle can call another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout, UnknownWorker, UsageError, WorkerLost
+from ..rendezvous.host import Here, process_is_gone
+from ..store import PrefixStore, Store
+from ..wire import Deadline
+from ..wording import in_seconds
+
+#: seconds between looks at an entry that is not yet what it has to become
+_PAUSE = 0.005
+#: seconds between looks at whether those that are awaited live
+_LOOK = 0.25
+
+
+class Entry(msgspec.Struct):
+    """What one worker says of itself.
+
+    Attributes:
+        machine, process: which process it is.
+        joined: whether it has.
+        failed: why it cannot join; "" if it can.
+        left: whether it has ended without waiting for the others.
+    """
+
+    name: str
+    machine: str
+    process: str
+    joined: bool = False
+    failed: str = ""
+    left: bool = False
+
+
+class Working(Protocol):
+    """A worker's agent, as parting needs it."""
+
+    def settle(self, deadline: Deadline) -> int | None:
+        """Wait until no call is pending or served; a number that grows with each call.  None: time is up."""
+
+    def reach(self, name: str, timeout: float) -> None:
+        """Raise if a worker is lost."""
+
+
+class Meeting:
+    """The meeting of ``size`` workers.
+
+    Args:
+        store: of the place.
+        count: tells meetings at the same place apart.
+        me: this process.
+        name, rank: of this worker.
+
+    Attributes:
+        names: of the workers, by rank, as soon as they are known.
+    """
+
+    def __init__(self, store: Store, count: int, me: Here, name: str, rank: int, size: int) -> None:
+        self._store = PrefixStore(f"rpc/workers/meeting/{count}", store)
+        self._me = me
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self.names: list[str] = []
+
+    def gather(self, deadline: Deadline) -> None:
+        """Wait until all have told their names.
+
+        Raises:
+            UsageError: two have the same.
+            RendezvousTimeout: somebody did not come.
+        """
+        self._tell()
+        self.names = [self._await(rank, deadline, lambda _: True).name for rank in range(self._size)]
+        twice = [name for name, times in Counter(self.names).items() if times > 1]
+        if twice:
+            ranks = [str(rank) for rank, name in enumerate(self.names) if name == twice[0]]
+            raise UsageError(
+                f"name={twice[0]!r} is not unique: the ranks {', '.join(ranks)} have it; give every worker a "
+                "name of its own"
+            )
+
+    def fail(self, why: BaseException) -> None:
+        """Tell the others that this worker cannot join."""
+        self._tell(failed=str(why) or type(why).__name__)
+
+    def join(self, deadline: Deadline) -> None:
+        """Tell that this worker has joined, and wait until all have.
+
+        Raises:
+            RendezvousError: one could not.
+            RendezvousTimeout: somebody did not come.
+        """
+        self._tell(joined=True)
+        for rank in range(self._size):
+            self._await(rank, deadline, lambda entry: entry.joined)
+
+    def leave(self) -> None:
+        """Tell that this worker ends without waiting for the others."""
+        self._tell(joined=True, left=True)
+
+    def part(self, agent: Working, deadline: Deadline) -> None:
+        """Wait until all have come here, and no call is pending or served at any of them.
+
+        Raises:
+            WorkerLost: one is dead.
+            UnknownWorker: time is up.
+        """
+        number, quiet = 0, False
+        while not quiet:
+            before = agent.settle(deadline)
+            self._come(f"{number}/idle", b"", agent, deadline)
+            after = agent.settle(Deadline(0.0))
+            told = self._come(
+                f"{number}/quiet", b"1" if before == after is not None else b"", agent, deadline
+            )
+            quiet = all(told)
+            number += 1
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _tell(self, *, joined: bool = False, failed: str = "", left: bool = False) -> None:
+        entry = Entry(self._name, self._me.machine, self._me.process, joined, failed, left)
+        self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
+
+    def _entry(self, rank: int, timeout: float) -> Entry:
+        return msgspec.msgpack.decode(self._store.get(str(rank), timeout), type=Entry)
+
+    def _gone(self, entry: Entry) -> bool:
+        return entry.machine == self._me.machine and process_is_gone(entry.process)
+
+    def _await(self, rank: int, deadline: Deadline, ready: Callable[[Entry], bool]) -> Entry:
+        """What ``rank`` says of itself, as soon as it lives and is ``ready``."""
+        while True:
+            try:
+                entry = self._entry(rank, deadline.remaining())
+            except StoreTimeout:
+                raise self._absent(deadline) from None
+            if not self._gone(entry):
+                if entry.failed:
+                    raise RendezvousError(
+                        f"worker {self._name!r}: {entry.name!r} (rank {rank}) could not join: {entry.failed}"
+                    )
+                if ready(entry):
+                    return entry
+            if deadline.expired:
+                raise self._absent(deadline)
+            time.sleep(_PAUSE)
+
+    def _absent(self, deadline: Deadline) -> RendezvousTimeout:
+        missing = [str(rank) for rank in range(self._size) if not self._store.check([str(rank)])]
+        who = f"ranks {', '.join(missing)}" if missing else "some"
+        return RendezvousTimeout(
+            f"worker {self._name!r}: {who} of {self._size} have not joined within "
+            f"{in_seconds(deadline.timeout)}"
+        )
+
+    def _come(self, where: str, word: bytes, agent: Working, deadline: Deadline) -> list[bytes]:
+        """Leave a word, and wait for those of the others that have not left."""
+        keys = {rank: f"{where}/{rank}" for rank in range(self._size)}
+        self._store.set(keys[self._rank], word)
+        missing = list(keys)
+        while missing:
+            try:
+                self._store.wait([keys[rank] for rank in missing], min(_LOOK, deadline.remaining()))
+                break
+            except StoreTimeout:
+                missing = [rank for rank in missing if not self._store.check([keys[rank]])]
+                missing = [rank for rank in missing if self._stays(rank, agent)]
+            if missing and deadline.expired:
+                names = ", ".join(repr(self.names[rank]) for rank in missing)
+                raise UnknownWorker(
+                    f"worker {self._name!r}: {names} did not call shutdown, or had calls pending, for "
+                    f"{in_seconds(deadline.timeout)}"
+                )
+        return [self._store.get(key, 0.0) for key in keys.values() if self._store.check([key])]
+
+    def _stays(self, rank: int, agent: Working) -> bool:
+        """Whether ``rank`` is still to come; raises if it is dead."""
+        entry = self._entry(rank, 0.0)
+        if entry.left:
+            return False
+        if self._gone(entry):
+            raise WorkerLost(f"worker {self._name!r}: {entry.name!r} ended before shutdown", entry.name)
+        agent.reach(entry.name, _LOOK)
+        return True
