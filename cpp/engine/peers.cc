@@ -4,18 +4,16 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <new>
 #include <stdexcept>
-#include <system_error>
+#include <utility>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 #include "base/duration.h"
-#include "engine/describe.h"
 
 namespace shoal {
 namespace {
@@ -26,26 +24,6 @@ constexpr const char* kProcessEnded = "its process has ended";
 // What an epoll event is about, beside the rank of a local peer.
 constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
 
-// The result of a system call that fails only where the system has no more to give.
-int checked(int result, const char* call) {
-  if (result < 0) throw std::system_error(errno, std::generic_category(), call);
-  return result;
-}
-
-// Tells when a process has ended; -1 where the kernel has nothing that does, or it has ended already.
-int handle_of(int pid) {
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) checked(fd, "pidfd_open");
-  return fd;
-}
-
-void close_all(std::initializer_list<int*> descriptors) {
-  for (int* fd : descriptors) {
-    if (*fd >= 0) ::close(*fd);
-    *fd = -1;
-  }
-}
-
 }  // namespace
 
 Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat)
@@ -54,8 +32,8 @@ Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat)
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
     wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
     sockets_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-    watch(wakeup_, kWakeup);
-    watch(sockets_, kSockets);
+    watch_fd(epoll_, wakeup_, kWakeup);
+    watch_fd(epoll_, sockets_, kSockets);
   } catch (...) {
     close_all({&wakeup_, &epoll_, &sockets_});
     throw;
@@ -66,13 +44,6 @@ Peers::~Peers() {
   for (Peer& peer : peers_) peer.link.reset();
   close_descriptors();
   close_all({&wakeup_, &epoll_, &sockets_});
-}
-
-void Peers::watch(int fd, std::uint64_t what) {
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = what;
-  checked(epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
 }
 
 std::uint64_t Peers::make_ring(Arena& arena) {
@@ -105,10 +76,10 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
   auto link = std::make_unique<RingLink>(rank, sink_, arena.mapping().at<Ring>(out), memory->at<Ring>(in),
                                          kRingCapacity, &memory->at<ArenaHeader>(0)->doorbell);
   // A forked child of the peer may hold its socket open; the process itself is what counts.
-  int pidfd = pid > 0 && pid != getpid() ? handle_of(pid) : -1;
+  int pidfd = pid > 0 && pid != getpid() ? open_pidfd(pid) : -1;
   try {
-    watch(socket, static_cast<std::uint64_t>(rank));
-    if (pidfd >= 0) watch(pidfd, kPidfd | static_cast<std::uint64_t>(rank));
+    watch_fd(epoll_, socket, static_cast<std::uint64_t>(rank));
+    if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(rank));
     ring_peers_.push_back(rank);
   } catch (...) {
     close_all({&pidfd});
@@ -189,41 +160,23 @@ void Peers::listen(bool sockets) {
   epoll_ctl(epoll_, EPOLL_CTL_MOD, sockets_, &event);
 }
 
-std::int64_t Peers::period() const { return std::clamp(heartbeat_ / 4, 10 * kMillisecond, kSecond); }
-
 std::vector<Loss> Peers::heartbeats(std::int64_t now) {
-  mind_the_gap(now);
   std::vector<Loss> losses;
-  if (now - last_beat_ < period()) return losses;
-  last_beat_ = now;
+  if (!heartbeat_.due(now)) return losses;
   FrameHeader beat;
   beat.type = FrameType::kHeartbeat;
   for (int rank = 0; rank < size(); ++rank) {
     SocketLink* tcp = at(rank).tcp;
     if (tcp == nullptr || tcp->broken() || state(rank) != kAlive) continue;
     if (!silent_.load() && !tcp->backlog()) tcp->send_control(beat);
-    std::int64_t quiet = now - std::max(tcp->last_heard(), watching_since_.load());
-    if (quiet > heartbeat_)
-      losses.push_back({rank, "nothing was heard from its host for " + seconds(quiet) +
-                                  "; it is stopped or starved, or the network is cut"});
+    if (std::string silence = heartbeat_.silence(tcp->last_heard(), now); !silence.empty())
+      losses.push_back({rank, std::move(silence)});
   }
   return losses;
 }
 
-// A watcher that did not run itself cannot tell how long the others were silent: what they sent meanwhile may
-// lie unread, and they may have been stopped together with it.  They get the whole time to speak anew.
-void Peers::mind_the_gap(std::int64_t now) {
-  const std::int64_t gap = now - last_round_.exchange(now);
-  if (gap < heartbeat_ / 2) return;
-  gap_.store(gap);
-  watching_since_.store(now);
-}
-
 std::string Peers::absence() const {
-  if (!remote_) return {};
-  const std::int64_t now = now_ns();
-  std::int64_t gap = now - last_round_.load();  // the thread that watches may not have run again yet
-  if (gap < heartbeat_ / 2) gap = now - watching_since_.load() < heartbeat_ ? gap_.load() : 0;
+  const std::int64_t gap = remote_ ? heartbeat_.absence(now_ns()) : 0;
   return gap == 0 ? ""
                   : "this rank did not run for " + seconds(gap) + " (it was stopped, or got no processor)";
 }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/heartbeat.h"
 #include "memory/arena.h"
 #include "transport/link.h"
 #include "transport/ring_link.h"
@@ -36,7 +37,7 @@ class Peers {
   void add_local(Arena& arena, int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                  std::uint64_t in, int pid);
   void add_remote(int rank, int socket);
-  void start(std::int64_t now) { last_round_ = watching_since_ = now; }
+  void start(std::int64_t now) { heartbeat_.start(now); }
 
   Link* link(int rank) const { return at(rank).link.get(); }
   const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
@@ -58,7 +59,7 @@ class Peers {
   News wait_for_news(int milliseconds);
   void wake();
   void listen(bool sockets);
-  std::int64_t period() const;  // of heartbeats, nanoseconds
+  std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, nanoseconds
   // Sends what is due, and tells whom nothing was heard of for too long.
   std::vector<Loss> heartbeats(std::int64_t now);
   // Says in words that this process did not run for a while just now: it was stopped, or starved.
@@ -98,13 +99,11 @@ class Peers {
   const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int size() const { return static_cast<int>(peers_.size()); }
   Peer& new_peer(int rank);
-  void watch(int fd, std::uint64_t what);
   void close_descriptors();
-  void mind_the_gap(std::int64_t now);
 
   FrameSink& sink_;
   const int rank_;
-  const std::int64_t heartbeat_;
+  Heartbeat heartbeat_;
   std::vector<Peer> peers_;
   std::vector<int> ring_peers_;
   std::mutex descriptors_mutex_;  // those of the peers are not closed under it
@@ -115,10 +114,6 @@ class Peers {
   int wakeup_ = -1;
   bool remote_ = false;
   std::atomic<bool> silent_{false};
-  std::int64_t last_beat_ = 0;
-  std::atomic<std::int64_t> last_round_{0};      // when the thread that watches last ran
-  std::atomic<std::int64_t> watching_since_{0};  // without a gap in its own rounds
-  std::atomic<std::int64_t> gap_{0};             // how long the last one was
 };
 
 }  // namespace shoal

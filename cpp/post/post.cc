@@ -1,10 +1,8 @@
 #include "post/post.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,15 +10,12 @@
 #include <system_error>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::size_t kLosses = 4096;  // remembered
-
-std::system_error system_error(const char* what) {
-  return std::system_error(errno, std::generic_category(), what);
-}
 
 // -- forks: the child closes its copies of the descriptors ------------------------------------------
 
@@ -52,24 +47,22 @@ void add_post(Post* post) {
 
 }  // namespace
 
-Post::Post(Options options) : options_(options), generation_(generation.load()) {
+Post::Post(Options options)
+    : options_(options), generation_(generation.load()), heartbeat_(options.heartbeat) {
   budget_ = std::make_shared<Budget>(options.budget, [this] {
     room_.store(true);
     wake();
   });
-  epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  wakeup_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = kWakeup;
-  if (epoll_ < 0 || wakeup_ < 0 || epoll_ctl(epoll_, EPOLL_CTL_ADD, wakeup_, &event) != 0) {
-    const auto error = system_error("cannot watch sockets");
-    if (epoll_ >= 0) ::close(epoll_);
-    if (wakeup_ >= 0) ::close(wakeup_);
-    throw error;
+  try {
+    epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    watch_fd(epoll_, wakeup_, kWakeup);
+  } catch (...) {
+    close_all({&epoll_, &wakeup_});
+    throw;
   }
   add_post(this);
-  last_round_ = listening_since_ = now_ns();
+  heartbeat_.start(now_ns());
   thread_ = new std::thread([this] {
     pthread_setname_np(pthread_self(), "shoal-post");
     run();
@@ -83,12 +76,9 @@ bool Post::foreign() const { return generation_ != generation.load(std::memory_o
 void Post::disown() {
   for (auto& [id, peer] : peers_) {
     peer->link.disown();
-    if (peer->pidfd >= 0) ::close(peer->pidfd);
-    peer->pidfd = -1;
+    close_all({&peer->pidfd});
   }
-  if (epoll_ >= 0) ::close(epoll_);
-  if (wakeup_ >= 0) ::close(wakeup_);
-  epoll_ = wakeup_ = -1;
+  close_all({&epoll_, &wakeup_});
 }
 
 void Post::wake() {
@@ -100,30 +90,20 @@ void Post::wake() {
 
 int Post::attach(int fd, int pid, std::int64_t ticket) {
   std::lock_guard lock(peers_mutex_);
-  if (closed()) {
-    ::close(fd);
-    throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
-  }
-  int pidfd = -1;
-  if (pid > 0) {  // without such descriptors the end of the connection has to do
-    pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-    if (pidfd < 0 && (errno == EMFILE || errno == ENFILE)) {
-      const auto error = system_error("cannot watch a process");
-      ::close(fd);
-      throw error;
-    }
-  }
   const int id = ++last_peer_;
+  int pidfd = -1;
+  try {
+    if (closed()) throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
+    if (pid > 0) pidfd = open_pidfd(pid);  // without one the end of the connection has to do
+    if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(id));
+  } catch (...) {
+    close_all({&fd, &pidfd});
+    throw;
+  }
   auto peer = std::make_shared<Peer>(*this, *this, id, fd, epoll_, ticket);
   peer->local = pid > 0;
   peer->pidfd = pidfd;
   peers_.emplace(id, peer);
-  if (pidfd >= 0) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = kPidfd | static_cast<std::uint64_t>(id);
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event);
-  }
   wake();  // heartbeats may begin now
   return id;
 }
@@ -180,8 +160,7 @@ void Post::lose(Peer& gone, std::string why) {
     if (losses_.size() > kLosses) losses_.erase(losses_.begin());
     peers_.erase(peer->id);
     // Under the lock, so that a fork finds each descriptor either open and here or closed.
-    if (peer->pidfd >= 0) ::close(peer->pidfd);
-    peer->pidfd = -1;
+    close_all({&peer->pidfd});
     peer->link.close();
   }
   peer->arrivals.clear();
@@ -326,9 +305,7 @@ void Post::close(std::int64_t deadline) {
   tickets_.close();
   std::lock_guard lock(posts_mutex);
   std::erase(posts, this);
-  ::close(epoll_);
-  ::close(wakeup_);
-  epoll_ = wakeup_ = -1;
+  close_all({&epoll_, &wakeup_});
 }
 
 }  // namespace shoal

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/heartbeat.h"
 #include "post/budget.h"
 #include "post/inbox.h"
 #include "post/letter.h"
@@ -110,7 +111,6 @@ class Post final : public FrameSink, public Correspondence {
   void forget_deadline(const Call& call);
   void cancelled_by_peer(std::uint64_t call);
   std::string standing(std::uint64_t call);
-  std::int64_t beat_period() const;
   void beat(std::int64_t now);
   void look_after_inbox(std::int64_t now);
   std::string why_lost(int peer);
@@ -144,7 +144,8 @@ class Post final : public FrameSink, public Correspondence {
   Peer* reading_ = nullptr;        // whose link is being read
   std::string end_;                // why that link has ended
   std::string text_;               // of the control frame that is being read
-  std::int64_t last_round_ = 0, listening_since_ = 0, last_beat_ = 0, last_watch_ = 0;
+  Heartbeat heartbeat_;
+  std::int64_t last_watch_ = 0;
   std::uint64_t last_taken_ = 0;  // letters, at last_watch_
 };
 

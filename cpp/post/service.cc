@@ -74,7 +74,7 @@ std::int64_t Post::next_wake() {
   {
     std::lock_guard lock(peers_mutex_);
     for (auto& [id, peer] : peers_)
-      if (!peer->local) at = last_beat_ + beat_period();
+      if (!peer->local) at = heartbeat_.next();
   }
   if (const std::int64_t since = inbox_.neglect().since; since != 0 && watch_ticket_ >= 0)
     at = std::min(at, std::max(since, last_watch_) + patience_);
@@ -222,25 +222,15 @@ void Post::told(const FrameHeader& header) {
 
 // -- what time brings ---------------------------------------------------------------------------------
 
-std::int64_t Post::beat_period() const {
-  return std::clamp<std::int64_t>(options_.heartbeat / 4, 10 * kMillisecond, kSecond);
-}
-
 void Post::beat(std::int64_t now) {
-  // A thread that did not run itself cannot tell how long the others were silent.
-  if (now - last_round_ > options_.heartbeat / 2) listening_since_ = now;
-  last_round_ = now;
-  if (now - last_beat_ < beat_period()) return;
-  last_beat_ = now;
+  if (!heartbeat_.due(now)) return;
   FrameHeader beat;
   beat.type = FrameType::kHeartbeat;
   for (auto& peer : all_peers()) {
     if (peer->local) continue;
     if (!silent_.load() && !peer->link.backlog()) peer->link.send_control(beat);
-    const std::int64_t quiet = now - std::max(peer->link.last_heard(), listening_since_);
-    if (quiet <= options_.heartbeat) continue;
-    lose(*peer, "nothing was heard from its host for " + seconds(quiet) +
-                    "; it is stopped or starved, or the network is cut");
+    if (std::string silence = heartbeat_.silence(peer->link.last_heard(), now); !silence.empty())
+      lose(*peer, std::move(silence));
   }
 }
 
