@@ -235,7 +235,11 @@ void bind_engine(nb::module_& m) {
           nb::arg("lanes"), nb::arg("pairwise") = false, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "completions",
-          [](Context& context, double timeout) { return context.completions(nanoseconds(timeout)); },
+          [](Context& context, double timeout) {
+            std::vector<std::int64_t> due;
+            context.tickets().wait(until(timeout), due);
+            return due;
+          },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },

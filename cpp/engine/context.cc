@@ -63,10 +63,7 @@ void Context::close(std::int64_t deadline) {
   stop_.store(true, std::memory_order_release);
   bell().wake();
   peers_.wake();
-  {
-    std::lock_guard lock(completions_mutex_);
-    completions_ready_.notify_all();
-  }
+  tickets_.close();
   if (progress_thread_.joinable()) progress_thread_.join();
   if (watch_thread_.joinable()) watch_thread_.join();
   peers_.close();

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <csignal>
 #include <deque>
 #include <memory>
@@ -14,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "base/tickets.h"
 #include "engine/group.h"
 #include "engine/messenger.h"
 #include "engine/peers.h"
@@ -59,9 +59,6 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void drop_groups();
   // Drives `op` until it is done or `until` (ns); true if done.
   bool wait(Operation& op, std::int64_t until);
-  // Tickets of announced operations that completed; empty when `timeout` ran out or the context closed.
-  std::vector<std::uint64_t> completions(std::int64_t timeout);
-  void announce(std::uint64_t ticket);
   void close(std::int64_t deadline);
   // The program ends: the peers are told so of what is closed from now on.
   void program_ends() { program_ends_.store(true); }
@@ -83,6 +80,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   Doorbell& bell() const { return header_->doorbell; }
   Messenger& messenger() { return messenger_; }
   Peers& peers() { return peers_; }
+  Tickets& tickets() { return tickets_; }  // of announced operations that are done; closed with the context
   Link* link(int peer) const { return peers_.link(peer); }
   const Mapping& memory(int rank) const {
     return rank == options_.rank ? arena_->mapping() : peers_.memory(rank);
@@ -156,9 +154,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<bool> closed_{false};
   std::atomic<bool> program_ends_{false};
 
-  std::mutex completions_mutex_;
-  std::condition_variable completions_ready_;
-  std::deque<std::uint64_t> completions_;
+  Tickets tickets_;
 };
 
 }  // namespace shoal

@@ -45,7 +45,7 @@ Operation::Operation(std::shared_ptr<Group> group, Request request)
 
 Operation::~Operation() = default;
 
-bool Operation::announce(std::uint64_t ticket) {
+bool Operation::announce(std::int64_t ticket) {
   ticket_ = ticket;
   if (state_.fetch_or(kAnnounceBit, std::memory_order_acq_rel) & kDoneBit) return true;
   group_->context().submitted(true);  // nobody drives it by waiting, and somebody is waiting for it
@@ -116,7 +116,7 @@ void Operation::complete() {
   task_.reset();
   if (request_.numbered() && error_.code == ErrorCode::kNone) group_->lanes().completed(*this);
   if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
-    group_->context().announce(ticket_);
+    group_->context().tickets().add(ticket_);
   group_->context().bell().ring();
 }
 

@@ -93,9 +93,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // compared with a neighbour, once.  The next time to look is written to `next` if earlier.
   bool overdue(std::int64_t now, std::int64_t& next) const;
   bool stalls(std::int64_t now, std::int64_t& next);
-  // True if the operation is already done; otherwise its completion will be announced to
-  // Context::completions.
-  bool announce(std::uint64_t ticket);
+  // True if the operation is already done; otherwise the context's tickets get this one when it is.
+  bool announce(std::int64_t ticket);
 
   // Runs as far as possible; only under the token of its lane.  True if anything moved.
   bool step();
@@ -175,7 +174,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::coroutine_handle<> resume_;
   Condition* waiting_for_ = nullptr;
   std::atomic<int> state_{0};
-  std::uint64_t ticket_ = 0;
+  std::int64_t ticket_ = 0;
   Error error_;
   static constexpr int kClaimed = 1, kEnding = 2;
   std::atomic<int> ending_{0};

@@ -117,23 +117,6 @@ void Context::progress_loop() {
   }
 }
 
-// -- completions ----------------------------------------------------------------------------------
-
-void Context::announce(std::uint64_t ticket) {
-  std::lock_guard lock(completions_mutex_);
-  completions_.push_back(ticket);
-  completions_ready_.notify_one();
-}
-
-std::vector<std::uint64_t> Context::completions(std::int64_t timeout) {
-  std::unique_lock lock(completions_mutex_);
-  completions_ready_.wait_for(lock, std::chrono::nanoseconds(timeout),
-                              [&] { return !completions_.empty() || stop_.load(); });
-  std::vector<std::uint64_t> tickets(completions_.begin(), completions_.end());
-  completions_.clear();
-  return tickets;
-}
-
 // -- news of the peers ----------------------------------------------------------------------------
 
 void Context::watch_loop() {

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "base/tickets.h"
 #include "post/budget.h"
 #include "post/latch.h"
-#include "post/tickets.h"
 #include "transport/letter.h"
 #include "transport/link.h"
 

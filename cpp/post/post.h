@@ -22,11 +22,11 @@
 #include <vector>
 
 #include "base/heartbeat.h"
+#include "base/tickets.h"
 #include "post/budget.h"
 #include "post/inbox.h"
 #include "post/letter.h"
 #include "post/peer.h"
-#include "post/tickets.h"
 
 namespace shoal {
 

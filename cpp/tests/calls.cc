@@ -266,10 +266,11 @@ bool Call::finish() {
   desk_.doing("waiting", group_.get());
   // Tickets are for one thread of a rank: the keyed calls have another.
   if (taste_.by_message && !op_->request().keyed()) {
-    const std::uint64_t ticket = op_->request().channel + (group_->ident() << 24);
+    const auto ticket = static_cast<std::int64_t>(op_->request().channel + (group_->ident() << 24));
     bool told = op_->announce(ticket);
-    while (!told)
-      for (std::uint64_t arrived : context.completions(kSecond)) {
+    std::vector<std::int64_t> due;
+    while (!told && context.tickets().wait(now_ns() + kSecond, due))
+      for (std::int64_t arrived : due) {
         check(arrived == ticket, "a completion was announced that nobody asked for");
         told = true;
       }

@@ -41,7 +41,7 @@ struct Taste {
   bool shared;      // in memory that the host shares
   int shift;        // elements between the start of the memory and the data
   bool one_span;    // lists of parts in one piece, where they are even
-  bool by_message;  // hear of the end from Context::completions
+  bool by_message;  // hear of the end from the context's tickets
 };
 Taste make_taste(Random& own);
 
