@@ -27,14 +27,12 @@ void Group::fail_if_in_vain(Operation& op) {
     return;
   }
   if (broken()) {
-    op.step();
-    if (!op.done()) op.fail(*failure());
+    if (!ends_now(op)) op.fail(*failure());
     return;
   }
   if (any_lost_.load(std::memory_order_acquire)) {
     if (auto error = lost_for(op)) {
-      op.step();
-      if (!op.done()) op.fail(std::move(*error));
+      if (!ends_now(op)) op.fail(std::move(*error));
       return;
     }
   }
