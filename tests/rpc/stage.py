@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from types import TracebackType
 from typing import Any
 
 from shoal.rpc import Agent, join
@@ -18,44 +17,33 @@ SECRET = "a secret of these tests"
 _leaving = threading.Event()
 
 
-class Stage:
+class Stage(contextlib.ExitStack):
     """A store and its workers, which end with the block."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        super().__init__()
         server = TCPStoreServer(secret=SECRET.encode()).start()
-        self._stack.callback(server.close)
+        self.callback(server.close)
         self.url = server.url
         self.store = TCPStore(server.host, server.port, SECRET.encode())
-        self._stack.callback(self.store.close)
+        self.callback(self.store.close)
         self.processes: dict[str, Any] = {}
 
     def join(self, name: str, **how: Any) -> Agent:
         """An agent of this process."""
-        return self._stack.enter_context(join(name, url=self.url, secret=SECRET, **how))
+        return self.enter_context(join(name, url=self.url, secret=SECRET, **how))
 
     def start(self, name: str, **how: Any) -> int:
         """A worker that is a process; its process id."""
         process = fork_server().Process(target=serve, args=(self.url, name, how), name=name)
         process.start()
         self.processes[name] = process
-        self._stack.callback(_end, process)
+        self.callback(_end, process)
         return process.pid or 0
 
     def kill(self, name: str) -> None:
         """End a worker's process at once."""
         os.kill(self.processes[name].pid, signal.SIGKILL)
-
-    def __enter__(self) -> Stage:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
 
 def serve(url: str, name: str, how: dict[str, Any]) -> None:
