@@ -81,13 +81,11 @@ class LocalPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class _SharedMemory:
+class _Arena(wire.SharedMemory):
     """The memory that a rank on this host handed over, and where the ring for this rank lies in it."""
 
-    fd: int
     capacity: int
     ring: int
-    pid: int
 
 
 @dataclass(slots=True)
@@ -145,7 +143,7 @@ class _Builder:
         self._transport = transport
         self._deadline = deadline
         self._links: dict[int, Connection] = {}
-        self._memories: dict[int, _SharedMemory] = {}
+        self._memories: dict[int, _Arena] = {}
         self._addresses: list[_Address] = []
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -201,7 +199,7 @@ class _Builder:
         for link in self._links.values():
             link.close()
         for memory in self._memories.values():
-            os.close(memory.fd)
+            memory.close()
 
     # -- store ---------------------------------------------------------------------------------
 
@@ -362,7 +360,7 @@ class _Builder:
             raise
         self._keep(theirs, connection, memory)
 
-    def _meet(self, connection: Connection, expected: int | None) -> tuple[int, _SharedMemory | None]:
+    def _meet(self, connection: Connection, expected: int | None) -> tuple[int, _Arena | None]:
         timeout = self._deadline.remaining()
         if expected is not None:
             theirs = wire.introduce(connection, self._hello(expected), timeout)
@@ -378,7 +376,7 @@ class _Builder:
         memory = wire.share_memory(connection, self._memory.fd, timeout)
         if memory is None:
             return theirs.rank, None
-        return theirs.rank, _SharedMemory(memory.fd, theirs.capacity, theirs.ring, memory.pid)
+        return theirs.rank, _Arena(memory.fd, memory.pid, theirs.capacity, theirs.ring)
 
     def _check(self, connection: Connection, theirs: _Hello, expected: int | None) -> None:
         """Refuse whoever is of another job, or not the rank that was expected."""
@@ -390,13 +388,13 @@ class _Builder:
         if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
             raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
 
-    def _keep(self, rank: int, link: Connection, memory: _SharedMemory | None) -> None:
+    def _keep(self, rank: int, link: Connection, memory: _Arena | None) -> None:
         """Take a link into the mesh.
 
         A rank that comes over both transports gave up sharing memory at its end: the socket counts.
         """
         with self._lock:
-            spare: tuple[Connection, _SharedMemory | None] | None = None
+            spare: tuple[Connection, _Arena | None] | None = None
             if rank not in self._links or memory is None:
                 if rank in self._links:
                     spare = self._links[rank], self._memories.pop(rank, None)
@@ -408,7 +406,7 @@ class _Builder:
         if spare is not None:
             spare[0].close()
             if spare[1] is not None:
-                os.close(spare[1].fd)
+                spare[1].close()
 
     def _hello(self, to: int) -> _Hello:
         me = self._me
