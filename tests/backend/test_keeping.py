@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,15 +13,9 @@ from shoal.backend import native
 from shoal.errors import OutOfResources
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
+from tests.support.waiting import until
 
 PATIENCE = 30.0
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -62,7 +54,7 @@ def test_a_tensor_is_free_when_its_operation_is_complete_though_nobody_waits(tra
         if group.rank == 0:
             assert freed() is not None, "the core still reads and writes it"
             others_turn.set()
-        assert until(lambda: freed() is None)
+        until(lambda: freed() is None)
 
     run_threads(fn, 2, transport=transport)
 
@@ -78,7 +70,7 @@ def test_or_only_looks_whether_it_is(transport: str) -> None:
         future = group.all_reduce(x)
         if group.rank == 0:
             others_turn.set()
-        assert until(future.done)
+        until(future.done)
         del future, x
         assert freed() is None
 
@@ -97,7 +89,7 @@ def test_what_is_dropped_before_it_is_complete_is_still_written(transport: str) 
         del x
         gc.collect()
         others_turn.set()
-        assert until(lambda: bool(y.eq(2).all()))
+        until(lambda: bool(y.eq(2).all()))
         return y[0].item()
 
     assert run_threads(fn, 2, transport=transport) == [2.0, 2.0]
@@ -134,7 +126,7 @@ def test_where_no_thread_can_be_started_it_is_said_and_made_up_for_later(
         last.add_done_callback(lambda _: None)
         others_turn.set()
         last.wait()
-        assert until(lambda: freed() is None)
+        until(lambda: freed() is None)
         assert bool(y.eq(2).all())
         assert called.wait(PATIENCE)
 

@@ -16,6 +16,7 @@ import torch
 from shoal.errors import OutOfSharedMemory
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
+from tests.support.waiting import until
 
 RANKS = 3
 PART = 50_000  # elements: far more than travels in a slot
@@ -171,10 +172,7 @@ def test_released_memory_goes_back_to_the_system() -> None:
         x = group.empty(64 * MIB, dtype=torch.uint8).fill_(1)
         resident = _shared()
         del x
-        end = time.monotonic() + 30
-        while context.memory_warm and time.monotonic() < end:
-            time.sleep(0.05)
-        assert context.memory_warm == 0
+        until(lambda: context.memory_warm == 0)
         assert _shared() < resident - 60 * MIB
 
     run_threads(body, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 import shoal
 from shoal.testing import run_threads
+from tests.support.waiting import until
 
 USES: dict[str, Callable[[shoal.ProcessGroup, torch.Tensor], shoal.Future[Any]]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
@@ -34,10 +34,7 @@ def test_an_operation_that_was_only_asked_whether_it_is_done_keeps_nothing(use: 
         if group.rank == 1:
             assert not future.done()  # rank 0 is not there yet
             asked.set()
-        deadline = time.monotonic() + 30
-        while not future.done():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(future.done)
         del x, future
         assert gone() is None  # before this rank begins another operation
 

@@ -20,6 +20,7 @@ import pytest
 from shoal._core import Call, Letter, Part, Post
 from shoal.testing.leaks import no_leaks
 from tests.support.frozen import frozen
+from tests.support.waiting import until
 
 #: Seconds after which what should have happened long ago counts as lost.
 BACKSTOP = 30.0
@@ -113,13 +114,6 @@ def outcome(call: Call) -> tuple[int, str] | None:
     return call.error()
 
 
-def becomes(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + BACKSTOP
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_heads_and_parts_of_all_sizes_come_back_as_they_were(two: Two) -> None:
     two.serve()
     buffers = [bytearray(os.urandom(size)) for size in SIZES]
@@ -170,12 +164,12 @@ def test_an_overdue_call_says_what_its_callee_knows_of_it(two: Two) -> None:
     assert code == Call.TIMEOUT
     assert text.startswith("running for 0.")
     assert text.endswith("s in module.fn")
-    becomes(letter.cancelled)
+    until(letter.cancelled)
     assert outcome(queued[0]) == (Call.TIMEOUT, "queued behind 0")
     code, text = outcome(queued[1]) or (0, "")
     assert code == Call.TIMEOUT
     assert text.startswith("queued behind ")
-    becomes(lambda: two.callee.waiting(0) == 0)
+    until(lambda: two.callee.waiting(0) == 0)
     assert two.callee.take(0, 0.0, 10) == []
     assert not two.callee.reply(letter, b"", [], None)
 
@@ -192,7 +186,7 @@ def test_a_cancelled_call_ends_at_once_and_its_handler_hears_of_it(two: Two) -> 
     assert two.callee.completions(BACKSTOP) == [77]
     assert letter.cancelled()
     assert letter.announce(78)
-    becomes(lambda: two.callee.waiting(0) == 0)
+    until(lambda: two.callee.waiting(0) == 0)
     assert not two.callee.reply(letter, b"", [], None)
     two.serve()
     assert outcome(two.call()) is None
@@ -231,7 +225,7 @@ def test_letters_that_wait_are_neglected_only_if_few_are_taken_meanwhile(two: Tw
 
 def test_a_dropped_peer_fails_its_calls_and_keeps_what_it_sent(two: Two) -> None:
     two.caller.post(two.to, 3, b"before", [], None, BACKSTOP)
-    becomes(lambda: two.callee.waiting(3) == 1)
+    until(lambda: two.callee.waiting(3) == 1)
     call = two.call()
     two.caller.drop(two.to, "no more of this")
     assert outcome(call) == (Call.LOST, "no more of this")
@@ -258,13 +252,13 @@ def test_large_parts_come_within_the_budget(two: Two) -> None:
     small = Two("unix", budget=2_000_000)
     buffers = [bytearray(b"%d" % index * 900_000) for index in range(8)]
     calls = [small.caller.request(small.to, 0, b"", [spot(b), spot(b)], b, BACKSTOP) for b in buffers]
-    becomes(lambda: small.callee.waiting(0) >= 1)
+    until(lambda: small.callee.waiting(0) >= 1)
     assert small.callee.stats()["granted"] <= 2_000_000
     small.serve()
     for call, buffer in zip(calls, buffers, strict=True):
         assert outcome(call) is None
         assert [bytes(part) for part in call.reply().parts] == [bytes(buffer)] * 2
-    becomes(lambda: small.callee.stats()["granted"] == 0)
+    until(lambda: small.callee.stats()["granted"] == 0)
     small.close()
 
 
@@ -284,7 +278,7 @@ def test_what_is_sent_is_let_go_of_when_the_call_has_ended(two: Two) -> None:
             assert outcome(call) is None
         else:
             assert call.cancel()
-        becomes(lambda: two.caller.completions(0.0) == [] and Kept.gone.is_set())
+        until(lambda: two.caller.completions(0.0) == [] and Kept.gone.is_set())
 
 
 def test_a_released_mailbox_refuses_calls_and_wakes_its_reader(two: Two) -> None:
@@ -406,7 +400,7 @@ def test_a_killed_peer_fails_its_calls_after_its_last_words() -> None:
         os.close(there)
         peer = post.attach(here, child.pid, 1)
         call = post.request(peer, 0, b"", [], None, None)
-        becomes(lambda: post.waiting(8) == 1)
+        until(lambda: post.waiting(8) == 1)
         child.send_signal(signal.SIGKILL)
         child.wait()
         code, text = outcome(call) or (0, "")

@@ -21,6 +21,7 @@ from shoal import ANY_SOURCE, GroupAborted, GroupClosed, OperationTimeout, PeerL
 from shoal.errors import GroupError
 from shoal.testing import no_leaks, processes, run_processes, run_threads
 from shoal.testing.faults import hush, sever
+from tests.support.waiting import until
 
 from ..support.programs import run_program
 from .ranks import PATIENCE, TOPOLOGIES, left_behind, topology_options
@@ -267,9 +268,7 @@ def test_a_rank_at_a_standstill_is_named_and_holds_up_no_end(topology: str) -> N
         ranks.stop(1)
         ranks.store.set("stopped", b"")
         for rank in (0, 2):
-            deadline = time.monotonic() + PATIENCE
-            while rank_alive(ranks.pids[rank]) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until(lambda rank=rank: not rank_alive(ranks.pids[rank]))
         ranks.kill(1)
         outcomes = ranks.join()
     texts = [outcomes[rank].value for rank in (0, 2)]
@@ -343,9 +342,7 @@ def test_a_host_at_a_standstill_is_lost() -> None:
     ):
         ranks.store.wait(["ready"], PATIENCE)
         ranks.stop(1)
-        deadline = time.monotonic() + PATIENCE
-        while rank_alive(ranks.pids[0]) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: not rank_alive(ranks.pids[0]))
         ranks.kill(1)
         outcomes = ranks.join()
     assert outcomes[0].value == (1,), outcomes[0].describe()

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,19 @@ import torch
 import shoal
 from shoal import ProcessGroup
 from shoal.testing import no_leaks, processes, run_threads
+from tests.support.waiting import until
 
 PATIENCE = 30.0
 
 
 def _dumps(folder: Path, count: int) -> dict[int, dict[str, Any]]:
     """The dumps in ``folder`` by the rank that wrote them, as soon as there are ``count``."""
-    deadline = time.monotonic() + PATIENCE
-    while len(files := list(folder.glob("shoal-*.json"))) < count:
-        assert time.monotonic() < deadline, files
-        time.sleep(0.01)
-    found = [json.loads(file.read_bytes()) for file in files]
+
+    def files() -> list[Path]:
+        return list(folder.glob("shoal-*.json"))
+
+    until(lambda: len(files()) >= count, files)
+    found = [json.loads(file.read_bytes()) for file in files()]
     assert len(found) == count
     return {content["rank"]: content for content in found}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import warnings
 from typing import Any
 
@@ -16,6 +15,7 @@ from shoal import MemoryStore, ProcessGroup
 from shoal.backend.base import GroupSpec
 from shoal.links import Links
 from shoal.testing import no_leaks, processes, run_threads
+from tests.support.waiting import until
 
 from .null_backend import NullBackend, NullChannel, null_group
 
@@ -121,10 +121,7 @@ def test_a_dropped_group_is_closed_with_a_warning_that_names_it() -> None:
     group, _ = null_group(owner=released.append)
     with no_leaks():
         _dropped(group)
-        end = time.monotonic() + PATIENCE
-        while group.world.members() != [group]:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        until(lambda: group.world.members() == [group])
     backend: Any = group._backend
     assert len(backend.channels[1].closed_within) == 1
     group.close()
@@ -143,10 +140,7 @@ def test_a_group_that_is_dropped_in_a_cycle_is_closed_too() -> None:
     named = [str(warning.message) for warning in caught if warning.category is ResourceWarning]
     assert any("'null/subgroup:1,2:1'" in text for text in named)
     caught.clear()
-    end = time.monotonic() + PATIENCE
-    while group.world.members():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: not group.world.members())
 
 
 def test_a_dropped_group_is_closed_with_its_world_where_no_thread_can_be_started(

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.support.waiting import until
 
 #: nothing here takes a second; a busy machine may make it ten
 DEADLINE = 60.0
@@ -37,15 +38,6 @@ def await_signal():
     while True:
         time.sleep(0.05)
 """
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait for ``condition()`` to be true; returns its value."""
-    end = time.monotonic() + DEADLINE
-    while not (value := condition()):
-        assert time.monotonic() < end, "the deadline passed"
-        time.sleep(0.01)
-    return value
 
 
 def alive(pid: int) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from .conftest import Workshop, alive, until
+from tests.support.waiting import until
+
+from .conftest import Workshop, alive
 
 
 def test_a_job_whose_ranks_all_finish_ends_with_0_and_says_nothing(workshop: Workshop) -> None:

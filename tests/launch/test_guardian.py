@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import Workshop, alive, until
+from tests.support.waiting import until
+
+from .conftest import Workshop, alive
 
 FAMILY = """
 if os.fork() == 0:

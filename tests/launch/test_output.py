@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 
-from .conftest import Workshop, until
+from tests.support.waiting import until
+
+from .conftest import Workshop
 
 
 def test_many_lines_of_many_ranks_stay_whole_and_in_order(workshop: Workshop) -> None:

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from shoal.rendezvous.host import (
 from shoal.rendezvous.place import Place
 from shoal.rendezvous.venue import Venue
 from shoal.store import MemoryStore
+from tests.support.waiting import until
 
 from .together import request
 
@@ -68,10 +68,7 @@ def test_a_process_whose_first_thread_ended_is_not_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", program])
     try:
         stat = Path(f"/proc/{process.pid}/stat")
-        deadline = time.monotonic() + 30
-        while ") Z " not in stat.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: ") Z " in stat.read_text())
         state = host._state(process.pid)
         assert state is not None
         assert not process_is_gone(f"{here().process.split('/')[0]}/{process.pid}/{state[0]}")

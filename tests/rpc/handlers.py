@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from typing import Any
 
 import torch
 
 from shoal import Future
 from shoal.rpc import async_execution, current
+from tests.support.waiting import until
 
 #: what handlers leave for one another in a process
 noted: dict[str, Any] = {}
@@ -41,20 +41,14 @@ def caller() -> str:
 
 def wait_for(key: str) -> Any:
     """Wait until something was noted."""
-    end = time.monotonic() + PATIENCE
-    while key not in noted:
-        assert time.monotonic() < end, f"nobody noted {key}"
-        time.sleep(0.001)
+    until(lambda: key in noted, lambda: f"nobody noted {key}")
     return noted[key]
 
 
 def until_cancelled(key: str) -> None:
     """Note that this runs, and again when nobody wants the result any more."""
     note(f"{key} runs")
-    end = time.monotonic() + PATIENCE
-    while not current().cancelled():
-        assert time.monotonic() < end, "nobody cancelled"
-        time.sleep(0.001)
+    until(current().cancelled)
     note(f"{key} ended")
 
 

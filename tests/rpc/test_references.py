@@ -18,6 +18,7 @@ from shoal.rpc.leases import Ledger
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 from tests.rpc.stage import Stage
+from tests.support.waiting import until
 
 living: set[int] = set()
 
@@ -141,12 +142,13 @@ def c(agents: tuple[Agent, Peer, Peer]) -> Peer:
 
 
 def become(value: Any, what: Callable[[], Any]) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + PATIENCE
-    while what() != value:
-        assert time.monotonic() < end, what()
+    """Wait until something is so, of which garbage may be the cause."""
+
+    def is_so() -> bool:
         gc.collect()
-        time.sleep(0.005)
+        return bool(what() == value)
+
+    until(is_so, what)
 
 
 def test_a_use_that_overtakes_the_making_of_an_object_waits_for_it() -> None:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
 from shoal.store.protocol import MAX_MESSAGE, PURPOSE
 from shoal.store.requests import Get, Wait, encode
 from shoal.wire import Connection, Deadline, connect, frame_header, listen
+from tests.support.waiting import until
 
 from .conformance import StoreConformance, in_background
 
@@ -172,11 +172,11 @@ def test_a_closed_client_leaves_no_waiter_behind(server: TCPStoreServer) -> None
     with _client(server) as store, in_background() as call:
         other = store.clone()
         waiting = call(other.get, "key", 60)
-        _until(lambda: len(server._waiting) == 1)
+        until(lambda: len(server._waiting) == 1)
         other.close()
         with pytest.raises(StoreError):
             waiting.result(30)
-        _until(lambda: len(server._waiting) == 0)
+        until(lambda: len(server._waiting) == 0)
         store.set("key", b"value")
 
 
@@ -225,7 +225,7 @@ def test_a_client_that_sends_nonsense_is_dropped_and_the_others_go_on(
 def test_a_client_that_does_not_wait_for_its_answer_is_dropped(server: TCPStoreServer) -> None:
     with _connection(server) as hasty, _client(server) as store:
         hasty.send(encode(Wait(["key"], 60.0)), 10)
-        _until(lambda: len(server._waiting) == 1)
+        until(lambda: len(server._waiting) == 1)
         hasty.send(encode(Wait(["key"], 60.0)), 10)
         with pytest.raises(WireError):
             hasty.recv(30)
@@ -236,7 +236,7 @@ def test_a_client_that_does_not_wait_for_its_answer_is_dropped(server: TCPStoreS
 def test_a_deadline_without_end_does_not_stop_the_server(server: TCPStoreServer) -> None:
     with _connection(server) as patient, _client(server) as store:
         patient.send(encode(Wait(["key"], float("inf"))), 10)
-        _until(lambda: len(server._waiting) == 1)
+        until(lambda: len(server._waiting) == 1)
         store.set("key", b"value")
         assert patient.recv(30)
 
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_large_value_is_dropped(server: 
         with _connection(server) as leaving:
             leaving.write(frame_header(MAX_VALUE) + b"x" * 100_000, Deadline(30))
         assert store.num_keys() == 0
-        _until(lambda: len(server._sessions) == 1)
+        until(lambda: len(server._sessions) == 1)
 
 
 def test_an_error_inside_the_server_costs_one_client(
@@ -284,7 +284,7 @@ def test_fifteen_hundred_clients_wait_at_once(server: TCPStoreServer) -> None:
             for connection in connections:
                 connection.send(encode(Get(["start"], 60.0)), 10)
             with _client(server) as store:
-                _until(lambda: len(server._waiting) == clients)
+                until(lambda: len(server._waiting) == clients)
                 store.set("start", b"now")
             assert {connection.recv(60) for connection in connections} == {b"\0\x91\xc4\x03now"}
     finally:
@@ -335,15 +335,6 @@ def test_a_store_can_be_hosted_in_the_foreground() -> None:
             assert store.get("size", 0) == b"2"
         stop.set()
         serving.result(30)
-
-
-def _until(condition: object) -> None:
-    """Wait for what the server's thread is about to do."""
-    assert callable(condition)
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_server_without_a_thread_says_so_and_keeps_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
