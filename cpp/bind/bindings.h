@@ -1,4 +1,4 @@
-// What each binding file adds to the native module; module.cc calls them all.
+// Each file of the binding adds its part to the native module; module.cc calls them all.
 #pragma once
 
 #include <nanobind/nanobind.h>

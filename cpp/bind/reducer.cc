@@ -80,8 +80,8 @@ bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t ind
   return true;
 }
 
-// What autograd calls with a parameter whose gradient has arrived.  Python is asked only if the gradient is
-// not in its bucket, or if there is something to do.
+// Autograd calls it with a parameter whose gradient has arrived.  It asks Python only if the gradient is not
+// in its bucket, or if there is something to do.
 nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, bool as_view,
                          nb::callable arrived) {
   auto* pass = nb::cast<Pass*>(owner);

@@ -198,8 +198,8 @@ bool has_value(PyObject* self) {
          slot(self, future.device) == Py_None;
 }
 
-// What Future._settle and Future._publish do, where nothing went wrong, nobody else has begun to and nobody
-// is to be told; false where that is not so, and nothing has been done.
+// Does what Future._settle and Future._publish do, where nothing went wrong, no other thread has begun to and
+// no callback waits; otherwise does nothing and returns false.
 bool publish(PyObject* self, Source* source) {
   if (slot(self, future.done) == Py_True) return has_value(self);
   PyObject *claims = slot(self, future.claims), *record = slot(self, future.record);

@@ -1,4 +1,4 @@
-// What a future of the core stands on: one operation, the tensors that it uses, and the future's own slots.
+// The source of a future of the core: one operation, the tensors that it uses, and the future's own slots.
 //
 // All of this runs under the GIL, which the module asks for: where nothing here calls Python, several steps
 // are one to other threads.

@@ -1,4 +1,4 @@
-// What a tensor is, without the microsecond that asking Python for each attribute costs.
+// Reads a tensor's attributes without the microsecond that asking Python for each of them costs.
 #pragma once
 
 #include <Python.h>

@@ -98,7 +98,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool all_told() const { return all_told_.load(); }
 
  private:
-  // What is known of a member.
+  // A member, as far as this one knows.
   struct Member {
     std::uint64_t departed = ~0ULL;  // the first number that it will not submit; ~0 while it is there
     bool program_ended = false;      // that is why it departed

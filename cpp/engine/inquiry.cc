@@ -155,7 +155,7 @@ bool Inquiry::histories_differ(const Question& question) const {
   });
 }
 
-// What is wrong with the group itself, if it is: how operations are dealt out to lanes.
+// Says if the members made the group with different numbers of lanes: then no call fits.
 std::string Inquiry::different_lanes(const Question& question) const {
   std::string list;
   bool differ = false;

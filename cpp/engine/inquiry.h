@@ -1,8 +1,8 @@
-// What the members called, and what they ask one another when calls do not fit or an operation is late.
+// Members ask one another for their last calls when calls do not fit or an operation is late.
 //
-// A member remembers its last calls.  Who finds that a peer claims another call for the same operation, or
-// that an operation's time has run out, asks all members what they called, and ends the group with what they
-// answer.
+// Each member remembers its last calls.  A member that finds that a peer claims another call for the same
+// operation, or that an operation's time has run out, asks all members what they called, and ends the group
+// with a table of their answers.
 #pragma once
 
 #include <cstdint>

@@ -29,8 +29,8 @@ void Lanes::submit(const OperationPtr& op) {
   loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
 }
 
-// Who finds the token taken may go to sleep, so its holder looks again before leaving: it may have looked
-// last before what the other came for was there.
+// A thread that finds the token taken may go to sleep, so the holder looks again before it leaves: when it
+// looked last, that which brought the other thread may not have been there yet.
 bool Lanes::run(Lane& lane, Effort effort) {
   bool moved = false;
   do {

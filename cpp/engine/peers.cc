@@ -21,7 +21,7 @@ namespace {
 constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
 constexpr const char* kProcessEnded = "its process has ended";
 
-// What an epoll event is about, beside the rank of a local peer.
+// The subject of an epoll event, beside the rank of a local peer.
 constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
 
 }  // namespace

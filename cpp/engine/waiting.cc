@@ -1,5 +1,5 @@
-// Who runs what: threads in wait(), the progress thread for what nobody waits for, and the watch thread for
-// news of the peers.
+// Threads in wait() run what they wait for, the progress thread runs what no thread waits for, and the watch
+// thread reads the news of the peers.
 
 #include <sched.h>
 

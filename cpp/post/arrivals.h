@@ -19,7 +19,7 @@ class Arrivals {
  public:
   Arrivals(Peer& peer, Correspondence& post) : peer_(peer), post_(post) {}
 
-  // What the next message is checked against.
+  // The next message is checked against it.
   const LetterState& state();
   Destination on_header(const FrameHeader& header);
   void on_frame(const FrameHeader& header, const Destination& destination);

@@ -19,7 +19,7 @@ class Latch {
  public:
   bool is_open() const { return word_.load(std::memory_order_acquire) == kOpen; }
 
-  // What was written before is seen by whoever finds the latch open.
+  // A thread that finds the latch open sees all that was written before.
   void open() {
     if (word_.exchange(kOpen, std::memory_order_acq_rel) == kAwaited)
       futex(FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);

@@ -52,7 +52,7 @@ struct Part {
   std::uint64_t bytes = 0;
 };
 
-// What is known here of a call that a peer made: from its first frame until it is answered.
+// A call that a peer made, as the callee knows it: from its first frame until it is answered.
 class Handling {
  public:
   enum State { kArriving, kQueued, kRunning, kAnswered };
@@ -94,7 +94,7 @@ struct Letter {
   std::uint64_t place = 0;             // in its inbox
   std::int64_t arrived = 0;
   std::uint64_t taken_before = 0;  // letters of mailbox 0, until this one came to the inbox
-  // What it takes up until somebody takes it; `owner` keeps the link that the charges refer to.
+  // The room that it occupies until a handler takes it; `owner` keeps the link that the charges refer to.
   std::shared_ptr<void> owner;
   std::vector<Charge> charges;
   std::vector<Budget::Grant> grants;

@@ -16,7 +16,7 @@
 
 namespace shoal {
 
-// What a peer tells its post.  All but `ended` runs in the post's thread.
+// A peer reports to its post by it.  All but `ended` runs in the post's thread.
 class Correspondence {
  public:
   virtual ~Correspondence() = default;

@@ -1,4 +1,4 @@
-// What the post's thread does: it reads the connections, keeps deadlines and notices deaths.
+// The post's thread reads the connections, keeps deadlines and notices deaths.
 
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -191,7 +191,7 @@ void Post::cancelled_by_peer(std::uint64_t number) {
   reading_->answered(number);
 }
 
-// What became of a call that the peer made.
+// The state of a call that the peer made, in words.
 std::string Post::standing(std::uint64_t number) {
   if (number > reading_->arrivals.state().last) return "never received";
   auto [handling, letter] = reading_->handled(number);

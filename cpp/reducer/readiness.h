@@ -14,7 +14,7 @@
 
 namespace shoal::reducer {
 
-// What the caller of `mark` has to do.
+// `mark` answers its caller with it.
 enum class Mark : int {
   kIgnored = 0,     // no pass is open: the gradient is not to be reduced
   kArrived = 1,     // recorded

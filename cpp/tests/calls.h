@@ -14,7 +14,7 @@
 
 namespace shoal::stress {
 
-// What all ranks agree on.
+// A collective, as all ranks agree on it.
 struct Plan {
   Kind kind{};
   kernels::Reduction how{};

@@ -19,7 +19,7 @@ namespace {
 
 enum class Mood { kEager, kYielding, kSleepy, kOneSlow };
 
-// What all ranks agree on.
+// A part of a round that all ranks agree on.
 struct Chapter {
   std::uint64_t seed;
   int number;

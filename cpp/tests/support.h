@@ -1,4 +1,4 @@
-// What the scenes of the stress test share: chance, complaints, and the clock.
+// Chance, complaints and the clock, for all scenes of the stress test.
 #pragma once
 
 #include <chrono>

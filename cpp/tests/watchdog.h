@@ -15,7 +15,7 @@ namespace shoal::stress {
 
 constexpr int kMostRanks = 8;
 
-// What one rank is at, for the report.
+// One rank notes here what it is doing, for the report.
 class Desk {
  public:
   explicit Desk(std::atomic<std::uint64_t>& beats) : beats_(beats) {}

@@ -1,4 +1,4 @@
-// What travels on a link: a fixed header, then a payload.
+// A frame travels on a link: a fixed header, then a payload.
 //
 // A message is one kMessage frame with at most kEager bytes of it; if it is longer, the receiver answers with
 // kGrant once it has a buffer, and the rest follows in kMore frames of bounded size, so that groups which
@@ -28,7 +28,6 @@ constexpr std::uint64_t kHeaderCharge = 256;     // what a message is charged be
 constexpr std::uint64_t kLongest = 1ULL << 48;   // bytes of a message: no address space holds more
 constexpr std::uint16_t kWithheld = 1;           // code of a kMessage that waits for a grant as a whole
 
-// What an operation does.
 enum class Kind : std::uint8_t {
   kAllReduce = 1,
   kReduce = 2,
@@ -97,7 +96,7 @@ enum Closing : std::uint16_t {
 // The code of a kCallReply, and of a kCallQuery for the asking rank's own call.
 enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
 
-// What an operation claims to be.  Peers compare it before they touch data.
+// An operation's call in short.  Peers compare it before they touch data.
 struct Fingerprint {
   std::uint8_t kind = 0;
   std::uint8_t dtype = 0;
@@ -125,8 +124,8 @@ struct Shape {
   std::uint64_t sizes[kMaxDims] = {};
 };
 
-// What a kMessage between posts is.  A letter's payload is a table of its parts, its head, and the parts that
-// are not sent apart; a kPart is one part that is, and follows its letter.
+// The purpose of a kMessage between posts.  A letter's payload is a table of its parts, its head, and the
+// parts that are not sent apart; a kPart is one part that is, and follows its letter.
 enum class Verb : std::uint8_t { kCall = 1, kPost = 2, kReply = 3, kFailure = 4, kPart = 5 };
 
 struct LetterFields {

@@ -284,8 +284,8 @@ void Link::detach(const Incoming* incoming, bool forget) {
   if (missed_.load(std::memory_order_seq_cst)) receive();
 }
 
-// Who finds another thread reading goes to sleep, so that thread looks again before it leaves: it may have
-// looked last before what the other came for was there.
+// A thread that finds another one reading goes to sleep, so the reader looks again before it leaves: when it
+// looked last, that which brought the other thread may not have been there yet.
 bool Link::receive() {
   bool any = false;
   do {

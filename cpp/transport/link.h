@@ -65,7 +65,7 @@ struct LetterState;
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // What the letters of a link are checked against; null: it carries a group's frames and no letters.
+  // The letters of a link are checked against it; null: the link carries a group's frames and no letters.
   virtual const LetterState* letters(Link&) { return nullptr; }
   virtual Destination on_header(Link& link, const FrameHeader& header) = 0;
   virtual void on_frame(Link& link, const FrameHeader& header, const Destination& destination) = 0;

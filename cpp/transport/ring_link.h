@@ -7,9 +7,9 @@
 #include "memory/doorbell.h"
 #include "transport/link.h"
 
-// What a rank sends, a peer may reduce and write back into the same memory.  That is ordered by way of the
-// peer, which the thread sanitizer cannot follow from one mapping of a ring to another: it does not look at
-// what is read for sending.
+// A peer may reduce the memory that a rank sends and write the result back into it.  The order goes by way of
+// the peer, where the thread sanitizer cannot follow from one mapping of a ring to another: so it does not
+// look at reads for sending.
 #if defined(__SANITIZE_THREAD__)
 extern "C" void AnnotateIgnoreReadsBegin(const char* file, int line);
 extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);

@@ -24,7 +24,7 @@ def encodable(text: str) -> str:
 
 
 class OpKind(enum.IntEnum):
-    """What an operation does.  The value is the code on the wire."""
+    """The kind of an operation.  The value is the code on the wire."""
 
     ALL_REDUCE = 1
     REDUCE = 2

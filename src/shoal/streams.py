@@ -31,7 +31,7 @@ _SLICE = 0.1
 
 
 class StreamRuntime(abc.ABC):
-    """What a type of device must offer.  Streams and events are opaque to everyone else."""
+    """The functions that a type of device must offer.  Streams and events are opaque to everyone else."""
 
     @abc.abstractmethod
     def current_stream(self, device: torch.device) -> Any:

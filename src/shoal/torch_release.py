@@ -24,7 +24,7 @@ def check() -> None:
 
 
 def problem() -> str | None:
-    """What is wrong with the installed torch; None if it is a supported one, or there is none."""
+    """The reason why the installed torch cannot be used; None if it can, or there is none."""
     version = _installed()
     if version is None:
         return None

@@ -179,7 +179,7 @@ class DataChannel(abc.ABC):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def failure(self) -> GroupError | None:
-        """What broke the channel, or None.  Cheap; never blocks."""
+        """The error that broke the channel, or None.  Cheap; never blocks."""
         return None
 
     @abc.abstractmethod

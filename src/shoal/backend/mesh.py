@@ -59,7 +59,7 @@ class _Address(msgspec.Struct):
 
 
 class _Hello(msgspec.Struct):
-    """Who is at the other end; ``ring`` and ``capacity`` describe its shared memory, if it is handed over."""
+    """The rank at the other end; ``ring`` and ``capacity`` describe the memory that it shares, if any."""
 
     rank: int
     job: str
@@ -118,7 +118,7 @@ class Mesh:
 
 
 class Memory:
-    """What this rank offers to share; implemented by the native core."""
+    """The memory that this rank offers to share; implemented by the native core."""
 
     def __init__(self, fd: int, capacity: int, rings: list[int]) -> None:
         self.fd = fd

@@ -348,7 +348,7 @@ class NativeChannel(DataChannel):
     # -- for the sources of futures, in cpp/bind/source.cc -------------------------------------
 
     def error_of(self, core: _core.Operation) -> GroupError | None:
-        """What went wrong with a complete operation."""
+        """The error of a complete operation."""
         error = core.error()
         if error is not None and self.on_failure is not None and self._core.broken():
             self.on_failure()
@@ -407,7 +407,7 @@ def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _counts(operation: Operation) -> tuple[int, list[int]]:
-    """What all ranks must agree on: one count of elements, or a list of sizes."""
+    """The sizes that all ranks must agree on: one count of elements, or a list of sizes."""
     sizes = operation.sizes
     if sizes:
         if all(size == sizes[0] for size in sizes):

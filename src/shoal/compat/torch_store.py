@@ -203,7 +203,7 @@ def _queue_key(key: str) -> str:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """What torch's own stores raise, where ours raise something else."""
+    """Raises what torch's own stores raise, where ours raise something else."""
     try:
         yield
     except UsageError:

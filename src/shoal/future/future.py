@@ -114,7 +114,7 @@ class Future(FutureState[T]):
         return self._value
 
     def exception(self) -> BaseException | None:
-        """What went wrong with a completed future, or None.
+        """The error of a completed future, or None.
 
         Raises:
             InvalidFutureState: it is not complete.

@@ -1,4 +1,4 @@
-"""What a future asks about the operation behind it."""
+"""A source: a future asks it about the operation behind it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Source(Protocol):
         """Whether the operation is complete; never blocks."""
 
     def exception(self) -> BaseException | None:
-        """What went wrong.  Called after completion only."""
+        """The operation's error.  Called after completion only."""
 
     def notify(self, fn: Callable[[], None]) -> None:
         """Call ``fn()`` once when the operation is complete (at once if it is), and forget it then.

@@ -198,7 +198,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a feeder of operations of callbacks needs to know of its group.
+    """The part of a group that a feeder of operations of callbacks needs to know of its group.
 
     Attributes:
         order: of the operations.
@@ -211,7 +211,7 @@ class Callbacks:
     failed: Callable[[GroupError], None]
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What broke the group, where an operation of a callback failed with ``error``.
+        """The error that broke the group, where an operation of a callback failed with ``error``.
 
         A channel that was aborted was so because the other one failed.  If a peer did that, the failure may
         still be on its way here.

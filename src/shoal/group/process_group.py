@@ -146,7 +146,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
 
     @property
     def recorder(self) -> FlightRecorder | None:
-        """What the group did last; None if ``SHOAL_RECORDER_SIZE`` is 0."""
+        """The record of the group's last operations; None if ``SHOAL_RECORDER_SIZE`` is 0."""
         return self._recorder
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> Path:

@@ -32,7 +32,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def called(name: str, group: Submitter, *_: object) -> str:
-    """Who calls what, for errors about the keywords of an operation."""
+    """Rank and operation, for errors about the keywords of an operation."""
     return f"{name} on rank {group._rank}"
 
 

@@ -42,7 +42,7 @@ from ..wording import ranks_named
 #: A rank that has shadowed so many steps says that the inputs are very uneven.
 _MANY_STEPS = 1000
 
-#: What every rank raises, alike and at the same place, so that nobody waits for the one that left.
+#: The errors that every rank raises, alike and at the same place, so that nobody waits for the one that left.
 _RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, OutOfStep, ModelMismatch)
 
 

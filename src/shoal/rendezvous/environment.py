@@ -1,4 +1,4 @@
-"""What each launcher tells its processes, read from their environment.
+"""Reads from the environment what each launcher tells its processes.
 
 :func:`read` knows shoal's own variables and those of torchrun, Slurm, Open MPI and MPICH, and brings
 them into one form, :class:`Launch`.  It looks at the innermost launcher first: ``torchrun`` may run

@@ -1,4 +1,4 @@
-"""What a rendezvous tells a process: who it is, and how to reach the others."""
+"""A membership: the result of a rendezvous, by which a process knows its rank and how to reach the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of one user share on a host, in a directory that nobody else can enter.
+"""Files that the processes of one user share on a host, in a directory that no other user can enter.
 
 :class:`PrivateFile` is a meeting point for ranks whose launcher offers none.  The file has a name only until
 all ranks have met in it.  So nothing is left behind whatever happens to them later, and when the same ranks

@@ -1,4 +1,4 @@
-"""What the ranks of a job write into the store when they meet, and under which keys."""
+"""The records that the ranks of a job write into the store when they meet, and their keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What all members of a room must agree on; ``fixed``: it also holds for the rooms to come."""
+    """All members of a room must agree on it; ``fixed``: it also holds for the rooms to come."""
 
     size: int
     protocol: int = PROTOCOL
@@ -50,7 +50,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True, tag=True):
-    """What a member tells the others about itself; ``at`` is when it came, as of :func:`host.now`."""
+    """A member's description of itself for the others; ``at`` is when it came, as of :func:`host.now`."""
 
     host: str
     machine: str
@@ -77,7 +77,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """What a launcher says of a rank whose process has ended."""
+    """A launcher's word on a rank whose process has ended."""
 
     rank: int
     how: str

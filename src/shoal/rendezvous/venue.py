@@ -18,7 +18,7 @@ from .host import resolve
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody who wants to meet the others knows.
+    """The arguments of a process that wants to meet the others.
 
     Attributes:
         url: where to meet, taken apart.

@@ -192,7 +192,7 @@ class Agent:
         self._on_lost.append(fn)
 
     def stats(self) -> dict[str, int]:
-        """What the agent holds: peers, calls, letters, bytes, threads; and how many calls it has made."""
+        """Counts of peers, calls, letters, bytes and threads that the agent holds, and of calls that it made."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
 
     def leaks(self) -> list[str]:

@@ -62,7 +62,7 @@ class Barriers:
                 raise self._absent(missing, members, deadline)
 
     def _find(self, member: str, members: list[str], deadline: Deadline) -> Worker:
-        """Who has the name ``member``, as soon as somebody has."""
+        """The worker with the name ``member``, as soon as there is one."""
         while True:
             try:
                 return self._directory.find(member, min(_LOOK, deadline.remaining()), self._me.name)

@@ -1,4 +1,4 @@
-"""What a handler can ask about the call that it serves.
+"""A handler can ask here about the call that it serves.
 
 def slow(x):
     for batch in x:

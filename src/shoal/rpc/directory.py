@@ -1,4 +1,4 @@
-"""Who has joined under which name: a table in the store that all workers of a job read.
+"""The directory of workers by name: a table in the store that all workers of a job read.
 
 A name belongs to the worker that claimed it first, until that one leaves.  A holder that is provably dead,
 which only its own machine can say, is replaced by whoever claims the name next.  Each claim has an
@@ -149,7 +149,7 @@ class Directory:
         )
 
     def look(self, name: str) -> Worker | None:
-        """Who has ``name`` now, dead or alive."""
+        """The worker that has ``name`` now, dead or alive."""
         return self._found(name)
 
     def name_of_rank(self, rank: int, timeout: float, me: str) -> str:

@@ -1,4 +1,4 @@
-"""What this worker owns for others and holds of theirs, and what workers tell one another of that.
+"""The objects that this worker owns for others and holds of theirs, and the messages about them.
 
 A holder tells the owner of its hold before it uses a reference that it was sent, and the sender keeps its own
 until then: until a call has its reply, or until the caller says that what came in a reply is held.
@@ -24,7 +24,7 @@ HOLDS = 1
 
 
 class Held:
-    """What this worker holds of one object of another: local references, and holds that the owner knows."""
+    """This worker's holds of one object of another: local references, and holds that the owner knows."""
 
     __slots__ = ("count", "created", "objects", "owner")
 
@@ -36,7 +36,7 @@ class Held:
 
 
 class References:
-    """What one agent owns for others, and what it holds of theirs."""
+    """The objects that one agent owns for others, and those that it holds of theirs."""
 
     def __init__(self, agent: Any, release: Callable[[int], None]) -> None:
         self._agent = agent

@@ -1,4 +1,4 @@
-"""Who uses an object that one worker keeps for others: counts of its holders, and when they end.
+"""The owner's ledger of objects that other workers use: counts of their holders, and when those end.
 
 The owner counts, for each worker, the holds that this one has told it of.  A worker that holds a reference
 tells the owner when it gets it, and gives all its holds back when the last of its references to the object

@@ -16,7 +16,7 @@ from .numbering import Received, Sent
 
 
 class Hello(msgspec.Struct):
-    """Who is at one end, and what it expects at the other.
+    """The worker at one end says who it is, and what it expects at the other.
 
     Attributes:
         worker: who speaks.

@@ -48,7 +48,7 @@ class Collected:
         self.keep: list[object] = []
 
     def reduce(self, x: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What pickle keeps of ``x``: everything but its memory."""
+        """The part of ``x`` that pickle keeps: everything but its memory."""
         number = offset = 0
         if x.numel():
             size = x.element_size()

@@ -92,7 +92,7 @@ def sever(group: ProcessGroup, rank: int) -> None:
 
 
 def hush(group: ProcessGroup, silent: bool = True) -> None:
-    """Send no signs of life to other hosts (or send them again), as a host that hangs."""
+    """Send no heartbeats to other hosts (or send them again), as a host that hangs."""
     backend: Any = group._backend
     backend.hush(silent)
 

@@ -34,7 +34,7 @@ class Deadline:
         return max(0.0, self.at - time.monotonic())
 
     def milliseconds(self) -> int:
-        """What is left for ``poll``: rounded up, so that it never ends early and spins."""
+        """The time that is left, for ``poll``: rounded up, so that it never ends early and spins."""
         return math.ceil(self.remaining() * 1000)
 
     @property

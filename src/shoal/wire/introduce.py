@@ -23,7 +23,7 @@ H = TypeVar("H", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What a process on this host handed over: a descriptor, which is the receiver's, and its process id."""
+    """Memory that a process on this host handed over, its descriptor here, and the process id."""
 
     fd: int
     pid: int
@@ -43,7 +43,7 @@ def introduce(connection: Connection, mine: H, timeout: float) -> H:
 
 
 def be_introduced(connection: Connection, kind: type[H], answer: Callable[[H], H], timeout: float) -> H:
-    """What the other side, which made the connection, says of itself; then say ``answer`` of that."""
+    """Hear what the other side, which made the connection, says of itself; then say ``answer`` of that."""
     theirs = _heard(connection, kind, timeout)
     connection.send(msgspec.msgpack.encode(answer(theirs)), timeout)
     return theirs

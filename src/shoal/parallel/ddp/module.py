@@ -198,7 +198,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         reducer = self._active_reducer()
         if reducer.in_backward() or (self._precision is not None and self._precision.in_backward):
             return True
-        reducer.settle()
+        reducer.end_interrupted()
         self._watch.check()
         self._end_of_batch()
         if self._join_config.enable:
@@ -337,7 +337,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _shadow(self, intents: Intents) -> None:
         """Do what the other ranks do in this step."""
         reducer = self._active_reducer()
-        reducer.settle()
+        reducer.end_interrupted()
         participants = Participants(lambda: (intents.first, self._scale(intents)))
         if intents.intent is Intent.REDUCE_AFTER_BUFFERS:
             self._refresh_buffers(participants)

@@ -89,7 +89,7 @@ class GradBucket:
         self._buffer.copy_(tensor.reshape(self._buffer.shape))
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make()`` returned when ``key`` was first asked for; kept until buckets are made anew."""
+        """The result of ``make()`` when ``key`` was first asked for; kept until buckets are made anew."""
         if key not in self._kept:
             self._kept[key] = make()
         return cast(T, self._kept[key])

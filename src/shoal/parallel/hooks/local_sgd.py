@@ -18,7 +18,7 @@ from .plain import allreduce_hook, noop_hook
 
 
 class PostLocalSGDState:
-    """What :func:`post_localSGD_hook` needs to know.
+    """The state of :func:`post_localSGD_hook`.
 
     Args:
         process_group: averages gradients until ``start_localSGD_iter``; None means the model's.

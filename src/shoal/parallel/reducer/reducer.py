@@ -152,7 +152,7 @@ class Reducer:
         """Whether a backward pass is running that is being reduced (checkpointing runs forward inside)."""
         return self._pass.opened and torch._C._current_graph_task_id() != -1
 
-    def settle(self) -> None:
+    def end_interrupted(self) -> None:
         """Bring a pass to its end that an exception interrupted on this rank, together with the other ranks.
 
         Those raise UnusedParameterError then, unless they were interrupted, too.  Gradients in the buckets
@@ -237,7 +237,7 @@ class Reducer:
     def enter(self, graph: Graph) -> None:
         """A pass opens before its first gradient, or goes on to another graph."""
         if self._pass.opened and self._end_of_pass() is None:
-            self._abandon()  # the pass before, after which no forward pass came that would have settled it
+            self._abandon()  # the pass before, after which no forward pass came that would have ended it
         self._entered.append(graph)
         if not self._pass.opened:
             self._hooks.come_last()

@@ -18,7 +18,7 @@ from ...errors import UsageError
 from ...group import ProcessGroup
 from ...spec import DTYPE_CODES
 
-#: What a parameter group says of each of its parameters, rather than of all together.
+#: The keys by which a parameter group speaks of each of its parameters, rather than of all together.
 PER_PARAMETER = ("params", "param_names")
 
 #: Of the messages that carry state, so that they are not taken for the program's own.

@@ -1,4 +1,4 @@
-"""What buffers are filled with, and what must come out.
+"""Fills buffers, and says what must come out of them.
 
 Every input repeats a block of a prime number of elements, another one on each rank, so that a part in a
 wrong place, of a wrong rank or missing shows.  In fp32 they are small integers, whose sums are exact; in
@@ -38,7 +38,7 @@ def encode(values: _Block, dtype: str) -> Values:
 
 
 def decode(stored: Values) -> _Block:
-    """What is stored, as numbers."""
+    """The stored elements as numbers."""
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)

@@ -1,4 +1,4 @@
-"""What a rank asks of the library that it measures."""
+"""An engine: a rank asks it for the operations of the library that it measures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Engine(ABC):
 
     @abstractmethod
     def operation(self, name: str, x: Any, out: Any, variant: str) -> Call:
-        """What performs the operation once.  Raises ``Unsupported``."""
+        """A function that performs the operation once.  Raises ``Unsupported``."""
 
     @abstractmethod
     def barrier(self) -> None:

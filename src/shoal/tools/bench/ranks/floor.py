@@ -1,4 +1,4 @@
-"""What the machine allows: the operations as bare loops over shared memory, and nothing else.
+"""The floor, which the machine sets: the operations as bare loops over shared memory, and nothing else.
 
 All ranks map one memfd.  An operation is a spinning barrier, the core's own kernel or memcpy on the rank's
 share, and the barrier again: no protocol, no checks, no sleeping, no errors.  A reduction is given a second
