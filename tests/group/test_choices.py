@@ -97,6 +97,7 @@ def test_lanes_and_timeout_are_a_groups_own() -> None:
     assert (part.timeout, part._backend) == (5.0, group._backend)
     nested = part.subgroup([0])
     assert (backend.specs[-1].concurrency, nested.timeout) == (3, 5.0)
+    group.world.close(1.0)
 
 
 def test_what_cannot_be_is_refused_before_anybody_waits() -> None:

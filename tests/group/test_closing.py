@@ -35,7 +35,7 @@ def on_ranks(
             submitted.wait(LONG)
             time.sleep(random.choice((0.0, 0.001, 0.004)))
         before = time.monotonic()
-        group.close(LONG)
+        group.world.close(LONG)
         assert time.monotonic() - before < LONG / 2, "it waited in vain"
         return value() if callable(value) else value
 
@@ -117,7 +117,13 @@ def test_so_do_the_groups_that_a_world_closes_in_any_order(topology: str) -> Non
         # Each waits in a group for a rank that waits for it in another group.
         first, second = group.subgroup([0, 1], "first"), group.subgroup([0, 1], "second")
         waits = first if group.rank == 0 else second
-        return ends_in_vain(waits.recv(torch.empty(1), 1 - group.rank), group.recv())
+        in_vain = ends_in_vain(waits.recv(torch.empty(1), 1 - group.rank), group.recv())
+
+        def check() -> None:
+            assert first.state == second.state == "closed"
+            in_vain()
+
+        return check
 
     on_ranks(fn, topology, 2)
 

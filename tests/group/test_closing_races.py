@@ -20,12 +20,13 @@ pytestmark = pytest.mark.concurrency
 def _race(group: ProcessGroup, make: Callable[[ProcessGroup], ProcessGroup], delay: float) -> list[str]:
     """Make groups until the world, which this thread closes, does not let us; what ended it."""
     ends: list[str] = []
+    made: list[ProcessGroup] = []
     started = threading.Event()
 
     def work() -> None:
         try:
             while True:
-                make(group)
+                made.append(make(group))
                 started.set()
         except BaseException as error:  # compared by the test
             ends.append(type(error).__name__)
@@ -37,6 +38,7 @@ def _race(group: ProcessGroup, make: Callable[[ProcessGroup], ProcessGroup], del
     time.sleep(delay)
     group.close(20)
     thread.join(30)
+    group.world.close(20)  # all that were made
     if thread.is_alive():
         ends.append("it hangs")
     return ends

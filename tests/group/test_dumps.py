@@ -103,8 +103,8 @@ def test_a_dump_can_be_had_at_any_time(tmp_path: Path, monkeypatch: pytest.Monke
         content = json.loads((tmp_path / "mine.json").read_bytes())
         assert (content["state"], content["error"]) == ("open", None)
         assert content["entries"][0]["state"] == "completed"
-        long = group.subgroup([0], name="ä/" * 200)
-        assert long.dump(tmp_path).parent == tmp_path
+        with group.subgroup([0], name="ä/" * 200) as long:
+            assert long.dump(tmp_path).parent == tmp_path
         group.close()
         assert group.dump() == Path(f"shoal-threads-0-world-{os.getpid()}.json")
         assert json.loads((tmp_path / group.dump()).read_bytes())["state"] == "closed"

@@ -52,8 +52,8 @@ def test_a_forked_child_is_told_what_to_do_and_each_backend_drops_what_it_holds_
         assert channel.closed_within == []
 
     in_forked_child(child)
-    assert group.state == "open"
-    group.close()
+    assert group.state == part.state == "open"
+    group.world.close(1.0)
 
 
 def test_a_fork_in_the_middle_of_a_job_does_not_disturb_it() -> None:

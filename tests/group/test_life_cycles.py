@@ -178,6 +178,7 @@ def test_connections_of_a_groups_own_are_closed_if_it_cannot_be_made(ended: bool
         ProcessGroup._in(group.world, links, spec, MemoryStore(), timeout=9.0)
     assert len(closed) == 1
     assert group.state == ("closed" if ended else "open")
+    group.close()
 
 
 @pytest.mark.concurrency

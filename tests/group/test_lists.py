@@ -19,7 +19,7 @@ from .null_backend import null_group
 
 
 def _ended_by(group: ProcessGroup) -> str:
-    with pytest.raises(GroupAborted) as caught:
+    with group, pytest.raises(GroupAborted) as caught:
         group.all_reduce(torch.ones(1)).wait()
     return str(caught.value)
 
@@ -60,25 +60,25 @@ def test_members_that_are_only_late_are_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lists.ListWatch, "_exchange", look)
 
     def rank(group: ProcessGroup) -> list[float]:
-        first, second = group.subgroup([0, 1]), group.subgroup([1, 0])
-        groups = [first, second] if group.rank == 0 else [second, first]  # each waits in another one
-        futures = [groups[0].all_reduce(torch.ones(1))]
-        assert looked.wait(30)
-        futures.append(groups[1].all_reduce(torch.ones(1)))
-        return [future.wait().item() for future in futures]
+        with group.subgroup([0, 1]) as first, group.subgroup([1, 0]) as second:
+            groups = [first, second] if group.rank == 0 else [second, first]  # each waits in another one
+            futures = [groups[0].all_reduce(torch.ones(1))]
+            assert looked.wait(30)
+            futures.append(groups[1].all_reduce(torch.ones(1)))
+            return [future.wait().item() for future in futures]
 
     assert run_threads(rank, 2, timeout=40) == [[2.0, 2.0]] * 2
 
 
 def test_nobody_watches_when_all_is_well() -> None:
     def rank(group: ProcessGroup) -> bool:
-        part = group.subgroup([0, 1])
-        for _ in range(3):
-            part.all_reduce(torch.ones(1)).wait()
-        thread = group._lists._thread
-        if thread is not None:
-            thread.join(30)
-        return group._lists._thread is None and not group.store.list_keys("subgroups")
+        with group.subgroup([0, 1]) as part:
+            for _ in range(3):
+                part.all_reduce(torch.ones(1)).wait()
+            thread = group._lists._thread
+            if thread is not None:
+                thread.join(30)
+            return group._lists._thread is None and not group.store.list_keys("subgroups")
 
     assert run_threads(rank, 2, timeout=40) == [True, True]
 
@@ -95,7 +95,7 @@ def test_an_operation_goes_on_where_no_thread_can_be_started(monkeypatch: pytest
     monkeypatch.undo()
     assert [operation.number for operation in group._backend.channels[1].operations] == [0, 1]
     assert channel.operations == []
-    group.close()
+    group.world.close(1.0)
 
 
 def test_a_second_group_is_looked_at_in_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,16 +65,17 @@ def test_a_subgroup_follows_the_order_of_its_ranks() -> None:
     assert (part.rank, part.ranks, part.size) == (1, (3, 2), 2)
     nested = part.subgroup([1])
     assert nested.ranks == (2,)
-    group.close()
+    group.world.close(1.0)
 
 
 def test_a_subgroup_has_the_timeout_of_its_parent_or_its_own() -> None:
     group, _ = null_group(rank=3)
-    assert group.subgroup([3]).timeout == group.timeout
-    part = group.subgroup([3, 2], timeout=7)
-    assert part.timeout == part.subgroup([0]).timeout == 7.0
+    plain, own = group.subgroup([3]), group.subgroup([3, 2], timeout=7)
+    nested = own.subgroup([0])
+    assert (plain.timeout, own.timeout, nested.timeout) == (group.timeout, 7.0, 7.0)
     with pytest.raises(UsageError, match="positive number of seconds"):
         group.subgroup([3], timeout=0)
+    group.world.close(1.0)
 
 
 def test_members_make_subgroups_without_the_others(worlds: Worlds) -> None:
@@ -122,7 +123,7 @@ def test_closing_a_group_leaves_its_parent_and_its_children_open() -> None:
     grandchild = child.subgroup([0])
     child.close()
     assert (group.state, child.state, grandchild.state) == ("open", "closed", "open")
-    group.close()
+    group.world.close(1.0)
 
 
 def test_aborting_a_group_leaves_the_others_working() -> None:
@@ -134,6 +135,7 @@ def test_aborting_a_group_leaves_the_others_working() -> None:
         with pytest.raises(GroupAborted, match="only this one"):
             part.recv(None, 1 - group.rank).wait()
         assert part.state == "aborted"
+        part.close()
         assert group.all_reduce(torch.ones(1)).wait().item() == 2.0
 
     run_threads(abort_one, 2, timeout=30)

@@ -192,7 +192,7 @@ class Agent:
         self._on_lost.append(fn)
 
     def stats(self) -> dict[str, int]:
-        """Counts of peers, calls, letters, bytes and threads that the agent holds, and of calls that it made."""
+        """Counts of peers, calls, letters, bytes and threads that it holds, and of calls made by it."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
 
     def leaks(self) -> list[str]:
