@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -72,6 +72,7 @@ class Agent:
         memory: int,
         handlers: int,
         heartbeat: float,
+        serve: Mapping[str, Callable[..., Any]] | None,
         release: Callable[[float], None],
     ) -> None:
         self.name = name
@@ -92,6 +93,7 @@ class Agent:
                 secret=secret,
                 place=f"{job}/{epoch}/{namespace}",
                 interface=interface,
+                restricted=serve is not None,
                 lost=self._heard_lost,
             )
         except BaseException:
@@ -102,7 +104,9 @@ class Agent:
             machine=here.machine, host=host, unix=self.links.unix, address=interface, port=self.links.port,
         )  # fmt: skip
         self._barriers = Barriers(self.worker, self.directory, store, namespace)
-        service = Service(self, name, os.getpid(), here.machine.split("/")[0], self.endpoint, self.links)
+        service = Service(
+            self, name, os.getpid(), here.machine.split("/")[0], self.endpoint, self.links, serve
+        )
         self.executor = service.executor = Executor(self.endpoint.post, service.handle, handlers, name)
         self.references = References(self, self.executor.release)
         try:

@@ -15,9 +15,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import AgentClosed, CallCancelled, CallTimeout, RemoteError, RpcError, WorkerLost
+from ..errors import (
+    AgentClosed,
+    CallCancelled,
+    CallTimeout,
+    RemoteError,
+    RpcError,
+    UsageError,
+    WorkerLost,
+)
 from ..future import Future, pool
 from ..wording import in_seconds, in_words
+from . import plain
 from .codec import Message, decode, encode
 from .leases import LEASE
 from .line import Line
@@ -74,7 +83,7 @@ def request(
     endpoint: Endpoint,
     line: Line,
     mailbox: int,
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float | None,
@@ -83,6 +92,7 @@ def request(
     """Call ``fn`` at the other end of ``line``; the future of its result.
 
     Args:
+        fn: a function, or what a restricted worker serves under this name.
         timeout: seconds; None: as long as it takes.
         shown: the call, for errors.
 
@@ -102,7 +112,7 @@ def post(
     endpoint: Endpoint,
     line: Line,
     mailbox: int,
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float | None,
@@ -124,8 +134,14 @@ def post(
 
 
 def _encoded(
-    line: Line, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shown: str
+    line: Line, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], shown: str
 ) -> tuple[int, Message]:
+    if line.plain:
+        return NONE, plain.encode_call(fn, args, kwargs, shown)
+    if isinstance(fn, str):
+        raise UsageError(
+            f"{shown}: only a restricted worker, join(serve=), is called by names; send a function"
+        )
     number, known = line.sent.number(fn)
     message = encode((args, kwargs) if known else (fn, args, kwargs), line, shown)
     message.head = FUNCTION.pack(number, not known) + message.head
@@ -188,6 +204,8 @@ class _Source:
             line.sent.answered(self._number)
         if letter.failed:
             raise failure(letter, line, self._shown)
+        if line.plain:
+            return plain.decode(letter.head, letter.parts)
         arrived: list[Any] = []
         value = decode(letter.head, letter.parts, line, arrived)
         if arrived:
@@ -204,15 +222,18 @@ def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) 
 def failure(letter: Letter, line: Line, shown: str) -> BaseException:
     """The exception that a failed reply brings."""
     head = memoryview(letter.head)
-    (length,) = FAILURE.unpack_from(head)
-    at = FAILURE.size + length
-    told = msgspec.msgpack.decode(head[FAILURE.size : at], type=Failure)
+    try:
+        (length,) = FAILURE.unpack_from(head)
+        at = FAILURE.size + length
+        told = msgspec.msgpack.decode(head[FAILURE.size : at], type=Failure)
+    except (struct.error, msgspec.MsgspecError, UnicodeError) as why:
+        return RpcError(f"{shown} failed, and what came of that cannot be read: {in_words(why)}")
     where = f"{told.worker!r} (process {told.pid} on {told.host})"
     if told.fatal:
         return RemoteError(f"{shown}: {where} ended with {told.error}", told.worker, told.traceback)
     text = f"{shown} raised at {where}: {told.error}; the traceback there:\n{told.traceback}"
     remote = RemoteError(text, told.worker, told.traceback)
-    if at == len(head):
+    if line.plain or at == len(head):
         return remote
     try:
         error = decode(head[at:], letter.parts, line)
@@ -224,6 +245,8 @@ def failure(letter: Letter, line: Line, shown: str) -> BaseException:
     return error
 
 
-def shown_call(me: str, fn: Callable[..., Any], args: tuple[Any, ...], to: str) -> str:
+def shown_call(me: str, fn: Callable[..., Any] | str, args: tuple[Any, ...], to: str) -> str:
     """A call as errors name it."""
+    if isinstance(fn, str):
+        return f"worker {me!r}: {fn!r} at {to!r}"
     return f"worker {me!r}: {name_of(fn, args)} at {to!r}"

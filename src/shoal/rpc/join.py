@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ def join(
     timeout: float | None = None,
     memory: int | None = None,
     handlers: int = HANDLERS,
+    serve: Mapping[str, Callable[..., Any]] | None = None,
     job: str | None = None,
     host_id: str | None = None,
 ) -> Agent:
@@ -50,13 +52,16 @@ def join(
         memory: bytes of large parts (over 256 KiB) that have arrived and wait to be handled; None:
             ``SHOAL_RPC_MEMORY``.
         handlers: how many calls may be served at once.
+        serve: makes a restricted worker: functions that others may call by these names,
+            ``peer.call("name", ...)``, and nothing else.  Arguments and results are plain values and tensors,
+            and nothing that it sends or is sent is a pickle.  None: others may call any function.
         job: name of the job; None: ``SHOAL_JOB``, or as the launcher says.
         host_id: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
 
     Raises:
         UsageError, ConfigurationError: an argument or variable that cannot be right; a name that is taken.
     """
-    settings = checked_settings(timeout, memory, handlers)
+    settings = checked_settings(timeout, memory, handlers, serve)
     if group is not None:
         if not isinstance(group, ProcessGroup):
             raise UsageError(f"group={group!r}: expected what shoal.init gives")
@@ -73,7 +78,12 @@ def join(
         raise
 
 
-def checked_settings(timeout: float | None, memory: int | None, handlers: int) -> dict[str, Any]:
+def checked_settings(
+    timeout: float | None,
+    memory: int | None,
+    handlers: int,
+    serve: Mapping[str, Callable[..., Any]] | None = None,
+) -> dict[str, Any]:
     """The settings of an agent that these arguments of :func:`join` and the environment say.
 
     Raises:
@@ -85,6 +95,7 @@ def checked_settings(timeout: float | None, memory: int | None, handlers: int) -
         "memory": config.RPC_MEMORY.get() if memory is None else checked_count("memory", memory),
         "handlers": checked_count("handlers", handlers),
         "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
+        "serve": None if serve is None else _served(serve),
     }
 
 
@@ -118,6 +129,12 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
     except BaseException:
         store.close()
         raise
+
+
+def _served(serve: object) -> dict[str, Callable[..., Any]]:
+    if isinstance(serve, Mapping) and all(isinstance(k, str) and k and callable(v) for k, v in serve.items()):
+        return dict(serve)
+    raise UsageError(f"serve={serve!r}: expected functions by the names that others call them by")
 
 
 def _named(name: str | None, rank: int | None) -> str:

@@ -23,12 +23,14 @@ class Hello(msgspec.Struct):
         place: job, epoch and namespace.
         to: the incarnation that the connection is for; "" in the answer.
         main: the program that the process runs, "" if it has no file.
+        restricted: whether it sends and takes plain values only.
     """
 
     worker: Worker
     place: str
     to: str
     main: str
+    restricted: bool
 
 
 class Line:
@@ -39,14 +41,16 @@ class Line:
         number: of the peer in the endpoint.
         worker: the other end.
         shares_main: whether both ends run the same program.
+        plain: whether one of the two is restricted, so that nothing on it is a pickle.
         sent, received: the functions that have numbers on it.
         ended: whether it is lost.
     """
 
-    __slots__ = ("agent", "ended", "number", "received", "sent", "shares_main", "worker")
+    __slots__ = ("agent", "ended", "number", "plain", "received", "sent", "shares_main", "worker")
 
-    def __init__(self, agent: Any, worker: Worker, shares_main: bool) -> None:
+    def __init__(self, agent: Any, worker: Worker, shares_main: bool, plain: bool) -> None:
         self.agent = agent
+        self.plain = plain
         self.number = -1
         self.worker = worker
         self.shares_main = shares_main

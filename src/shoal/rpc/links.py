@@ -58,6 +58,7 @@ class Links:
         secret: the job's.
         place: identity of job, epoch and namespace: workers of another place are refused.
         interface: the address that the TCP listener binds to.
+        restricted: whether the agent sends and takes plain values only.
         lost: called with a connection when it has ended.
     """
 
@@ -69,12 +70,14 @@ class Links:
         secret: bytes,
         place: str,
         interface: str,
+        restricted: bool,
         lost: Callable[[Line], None],
     ) -> None:
         self._agent = agent
         self._endpoint = endpoint
         self._secret = secret
         self._place = place
+        self._restricted = restricted
         self._lost = lost
         self._lock = threading.RLock()
         self._making: dict[str, threading.Lock] = {}
@@ -212,12 +215,13 @@ class Links:
             return line
 
     def _hello(self, to: str) -> Hello:
-        return Hello(self._me, self._place, to, main_program())
+        return Hello(self._me, self._place, to, main_program(), self._restricted)
 
     def _attach(self, connection: Connection, theirs: Hello) -> Line:
         """Hand the connection to the endpoint."""
         same = theirs.worker.process == self._me.process
-        line = Line(self._agent, theirs.worker, same or bool(theirs.main and theirs.main == main_program()))
+        same = same or bool(theirs.main and theirs.main == main_program())
+        line = Line(self._agent, theirs.worker, same, self._restricted or theirs.restricted)
         pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
         with self._lock:
             if self._closed:

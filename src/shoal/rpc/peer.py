@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 from ..errors import ShoalError, UsageError
 from ..future import Future
@@ -82,8 +82,16 @@ class Peer(WorkerInfo):
         seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
         return Peer(self._agent, self.name, seconds, self.id)
 
-    def call(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    @overload
+    def call(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]: ...
+
+    @overload
+    def call(self, fn: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+
+    def call(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run ``fn(*args, **kwargs)`` at the worker; the future of its result.
+
+        A restricted worker is called by the names that it serves.
 
         The arguments may hold tensors, which are read until the future is complete: leave them alone until
         then.  The function runs at most once, and nothing is tried again.
@@ -96,7 +104,7 @@ class Peer(WorkerInfo):
         """
         return self._call(CALLS, fn, args, kwargs)
 
-    def post(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    def post(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
         """Run ``fn(*args, **kwargs)`` at the worker and hear nothing of it; what it raises is logged there.
 
         Raises:
@@ -163,15 +171,15 @@ class Peer(WorkerInfo):
     def _limit(self) -> float | None:
         return None if self.timeout == math.inf else self.timeout
 
-    def _shown(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
-        if not callable(fn):
+    def _shown(self, fn: Callable[..., Any] | str, args: tuple[Any, ...]) -> str:
+        if not (callable(fn) or isinstance(fn, str)):
             raise UsageError(f"worker {self._agent.name!r}: {fn!r} cannot be called at {self.name!r}")
         return call.shown_call(self._agent.name, fn, args, self.name)
 
     def _call(
         self,
         mailbox: int,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import msgspec
 from ..errors import RpcError, UsageError
 from ..future import Future
 from ..wording import in_words
+from . import plain
 from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
 from .codec import Message, decode, encode
 from .current import Current, enter_call, leave_call
@@ -64,15 +65,20 @@ class Service:
         host: its machine, for those who read what went wrong.
         pid: its process.
         links: know who called.
+        served: what a restricted agent serves, by name; None: it runs any function that it is sent.
     """
 
-    def __init__(self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: Links) -> None:
+    def __init__(
+        self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: Links,
+        served: Mapping[str, Callable[..., Any]] | None,
+    ) -> None:  # fmt: skip
         self._agent = agent
         self._name = name
         self._pid = pid
         self._host = host
         self._endpoint = endpoint
         self._links = links
+        self._served = served or {}
         #: set by the agent
         self.executor: Executor
 
@@ -124,8 +130,10 @@ class _Served:
         #: of a call that a coroutine serves: set when that has ended
         self.ended: threading.Event | None = None
 
-    def unpack(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    def unpack(self) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any]]:
         """Function and arguments."""
+        if self._line.plain:
+            return self._unpack_plain()
         letter, known = self._letter, self._line.received
         head = memoryview(letter.head)
         number, comes = FUNCTION.unpack_from(head)
@@ -141,12 +149,27 @@ class _Served:
         letter.describe(self._name)
         return fn, args, kwargs
 
+    def _unpack_plain(self) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        letter, served = self._letter, self._service._served
+        if letter.mailbox != CALLS:
+            raise UsageError(
+                f"{self._service._name!r} keeps nothing for restricted workers and their callers"
+            )
+        name, args, kwargs = plain.decode_call(letter.head, letter.parts)
+        self._name = repr(name)
+        letter.describe(self._name)
+        if name not in served:
+            there = ", ".join(map(repr, served)) or "nothing"
+            raise UsageError(f"{self._service._name!r} serves {there} by name, and not {name!r}")
+        return served[name], args, kwargs
+
     def answer(self, result: Any) -> None:
         """Reply with ``result``."""
         if not self._letter.call:
             return
         try:
-            message = encode(result, self._line, f"the result of {self._name} at {self._service._name!r}")
+            where = f"the result of {self._name} at {self._service._name!r}"
+            message = plain.encode(result, where) if self._line.plain else encode(result, self._line, where)
         except BaseException as error:
             self.fail(error)
             return
@@ -169,7 +192,7 @@ class _Served:
             told = Failure(service._name, service._pid, service._host, in_words(error), "".join(lines), fatal)
             words = msgspec.msgpack.encode(told)
             said = Message(FAILURE.pack(len(words)) + words)
-            if not fatal:
+            if not (fatal or self._line.plain):
                 with contextlib.suppress(Exception):  # the words are enough
                     message = encode(error, self._line, "an exception")
                     said = Message(said.head + message.head, message.parts, message.keep)
