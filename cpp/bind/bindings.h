@@ -5,6 +5,7 @@
 
 void bind_engine(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_packed(nanobind::module_& m);
 void bind_post(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_shortcut(nanobind::module_& m);

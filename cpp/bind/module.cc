@@ -6,6 +6,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The native core of shoal; see cpp/.";
   bind_engine(m);
   bind_kernels(m);
+  bind_packed(m);
   bind_post(m);
   bind_reducer(m);
   bind_source(m);

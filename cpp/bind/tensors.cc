@@ -2,6 +2,11 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <new>
+
 namespace shoal {
 namespace {
 
@@ -20,12 +25,28 @@ struct DLTensor {
 };
 constexpr std::int32_t kCpu = 1;
 
+// A tensor that somebody owns, who is told when nobody uses it any more.
+struct Managed {
+  std::uint32_t major, minor;
+  void* context;
+  void (*deleter)(Managed*);
+  std::uint64_t flags;
+  DLTensor tensor;
+};
+
+// A tensor in one piece of memory, with its elements behind it.
+struct Whole : Managed {
+  std::int64_t shape[kMaxDims], strides[kMaxDims];
+};
+constexpr std::align_val_t kAlignment{64};
+constexpr std::size_t kElements = (sizeof(Whole) + 63) / 64 * 64;  // where they begin
+
 struct ExchangeApi {
   std::uint32_t major, minor;
   ExchangeApi* previous;
   void* allocate;
   void* managed_from_object;
-  void* managed_to_object;
+  int (*managed_to_object)(Managed* tensor, void** object);
   int (*tensor_from_object)(void* object, DLTensor* out);
   void* current_stream;
 };
@@ -34,38 +55,25 @@ PyTypeObject* tensor_type = nullptr;
 PyObject* is_neg = nullptr;
 const ExchangeApi* api = nullptr;
 
+struct Dtype {
+  DType dtype;
+  DLTypeCode code;
+  std::uint8_t bits;
+};
+// Without complex dtypes, whose tensors may be lazily conjugated, and those that cannot be reduced.
+constexpr Dtype kDtypes[] = {
+    {DType::kFloat64, kFloat, 64},   {DType::kFloat32, kFloat, 32}, {DType::kFloat16, kFloat, 16},
+    {DType::kBFloat16, kBfloat, 16}, {DType::kInt8, kInt, 8},       {DType::kInt16, kInt, 16},
+    {DType::kInt32, kInt, 32},       {DType::kInt64, kInt, 64},     {DType::kUInt8, kUInt, 8},
+    {DType::kUInt16, kUInt, 16},     {DType::kUInt32, kUInt, 32},   {DType::kUInt64, kUInt, 64},
+    {DType::kBool, kBool, 8},
+};
+
 std::optional<DType> dtype_of(const DLTensor& x) {
   if (x.lanes != 1) return std::nullopt;
-  switch (x.code << 8 | x.bits) {
-    case kFloat << 8 | 64:
-      return DType::kFloat64;
-    case kFloat << 8 | 32:
-      return DType::kFloat32;
-    case kFloat << 8 | 16:
-      return DType::kFloat16;
-    case kBfloat << 8 | 16:
-      return DType::kBFloat16;
-    case kInt << 8 | 8:
-      return DType::kInt8;
-    case kInt << 8 | 16:
-      return DType::kInt16;
-    case kInt << 8 | 32:
-      return DType::kInt32;
-    case kInt << 8 | 64:
-      return DType::kInt64;
-    case kUInt << 8 | 8:
-      return DType::kUInt8;
-    case kUInt << 8 | 16:
-      return DType::kUInt16;
-    case kUInt << 8 | 32:
-      return DType::kUInt32;
-    case kUInt << 8 | 64:
-      return DType::kUInt64;
-    case kBool << 8 | 8:
-      return DType::kBool;
-    default:
-      return std::nullopt;  // complex tensors may be lazily conjugated, others cannot be reduced
-  }
+  for (const auto& [dtype, code, bits] : kDtypes)
+    if (x.code == code && x.bits == bits) return dtype;
+  return std::nullopt;
 }
 
 }  // namespace
@@ -95,6 +103,38 @@ std::optional<PlainTensor> plain_tensor(PyObject* object) {
                      count,
                      *dtype,
                      {x.shape, static_cast<std::size_t>(x.dims)}};
+}
+
+PyObject* new_tensor(DType dtype, std::span<const std::int64_t> shape, const std::byte* data,
+                     std::size_t bytes) {
+  const auto named = std::find_if(std::begin(kDtypes), std::end(kDtypes),
+                                  [&](const Dtype& each) { return each.dtype == dtype; });
+  if (api == nullptr || named == std::end(kDtypes) || shape.size() > kMaxDims) {
+    PyErr_SetString(PyExc_ValueError, "no such tensor can be made");
+    return nullptr;
+  }
+  void* memory = ::operator new(kElements + bytes, kAlignment, std::nothrow);
+  if (memory == nullptr) return PyErr_NoMemory();
+  auto* whole = new (memory) Whole{};
+  std::memcpy(static_cast<std::byte*>(memory) + kElements, data, bytes);
+  std::copy(shape.begin(), shape.end(), whole->shape);
+  std::int64_t step = 1;
+  for (std::size_t i = shape.size(); i-- > 0; step *= shape[i]) whole->strides[i] = step;
+  whole->major = api->major;
+  whole->minor = api->minor;
+  whole->deleter = [](Managed* self) { ::operator delete(static_cast<Whole*>(self), kAlignment); };
+  whole->tensor = {static_cast<std::byte*>(memory) + kElements,
+                   kCpu,
+                   0,
+                   static_cast<std::int32_t>(shape.size()),
+                   static_cast<std::uint8_t>(named->code),
+                   named->bits,
+                   1,
+                   whole->shape,
+                   whole->strides,
+                   0};
+  void* object = nullptr;
+  return api->managed_to_object(whole, &object) == 0 ? static_cast<PyObject*>(object) : nullptr;
 }
 
 std::uint64_t address_of(PyObject* object) {

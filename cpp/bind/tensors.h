@@ -22,6 +22,11 @@ struct PlainTensor {
 // `learn_tensors` was told; nullopt for everything else, and where torch has no such table (before 2.10).
 std::optional<PlainTensor> plain_tensor(PyObject* object);
 
+// A new tensor on the CPU with a copy of `bytes` of elements, which must be as many as shape and dtype say;
+// null with an exception set where there is none.
+PyObject* new_tensor(DType dtype, std::span<const std::int64_t> shape, const std::byte* data,
+                     std::size_t bytes);
+
 // Where the memory of a tensor begins, as `data_ptr()` says.  Raises nb::python_error where there is none.
 std::uint64_t address_of(PyObject* object);
 

@@ -188,6 +188,14 @@ class Context:
     def hush(self, silent: bool) -> None: ...
     def die_at(self, point: int) -> None: ...
 
+# -- cpp/bind/packed.cc ---------------------------------------------------------------------------
+
+def pack(value: object, prefix: bytes) -> bytes | None:
+    """``prefix`` and the packed form of ``value``; None: it has one only as a pickle."""
+
+def unpack(packed: bytes | memoryview, start: int) -> Any:
+    """The value that :func:`pack` packed, which begins at ``start``.  Raises ValueError for anything else."""
+
 # -- cpp/post -----------------------------------------------------------------------------------
 
 class Part:

@@ -10,6 +10,9 @@ end cannot import goes by value, through cloudpickle: lambdas, closures, and wha
 that the other end does not have.
 
 The head begins with the number of storages and where each one's span begins; their memory is the first parts.
+
+Small values of plain types (None, numbers, strings, bytes, tuples, lists, dictionaries, dense tensors) need
+no pickle: C packs them whole (``cpp/bind/packed.cc``), elements of tensors among them, and the head says so.
 """
 
 from __future__ import annotations
@@ -22,16 +25,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from types import FunctionType, NoneType
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import UsageError
 from ..wording import in_words
+from .post import pack, unpack
 from .tensors import Collected, Part, arrived, check
 
 _COUNT = struct.Struct("<I")
+#: in the place of the number of storages: the value is packed and not pickled
+_PACKED = 0xFFFFFFFF
+_PACKED_HEAD = _COUNT.pack(_PACKED)
 #: modules under which the program itself is known; multiprocessing's children have the second one
 _MAIN = ("__main__", "__mp_main__")
 
@@ -49,7 +56,7 @@ class Message:
     """A value, ready to be sent.  The memory of ``parts`` must not change until it is sent.
 
     Attributes:
-        head: the pickle.
+        head: what is packed or pickled.
         parts: the memory beside it.
         keep: the objects that own it.
         travellers: what named itself to :func:`traveller`.
@@ -67,9 +74,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-#: types of which pickle knows all by itself
-_ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes))
 
 
 def traveller(obj: object) -> None:
@@ -101,22 +105,8 @@ class _On:
         _local.route, _local.travellers = self._before
 
 
-def _is_plain(value: object) -> bool:
-    """Whether ``value`` is an atom, or tuples of atoms and empty dictionaries, some levels deep."""
-    return type(value) in _ATOMS or _holds_plain(value, 3)
-
-
-def _holds_plain(value: object, depth: int) -> bool:
-    if type(value) is not tuple:
-        return type(value) is dict and not value
-    for each in value:
-        if type(each) not in _ATOMS and not (depth and _holds_plain(each, depth - 1)):
-            return False
-    return True
-
-
 def encode(value: object, way: Route | None, where: str) -> Message:
-    """Pickle ``value``.
+    """Pack ``value``, or pickle it.
 
     Args:
         way: where it goes; rebuilding functions at the other end find theirs by :func:`route`.
@@ -125,8 +115,9 @@ def encode(value: object, way: Route | None, where: str) -> Message:
     Raises:
         UsageError: the value, or something in it, cannot be sent.
     """
-    if _is_plain(value):
-        return Message(_NO_STORAGES + pickle.dumps(value, 5))
+    packed = pack(value, _PACKED_HEAD)
+    if packed is not None:
+        return Message(packed)
     with _On(way) as travellers:
         message = _encode(value, where, travellers)
         message.travellers = travellers
@@ -164,6 +155,8 @@ def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[
     """
     view = memoryview(head)
     (count,) = _COUNT.unpack_from(view)
+    if count == _PACKED:
+        return unpack(view, _COUNT.size)
     at = _COUNT.size + 8 * count
     if count > len(parts):
         raise pickle.UnpicklingError(f"{count} storages in {len(parts)} parts")

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from .. import _core
 from ..errors import OutOfResources, RpcError
 
@@ -21,6 +23,10 @@ _logger = logging.getLogger("shoal")
 
 Call = _core.Call
 Letter = _core.Letter
+pack = _core.pack
+unpack = _core.unpack
+
+_core.learn_tensors(torch.Tensor)
 
 
 class Endpoint:
