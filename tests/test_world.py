@@ -63,7 +63,9 @@ def test_a_world_is_not_half_closed_by_a_timeout_that_makes_no_sense() -> None:
         with pytest.raises(UsageError, match="timeout="):
             group.world.close(seconds)
     assert group.state == "open"
-    assert group.subgroup([1]).state == "open"
+    with group.subgroup([1]) as part:
+        assert part.state == "open"
+    group.close()
 
 
 def test_the_connections_go_if_the_meeting_cannot_be_left() -> None:

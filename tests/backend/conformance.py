@@ -209,18 +209,22 @@ class BackendConformance:
             rows.close()
             assert group.all_reduce(torch.ones(1)).wait().item() == 4.0
             assert columns.all_reduce(torch.ones(1)).wait().item() == 2.0
+            columns.close()
 
         self.run(several, 4)
 
     def test_a_group_is_used_before_another_member_has_made_it(self) -> None:
         def uneven(group: ProcessGroup) -> None:
             if group.rank == 0:
-                early = group.subgroup([0, 1]).all_reduce(torch.ones(1))
+                part = group.subgroup([0, 1])
+                early = part.all_reduce(torch.ones(1))
                 group.barrier().wait()
                 assert early.wait().item() == 2.0
             else:
                 group.barrier().wait()
-                assert group.subgroup([0, 1]).all_reduce(torch.ones(1)).wait().item() == 2.0
+                part = group.subgroup([0, 1])
+                assert part.all_reduce(torch.ones(1)).wait().item() == 2.0
+            part.close()
 
         self.run(uneven, 2)
 
@@ -362,9 +366,8 @@ class BackendConformance:
 
     def test_nothing_is_left_behind(self) -> None:
         def work(group: ProcessGroup) -> None:
-            part = group.split(group.rank % 2)
-            assert part is not None
-            part.all_reduce(torch.ones(10)).wait()
+            with group.split(group.rank % 2) as part:
+                part.all_reduce(torch.ones(10)).wait()
             group.all_reduce(torch.ones(10)).wait()
 
         def ours() -> set[str]:

@@ -164,6 +164,7 @@ def test_a_rank_whose_program_ends_has_not_closed_the_group(topology: str) -> No
         assert "What it wrote tells why" in str(missed.value)
         with pytest.raises(GroupClosed, match=ENDED):
             pairs.recv(None, 1).wait()
+        pairs.close()
         assert left.wait(PATIENCE)
         late = group._subgroup([0, 1, 2], "late", None)
         with pytest.raises(GroupClosed, match="its program has ended"):

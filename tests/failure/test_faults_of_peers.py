@@ -410,6 +410,7 @@ def test_closing_a_group_does_not_wait_for_a_peer_that_hangs(
                 future.wait()
         left.wait(PATIENCE)
         assert group.all_reduce(torch.ones(1)).wait().item() == 3.0
+        part.close()
 
     on_three_ranks(fn)
 

@@ -83,6 +83,7 @@ def test_a_mismatch_and_a_refused_call_write_one_dump_each_rank(
             with pytest.raises(shoal.CollectiveMismatch):
                 (inner.barrier() if inner.rank else inner.all_reduce(torch.ones(1))).wait(PATIENCE)
         _dumps(tmp_path, 2)
+        inner.close()
         assert group.all_reduce(torch.ones(1)).wait(PATIENCE).item() == 2
 
     run_threads(rank, 2, timeout=PATIENCE)

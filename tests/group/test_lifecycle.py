@@ -137,6 +137,7 @@ def test_an_exception_that_leaves_the_block_is_what_the_others_hear() -> None:
         for own in (group, part):
             with pytest.raises(GroupAborted, match="on rank 1: KeyError\\('broken here'\\)"):
                 own.recv(None, 1).wait()
+        part.close()
 
     with pytest.raises(RemoteError, match="1 of 2 ranks failed, rank 1 first"):
         run_threads(fail, 2, timeout=30)

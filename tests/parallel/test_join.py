@@ -126,6 +126,7 @@ def test_a_join_can_be_used_again_and_nested_in_that_of_another_group() -> None:
                 with join:
                     _steps(inner, 1 + group.rank)
                 outer()
+        half.close()
         return outer.total, inner.total
 
     # Ranks 0 and 2 are one half, 1 and 3 the other: (1 + 3) and (2 + 4) batches, three times.
@@ -262,28 +263,27 @@ def test_what_all_ranks_raise_together_leaves_the_group_usable(
 # -- mistakes in the call --------------------------------------------------------------------------
 
 
-def _alone(group: shoal.ProcessGroup) -> shoal.ProcessGroup:
-    return group.split(color=group.rank)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda group: [], "at least one joinable, got none"),
-        (lambda group: [nn.Linear(1, 1)], "expected a shoal.Joinable, got torch.nn.modules.linear.Linear"),
-        (lambda group: [Counter(group)] * 2, "joinable 1 of the Join, Counter, is named twice"),
+        (lambda group, other: [], "at least one joinable, got none"),
         (
-            lambda group: [Counter(group), Counter(_alone(group))],
+            lambda group, other: [nn.Linear(1, 1)],
+            "expected a shoal.Joinable, got torch.nn.modules.linear.Linear",
+        ),
+        (lambda group, other: [Counter(group)] * 2, "joinable 1 of the Join, Counter, is named twice"),
+        (
+            lambda group, other: [Counter(group), Counter(other)],
             "must share one group: Counter has <ProcessGroup 'world': rank 0 of 1, open>, but Counter has",
         ),
     ],
 )
 @on_ranks(1)
 def test_wrong_joinables_are_refused(
-    group: shoal.ProcessGroup, make: Callable[[shoal.ProcessGroup], Any], message: str
+    group: shoal.ProcessGroup, make: Callable[..., Any], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
-        Join(make(group))
+    with group.split(color=0) as other, pytest.raises(UsageError, match=message):
+        Join(make(group, other))
 
 
 @on_ranks(1)

@@ -29,9 +29,8 @@ def test_the_all_reduce_averages_over_the_ranks(size: int, given: bool) -> None:
 
 def test_a_group_as_state_may_be_smaller_than_that_of_the_model() -> None:
     def rank(group: shoal.ProcessGroup) -> Any:
-        pair = group.split(group.rank // 2)
-        assert pair is not None
-        return Model(group).reduce(hooks.allreduce_hook, pair)
+        with group.split(group.rank // 2) as pair:
+            return Model(group).reduce(hooks.allreduce_hook, pair)
 
     results = run_threads(rank, 4)
     for first in (0, 2):
@@ -131,6 +130,7 @@ def test_the_neighbours_average_among_themselves_after_the_first_passes(group: s
             mean = sum(gradient(other, step, index, averaged.shape) for other in ranks) / len(ranks)
             torch.testing.assert_close(averaged, mean, rtol=1e-6, atol=1e-6)
     assert state.iter == 4
+    pair.close()
 
 
 @on_ranks(2)

@@ -178,6 +178,7 @@ def test_local_sgd_with_an_averager_keeps_neighbours_equal_and_brings_all_togeth
             loss_of(model, part(batch, group)).backward()
             optimizer.step()
             seen.append(values(own))
+        pair.close()
         return seen
 
     results = run_threads(rank, 4)
