@@ -6,11 +6,10 @@
 namespace shoal {
 namespace {
 
-// A call that was cancelled or whose time is over needs no handler.
+// A call needs no handler if it was cancelled, its time is over, or its caller is lost.
 bool worth_taking(const Letter& letter) {
   const auto& handling = letter.handling;
-  return !handling ||
-         (!handling->overdue(now_ns()) && handling->advance(Handling::kQueued, Handling::kRunning));
+  return !handling || (!handling->cancelled() && handling->advance(Handling::kQueued, Handling::kRunning));
 }
 
 }  // namespace

@@ -45,6 +45,12 @@ def wait_for(key: str) -> Any:
     return noted[key]
 
 
+def blocked(key: str) -> Any:
+    """Note that this runs, and wait until something was noted."""
+    note(f"{key} runs")
+    return wait_for(key)
+
+
 def until_cancelled(key: str) -> None:
     """Note that this runs, and again when nobody wants the result any more."""
     note(f"{key} runs")

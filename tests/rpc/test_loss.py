@@ -48,6 +48,13 @@ def blocked(peer: Peer, key: str) -> Any:
     return future
 
 
+def blocked_only(peer: Peer, key: str) -> Any:
+    """The same at a worker that runs one handler at a time."""
+    future = peer.call(handlers.blocked, key)
+    handlers.wait_for(f"{key} runs")
+    return future
+
+
 @pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
 def test_the_death_of_a_worker_ends_its_calls_and_no_others(
     meeting: Stage, a: Agent, how: dict[str, Any]
@@ -136,6 +143,24 @@ def close() -> None:
     from shoal.rpc import current
 
     current().agent.close()
+
+
+def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b", handlers=1)
+    running = blocked_only(a.peer("b"), "go")
+    queued = [a.peer("b").call(handlers.note, f"queued {i}") for i in range(5)]
+    a.peer("b").post(handlers.note, "posted")
+    while b.stats()["letters"] < 6:
+        time.sleep(0.001)
+    a.endpoint.post.sever(a.line("b", PATIENCE).number)
+    for future in (running, *queued):
+        with pytest.raises(WorkerLost):
+            future.wait()
+    while b.stats()["peers"]:
+        time.sleep(0.001)
+    handlers.note("go")
+    handlers.wait_for("posted")
+    assert not [key for key in handlers.noted if key.startswith("queued")]
 
 
 def test_a_name_is_free_again_when_its_worker_has_left(meeting: Stage, a: Agent) -> None:
