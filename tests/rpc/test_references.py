@@ -13,8 +13,7 @@ import torch
 
 from shoal import Future
 from shoal.errors import CallTimeout, RpcError, UsageError, WorkerLost
-from shoal.rpc import Agent, Peer, RRef, async_execution, current, holds
-from shoal.rpc.leases import Ledger
+from shoal.rpc import Agent, Peer, RRef, async_execution, current
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 from tests.rpc.stage import Stage
@@ -149,28 +148,6 @@ def become(value: Any, what: Callable[[], Any]) -> None:
         return bool(what() == value)
 
     until(is_so, what)
-
-
-def test_a_use_that_overtakes_the_making_of_an_object_waits_for_it() -> None:
-    ledger = Ledger(lambda mailbox: None)
-    early = ledger.hold("maker/1", "")
-    ledger.drop("maker/1", "")  # the reference that came with the use has gone
-    assert ledger.begin("maker/1", "maker", "Table") is early
-    early.value.set_result(None)
-    ledger.drop("maker/1", "maker")
-    assert not ledger.held()
-
-
-def test_an_object_that_nobody_will_make_is_lost_with_who_asked_for_it() -> None:
-    ledger = Ledger(lambda mailbox: None)
-    early = ledger.hold("maker/1", "")
-    ledger.drop("maker/1", "")
-    ledger.forget("another")
-    assert not early.value.done()
-    ledger.forget("maker")
-    with pytest.raises(WorkerLost, match="maker/1 was never made"):
-        early.value.wait()
-    assert not ledger.held()
 
 
 def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:
@@ -345,40 +322,6 @@ def test_with_its_owner_an_object_is_gone(agents: tuple[Agent, Peer, Peer]) -> N
             ):
                 use()
     assert a.peers()
-
-
-def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Stage() as stage:
-        stage.start("holder")
-        owner = stage.join("owner", timeout=PATIENCE)
-        holder = owner.peer("holder")
-        holder.call(keep, RRef(Table(1.0), owner)).wait()
-        assert holder.call(use_kept).wait() == [1, 1]
-        become(["RRef of Table: held by 'holder'"], owner.leaks)
-        # Only the connections break: the holder comes again, so the end of a lease takes nothing from it.
-        for number in list(owner.links._lines):
-            owner.endpoint.post.sever(number)
-        become([1, 1], lambda: _tried(holder))
-        again = owner.line("holder", PATIENCE).worker
-        owner.references._end_lease(again, owner.references._losses[again.incarnation])
-        assert holder.call(use_kept).wait() == [1, 1]
-        # Nor does the end of an earlier one when it has just been lost once more.
-        owner.references._losses[again.incarnation] = earlier = object()
-        owner.references.lost(again)
-        monkeypatch.setattr(owner.links, "connected", lambda _: False)
-        owner.references._end_lease(again, earlier)
-        assert holder.call(use_kept).wait() == [1, 1]
-        monkeypatch.undo()
-        monkeypatch.setattr(holds, "LEASE", 0.2)
-        stage.kill("holder")
-        become([], owner.leaks)
-
-
-def _tried(holder: Peer) -> Any:
-    try:
-        return holder.call(use_kept).wait()
-    except WorkerLost:
-        return None
 
 
 def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:

@@ -282,13 +282,8 @@ class Agent:
         line = self.links.existing(name)
         if line is None:
             seconds = self.timeout if timeout == math.inf else timeout
-            line = self.links.to(name, self.directory, min(seconds, 1e9))
-        if owner is not None and line.worker.incarnation != owner.incarnation:
-            raise WorkerLost(
-                f"worker {self.name!r}: {name!r} (process {owner.pid}), which owned an object, has ended; "
-                "its objects went with it",
-                name,
-            )
+            line = self.links.to(name, self.directory, min(seconds, 1e9), owner)
+        self.links.check(line.worker, owner)
         return line
 
     def alive(self, name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,18 +22,38 @@ from .leases import LEASE, Ledger, Owned
 
 #: mailbox of what workers tell one another of their holds
 HOLDS = 1
+#: how often an owner is told of a hold whose connection is cut meanwhile
+_ATTEMPTS = 3
 
 
 class Held:
-    """This worker's holds of one object of another: local references, and holds that the owner knows."""
+    """This worker's hold of one object of another.
 
-    __slots__ = ("count", "created", "objects", "owner")
+    Attributes:
+        account: with the owner.
+        objects: references in this process.
+        told: whether the owner may know of this hold.
+        asked: the call that tells it, or has told it.
+        mine: this worker has asked for the object, and needs tell nothing more.
+        created: the call that makes the object, if this worker made it.
+    """
+
+    __slots__ = ("account", "asked", "created", "mine", "objects", "told")
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.objects = 0
+        self.told = self.mine = False
+        self.asked: Future[Any] | None = None
+        self.created: Future[Any] | None = None
+
+
+class Account:
+    """What one owner is told of this worker's holds, in an order that ``lock`` keeps."""
 
     def __init__(self, owner: Worker) -> None:
         self.owner = owner
-        self.objects = 0
-        self.count = 0
-        self.created: Future[Any] | None = None
+        self.lock = threading.RLock()
 
 
 class References:
@@ -42,6 +63,7 @@ class References:
         self._agent = agent
         self.ledger = Ledger(release)
         self._held: dict[str, Held] = {}
+        self._accounts: dict[str, Account] = {}
         self._numbers = itertools.count(1)
         self._gone: deque[str] = deque()
         #: of each worker that was lost, the last loss, from which its lease runs
@@ -56,10 +78,13 @@ class References:
         """One more reference of this process."""
         with self.ledger.lock:
             if owner.incarnation == self._agent.worker.incarnation:
-                return self.ledger.hold(ident, ""), None
+                return self._awaiting_maker(ident, self.ledger.hold(ident, "")), None
             held = self._held.get(ident)
             if held is None:
-                held = self._held[ident] = Held(owner)
+                account = self._accounts.get(owner.incarnation)
+                if account is None:
+                    account = self._accounts[owner.incarnation] = Account(owner)
+                held = self._held[ident] = Held(account)
             held.objects += 1
             return None, held
 
@@ -82,7 +107,6 @@ class References:
                 held.objects -= 1
                 if held.objects:
                     continue
-                del self._held[ident]
             if held.created is not None and not held.created.done():
                 held.created.add_done_callback(partial(self._created, ident, held))
             else:
@@ -92,37 +116,90 @@ class References:
         self._give_back(ident, held)
 
     def _give_back(self, ident: str, held: Held) -> None:
-        if held.count:
-            with contextlib.suppress(ShoalError):  # with the owner the object is gone too
-                self._agent.tell(held.owner, drop, ident, self._agent.worker.incarnation, held.count)
+        """The last reference of this process has gone, unless another has come meanwhile."""
+        with held.account.lock:
+            with self.ledger.lock:
+                if held.objects or self._held.get(ident) is not held:
+                    return
+                del self._held[ident]
+            if held.told:
+                with contextlib.suppress(ShoalError):  # with the owner the object is gone too
+                    self._agent.tell(held.account.owner, drop, ident, self._agent.worker.incarnation)
 
     def confirm(self, ident: str, held: Held) -> None:
         """Tell the owner of a hold, unless it knows of one; it does when this returns."""
-        if not held.count:
-            with contextlib.suppress(WorkerLost):  # who uses the reference will hear of that
-                self._agent.ask(held.owner, hold, ident, self._agent.worker.incarnation).wait()
-                held.count += 1
+        account = held.account
+        for _ in range(_ATTEMPTS):
+            with account.lock:
+                if held.mine:
+                    return
+                asked = held.asked
+                if asked is None:
+                    held.told, me = True, self._agent.worker.incarnation
+                    asked = held.asked = self._agent.ask(account.owner, hold, ident, me)
+            try:
+                asked.wait()
+                return
+            except BaseException as error:
+                if held.asked is asked:
+                    held.asked = None
+                if not isinstance(error, WorkerLost):
+                    raise
+        # It is dead, as whoever uses the reference will hear.
 
     def lost(self, worker: Worker) -> None:
         """A connection to or from ``worker`` has ended."""
-        self._losses[worker.incarnation] = loss = object()
-        self._agent.endpoint.after(LEASE, partial(self._end_lease, worker, loss))
+        self._begin_lease(worker.incarnation)
+        if worker.incarnation in self._accounts:
+            pool.submit(partial(self._resume, self._accounts[worker.incarnation]))
+
+    def _resume(self, account: Account) -> None:
+        """Tell an owner, over a new connection, what this worker holds."""
+        owner, me = account.owner, self._agent.worker.incarnation
+        with account.lock, contextlib.suppress(ShoalError):  # with the owner all of it has gone
+            self._agent.line(owner.name, self._agent.timeout, owner)
+            with self.ledger.lock:
+                mine = [i for i, held in self._held.items() if held.account is account and held.told]
+            self._agent.tell(owner, resume, me, mine)
         with self.ledger.lock:
-            held = [(ident, held) for ident, held in self._held.items() if held.owner == worker]
-        mine = {ident: each.count for ident, each in held if each.count}
-        if mine:
-            pool.submit(partial(self._resume, worker, mine))
+            if not any(held.account is account for held in self._held.values()):
+                self._accounts.pop(owner.incarnation, None)
 
-    def _resume(self, owner: Worker, mine: dict[str, int]) -> None:
-        with contextlib.suppress(ShoalError):
-            self._agent.tell(owner, resume, self._agent.worker.incarnation, mine)
+    def _begin_lease(self, holder: str) -> None:
+        """What ``holder`` holds here ends unless it is connected when its lease is over."""
+        self._losses[holder] = loss = object()
+        self._agent.endpoint.after(LEASE, partial(self._end_lease, holder, loss))
 
-    def _end_lease(self, worker: Worker, loss: object) -> None:
-        if self._losses.get(worker.incarnation) is not loss:
+    def _end_lease(self, holder: str, loss: object) -> None:
+        if self._losses.get(holder) is not loss:
             return  # it came again and was lost once more: that lease runs
-        del self._losses[worker.incarnation]
-        if not self._agent.links.connected(worker.incarnation):
-            self.ledger.forget(worker.incarnation)
+        del self._losses[holder]
+        if not self._agent.links.connected(holder):
+            self.ledger.forget(holder)
+
+    def make(self, ident: str, holder: str, made: str, line: int) -> Owned:
+        """An object is about to be made by a call that came on ``line``; see :meth:`Ledger.begin`."""
+        owned = self.ledger.begin(ident, holder, made, line)
+        if holder:
+            self.heard(holder, line)
+        return owned
+
+    def hold(self, ident: str, holder: str, line: int) -> None:
+        """``holder`` has told on ``line`` that it holds an object."""
+        self._awaiting_maker(ident, self.ledger.hold(ident, holder, line))
+        self.heard(holder, line)
+
+    def heard(self, holder: str, line: int) -> None:
+        """``holder`` has told of a hold, and may be lost since, or even for longer than its lease."""
+        if self._agent.links.ended(line):
+            self._begin_lease(holder)
+
+    def _awaiting_maker(self, ident: str, owned: Owned) -> Owned:
+        """``owned``, which may yet have to be made, by a worker that may be lost."""
+        maker, me = ident.partition("/")[0], self._agent.worker.incarnation
+        if not (owned.begun or owned.value.done() or maker == me or self._agent.links.connected(maker)):
+            self._begin_lease(maker)
+        return owned
 
     # -- references on their way ---------------------------------------------------------------
 
@@ -140,17 +217,20 @@ class References:
 
 def hold(ident: str, holder: str) -> None:
     """A worker has got a reference."""
-    current().agent.references.ledger.hold(ident, holder)
+    served = current()
+    served.agent.references.hold(ident, holder, served.peer)
 
 
-def drop(ident: str, holder: str, count: int) -> None:
+def drop(ident: str, holder: str) -> None:
     """A worker has let go of its last reference."""
-    current().agent.references.ledger.drop(ident, holder, count)
+    current().agent.references.ledger.drop(ident, holder)
 
 
-def resume(holder: str, held: dict[str, int]) -> None:
+def resume(holder: str, held: list[str]) -> None:
     """A worker has connected anew."""
-    current().agent.references.ledger.resume(holder, held)
+    served = current()
+    served.agent.references.ledger.resume(holder, held, served.peer)
+    served.agent.references.heard(holder, served.peer)
 
 
 def unpin(number: int) -> None:

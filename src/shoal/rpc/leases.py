@@ -1,17 +1,16 @@
-"""The owner's ledger of objects that other workers use: counts of their holders, and when those end.
+"""The owner's ledger of objects that other workers use: their holders, and when their holds end.
 
-The owner counts, for each worker, the holds that this one has told it of.  A worker that holds a reference
-tells the owner when it gets it, and gives all its holds back when the last of its references to the object
-goes.  As these messages may overtake one another, only the sum counts.  A worker that is lost keeps its holds
-for :data:`LEASE` seconds: what it has passed on shortly before can still be taken up, and if only a
-connection broke, it comes again and says what it holds.
+The owner knows of each object who holds it.  A worker that gets a reference tells the owner before it uses
+it, and tells it once more when the last of its references to the object has gone, in this order; so either
+may be said twice.  A worker that is lost keeps its holds for :data:`LEASE` seconds: what it has passed on
+shortly before can still be taken up, and if only a connection broke, it comes again and says what it holds.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,8 @@ class Owned:
 
     Attributes:
         value: the object, as soon as it is made.
-        holders: how many holds each other worker has, by its incarnation.
+        holders: the other workers that hold it, by their incarnations, and the connection on which each
+            told so last.
         local: how many references to it there are in this process.
         mailbox: of an actor; 0: it is none.
         begun: the call that makes it has come.  What uses it may overtake that call, and its own reference
@@ -77,48 +77,49 @@ class Ledger:
                 return ended
             return self._owned.setdefault(ident, Owned())
 
-    def begin(self, ident: str, holder: str, made: str) -> Owned:
+    def begin(self, ident: str, holder: str, made: str, line: int = 0) -> Owned:
         """The object ``ident`` is about to be made, and ``holder`` has a reference to it; "" is this process.
 
         Args:
             made: what makes it.
+            line: the connection on which the call came that makes it.
         """
         with self.lock:
-            owned = self.hold(ident, holder, 1 if holder else 0)
+            owned = self.hold(ident, holder, line) if holder else self.entry(ident)
             owned.begun = True
             owned.made = made
             return owned
 
-    def hold(self, ident: str, holder: str, count: int = 1) -> Owned:
-        """``holder`` has told of ``count`` more holds; "" is this process."""
+    def hold(self, ident: str, holder: str, line: int = 0) -> Owned:
+        """``holder`` has told on ``line`` that it holds it; "" is a reference more in this process."""
         with self.lock:
             owned = self.entry(ident)
             if holder:
-                owned.holders[holder] = owned.holders.get(holder, 0) + count
+                owned.holders[holder] = max(line, owned.holders.get(holder, 0))
             else:
-                owned.local += count
+                owned.local += 1
             return owned
 
-    def drop(self, ident: str, holder: str, count: int = 1) -> None:
-        """``holder`` gives holds back."""
+    def drop(self, ident: str, holder: str) -> None:
+        """``holder`` holds the object no longer; "" is a reference less in this process."""
         with self.lock:
             owned = self._owned.get(ident)
             if owned is None:
                 return
             if holder:
-                owned.holders[holder] = owned.holders.get(holder, 0) - count
-                if not owned.holders[holder]:
-                    del owned.holders[holder]
+                owned.holders.pop(holder, None)
             else:
-                owned.local -= count
+                owned.local -= 1
             self._end_unless_held(ident, owned)
 
-    def resume(self, holder: str, held: dict[str, int]) -> None:
-        """``holder`` has connected anew and holds these, and nothing else."""
+    def resume(self, holder: str, held: Collection[str], line: int) -> None:
+        """``holder`` has connected anew, by ``line``: of what it told before that, these holds are left."""
         with self.lock:
-            for ident, count in held.items():
-                if ident in self._owned:
-                    self._owned[ident].holders[holder] = count
+            for ident, owned in list(self._owned.items()):
+                if ident in held:
+                    self.hold(ident, holder, line)
+                elif owned.holders.get(holder, line) < line:
+                    self.drop(ident, holder)
 
     def forget(self, holder: str) -> None:
         """The lease of a lost worker has run out."""

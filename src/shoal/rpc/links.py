@@ -115,11 +115,12 @@ class Links:
                 found = self._lines[number]
         return found
 
-    def to(self, name: str, directory: Directory, timeout: float) -> Line:
+    def to(self, name: str, directory: Directory, timeout: float, only: Worker | None = None) -> Line:
         """The connection for calls to ``name``, made if there is none.
 
         Args:
             timeout: seconds to connect.
+            only: the worker that has to have the name; no connection is made to another.
 
         Raises:
             WorkerLost: it has ended, or cannot be reached.
@@ -132,9 +133,18 @@ class Links:
             raise WorkerLost(f"{self._who(name)} was not connected to within {in_seconds(timeout)}", name)
         try:
             line = self.existing(name)
-            return line if line is not None else self._make(name, directory, deadline)
+            return line if line is not None else self._make(name, directory, deadline, only)
         finally:
             making.release()
+
+    def check(self, worker: Worker, only: Worker | None) -> None:
+        """Raise if ``worker`` has taken the place of ``only``, an owner of objects."""
+        if only is not None and worker.incarnation != only.incarnation:
+            raise WorkerLost(
+                f"{self._who(only.name)} (process {only.pid}), which owned an object, has ended; its objects "
+                "went with it",
+                only.name,
+            )
 
     def existing(self, name: str) -> Line | None:
         """The connection for calls to ``name``, if there is one that is not lost."""
@@ -152,6 +162,11 @@ class Links:
             lines = list(self._lines.values())
         return any(line.worker.incarnation == incarnation and not line.ended for line in lines)
 
+    def ended(self, number: int) -> bool:
+        """Whether the connection ``number`` is lost."""
+        line = self._lines.get(number)
+        return line is None or line.ended
+
     def close(self) -> None:
         """Accept nothing more; connections stay the endpoint's."""
         with self._lock:
@@ -165,7 +180,7 @@ class Links:
 
     # -- making a connection -------------------------------------------------------------------
 
-    def _make(self, name: str, directory: Directory, deadline: Deadline) -> Line:
+    def _make(self, name: str, directory: Directory, deadline: Deadline, only: Worker | None) -> Line:
         if self._closed:
             raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
         try:
@@ -175,6 +190,7 @@ class Links:
             if held is None:
                 raise
             raise WorkerLost(f"{self._who(name)} (process {held.pid}) has ended", name) from None
+        self.check(worker, only)
         try:
             return self._connect(worker, deadline)
         except (AgentClosed, AuthenticationError, VersionMismatch):

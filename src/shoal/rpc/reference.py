@@ -192,7 +192,7 @@ def new(agent: Any, owner: Worker) -> tuple[RRef[Any], str]:
     ref = RRef._to(agent, owner, agent.references.new_ident())
     if ref._held is None:
         return ref, ""
-    ref._held.count = 1
+    ref._held.told = ref._held.mine = True
     return ref, agent.worker.incarnation
 
 
@@ -258,7 +258,7 @@ def create(
 ) -> Any:
     """Make the object ``ident``; what making it raises, whoever uses it will hear."""
     made = f"{call.name_of(fn, args)}, for {current().caller!r}"
-    owned = current().agent.references.ledger.begin(ident, holder, made)
+    owned = current().agent.references.make(ident, holder, made, current().peer)
     try:
         result = fn(*args, **kwargs)
     except Exception as error:
@@ -294,7 +294,7 @@ def create_actor(
 ) -> int:
     """Make the object of an actor; the mailbox of its calls."""
     made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
-    owned = current().agent.references.ledger.begin(ident, holder, made)
+    owned = current().agent.references.make(ident, holder, made, current().peer)
     owned.value.set_result(fn(*args, **kwargs))
     mailbox: int = current().agent.references.ledger.mailbox(owned)
     current().agent.executor.consume(mailbox)
