@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from shoal.rpc import Agent, join
 from shoal.store import TCPStore, TCPStoreServer
+from shoal.testing import faults
 from shoal.testing.processes import fork_server
 from tests.support.frozen import frozen
 
 SECRET = "a secret of these tests"
-_leaving = threading.Event()
+#: whether this process, which is a worker, is to end
+leaving = threading.Event()
 
 
 class Stage(contextlib.ExitStack):
@@ -33,32 +34,38 @@ class Stage(contextlib.ExitStack):
         """An agent of this process."""
         return self.enter_context(join(name, url=self.url, secret=SECRET, **how))
 
-    def start(self, name: str, **how: Any) -> int:
-        """A worker that is a process; its process id."""
-        process = fork_server().Process(target=serve, args=(self.url, name, how), name=name)
+    def start(self, name: str, *, target: Callable[..., None] | None = None, **how: Any) -> int:
+        """A worker that is a process; its process id.
+
+        Args:
+            target: what the process does; None: :func:`serve`.
+        """
+        process = fork_server().Process(target=target or serve, args=(self.url, name, how), name=name)
         process.start()
         self.processes[name] = process
         self.callback(_end, process)
         return process.pid or 0
 
     def kill(self, name: str) -> None:
-        """End a worker's process at once."""
-        os.kill(self.processes[name].pid, signal.SIGKILL)
+        """End a worker's process at once, unless it has ended."""
+        if self.processes[name].is_alive():
+            faults.kill(self.processes[name].pid)
 
 
 def serve(url: str, name: str, how: dict[str, Any]) -> None:
     """Be a worker until somebody calls :func:`leave`."""
     with frozen(), join(name, url=url, secret=SECRET, **how):
-        _leaving.wait()
+        leaving.wait()
 
 
 def leave() -> None:
     """End the worker's process in good order."""
-    _leaving.set()
+    leaving.set()
 
 
 def _end(process: Any) -> None:
-    if process.is_alive():
-        process.kill()
-    process.join(10)
-    process.close()
+    with contextlib.suppress(ValueError):  # it is closed
+        if process.is_alive():
+            process.kill()
+        process.join(10)
+        process.close()
