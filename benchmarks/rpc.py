@@ -1,151 +1,303 @@
-"""What a call costs: shoal.rpc beside torch.distributed.rpc, in turns, between two processes of this machine.
+"""This benchmark measures what a call costs: shoal.rpc beside torch.distributed.rpc, in turns on one machine.
 
-    python benchmarks/rpc.py --rounds 3 --out rpc.json
+    python benchmarks/rpc.py --rounds 3 --out rpc.json --picture rpc.png
+    python benchmarks/rpc.py --ray envs/ray/bin/python --monarch envs/monarch/bin/python
 
-In each round each of the two starts two fresh processes, one of which calls a function of the other that does
-nothing: call after call (the median time of one), and many at once (how many come back in a second).  Its
-results and the ratios of their medians go to standard output and, with --out, as JSON into a file.  Figures
-of one machine say little about another; run it where nothing else runs.
+In each round every library has its turn between two fresh processes, one of which calls functions of the
+other: one that does nothing and one that returns a tensor of 20 x 20, call after call; many calls at once, of
+one thread and of four; and one that takes 64 MB.  ``shoal tcp`` and ``torch tcp`` are kept from what only
+processes of one host have.  ``floor`` sends the same bytes through bare sockets and memory.  Ray and Monarch,
+actors both, run in environments of their own, which need torch too, and only if those are named.
+
+The figures and the ratios of shoal's medians to torch's go to standard output and, with --out, as JSON into a
+file; --picture draws them.  Figures of one machine say little about another; run it where nothing else runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
 import torch.multiprocessing as mp
+from rpc_figures import LARGE, SMALL, Library, Work, measure, times
 
 import shoal
 
-LIBRARIES = ("shoal", "torch")
+#: each of shoal's rows, and the row of torch that it is divided by
+AGAINST = {"shoal": "torch", "shoal tcp": "torch tcp"}
+ACTORS = ("ray", "monarch")
+
+Figures = dict[str, float]
 
 
 def nothing() -> None:
     """The function that is called."""
 
 
+def echo(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def elements(x: torch.Tensor) -> int:
+    return x.numel()
+
+
 def main() -> int:
+    defaults = Work()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often each library's turn comes (3)")
-    parser.add_argument("--calls", type=int, default=2000, help="calls one after another (2000)")
-    parser.add_argument("--pipelined", type=int, default=10000, help="calls at once, all together (10000)")
-    parser.add_argument("--window", type=int, default=500, help="of these, pending at a time (500)")
+    for field, text in (
+        ("calls", "calls one after another"),
+        ("pipelined", "calls at once, all together"),
+        ("window", "of these, pending at a time"),
+        ("large", "calls with 64 MB"),
+    ):
+        default = getattr(defaults, field)
+        parser.add_argument(f"--{field}", type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--ray", help="the Python of an environment that has Ray and torch")
+    parser.add_argument("--monarch", help="the Python of an environment that has torchmonarch and torch")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--picture", type=Path, help="PNG file for a picture of the medians")
     options = parser.parse_args()
-    rounds: dict[str, list[dict[str, float]]] = {library: [] for library in LIBRARIES}
+    work = Work(options.calls, options.pipelined, options.window, options.large)
+    contenders: dict[str, Callable[[], Figures]] = {
+        name: lambda name=name: between_processes(name, work) for name in OVER
+    }
+    for name in ACTORS:
+        if python := getattr(options, name):
+            contenders[name] = lambda name=name, python=python: of_actors(name, python, work)
+        else:
+            print(f"{name}: left out, as --{name} names no environment that has it")
+    rounds: dict[str, list[Figures]] = {name: [] for name in contenders}
     for _ in range(options.rounds):
-        for library in LIBRARIES:
-            rounds[library].append(one_round(library, options))
-            print(f"{library:5}", *(f"{name} {value:.1f}" for name, value in rounds[library][-1].items()))
+        for name, take_turn in contenders.items():
+            rounds[name].append(take_turn())
+            print(
+                f"{name:10}", *(f"{what} {value:.4g}" for what, value in rounds[name][-1].items()), sep="  "
+            )
     medians, ratios = summary(rounds)
-    print("shoal / torch", *(f"{name} {value:.2f}" for name, value in ratios.items()))
+    for name, figures in ratios.items():
+        print(
+            f"{name} / {AGAINST[name]}:",
+            *(f"{what} {value:.2f}" for what, value in figures.items()),
+            sep="  ",
+        )
     if options.out is not None:
         settings = {
             "versions": {"shoal": shoal.__version__, "torch": torch.__version__},
             "python": platform.python_version(),
             "cores": len(os.sched_getaffinity(0)),
-            "calls": options.calls,
-            "pipelined": options.pipelined,
-            "window": options.window,
+            **dataclasses.asdict(work),
         }
-        result = {"settings": settings, "rounds": rounds, "medians": medians, "shoal / torch": ratios}
+        result = {"settings": settings, "rounds": rounds, "medians": medians, "ratios to torch": ratios}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.picture is not None:
+        draw(medians, options.picture)
     return 0
 
 
-def summary(
-    rounds: dict[str, list[dict[str, float]]],
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """The medians of each library's rounds, and shoal's divided by torch's."""
+def summary(rounds: Mapping[str, Sequence[Figures]]) -> tuple[dict[str, Figures], dict[str, Figures]]:
+    """The medians of each library's rounds, and those of shoal divided by those of torch."""
     medians = {
-        library: {name: statistics.median(each[name] for each in figures) for name in figures[0]}
-        for library, figures in rounds.items()
+        name: {what: statistics.median(each[what] for each in figures) for what in figures[0]}
+        for name, figures in rounds.items()
     }
-    return medians, {name: value / medians["torch"][name] for name, value in medians["shoal"].items()}
+    ratios = {
+        name: {what: value / medians[other][what] for what, value in medians[name].items()}
+        for name, other in AGAINST.items()
+        if name in medians and other in medians
+    }
+    return medians, ratios
 
 
-def one_round(library: str, options: argparse.Namespace) -> dict[str, float]:
-    """The figures of one library between two processes."""
+# -- between two processes ----------------------------------------------------------------------
+
+
+def between_processes(name: str, work: Work) -> Figures:
+    """One turn of one library."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        place = f"file://{folder}/store" if library == "shoal" else f"tcp://127.0.0.1:{free_port()}"
-        work = (options.calls, options.pipelined, options.window)
-        mp.spawn(rank, args=(library, place, work, str(out)), nprocs=2)  # type: ignore[no-untyped-call]
-        figures: dict[str, float] = json.loads(out.read_text())
+        mp.spawn(rank, args=(name, folder, work, str(out)), nprocs=2)  # type: ignore[no-untyped-call]
+        figures: Figures = json.loads(out.read_text())
         return figures
 
 
-def rank(number: int, library: str, place: str, work: tuple[int, int, int], out: str) -> None:
+def rank(number: int, name: str, folder: str, work: Work, out: str) -> None:
     """Be one of the two processes; the first one calls."""
     torch.set_num_threads(1)
-    (over_shoal if library == "shoal" else over_torch)(number, place, work, out)
+    OVER[name](number, folder, work, out)
 
 
-def over_shoal(number: int, place: str, work: tuple[int, int, int], out: str) -> None:
-    with shoal.rpc.join(f"w{number}", url=place) as agent:
+def over_shoal(number: int, folder: str, work: Work, out: str, **join: Any) -> None:
+    with shoal.rpc.join(f"w{number}", url=f"file://{folder}/store", **join) as agent:
         if number == 0:
             peer = agent.peer("w1")
-            measure(lambda: peer.call(nothing), *work, out)
+            write(lambda fn, *args: peer.call(fn, *args).wait, work, out)
         agent.barrier(["w0", "w1"])
 
 
-def over_torch(number: int, place: str, work: tuple[int, int, int], out: str) -> None:
+def over_shoal_tcp(number: int, folder: str, work: Work, out: str) -> None:
+    over_shoal(number, folder, work, out, host_id=f"host {number}", secret="of this benchmark")
+
+
+def over_torch(number: int, folder: str, work: Work, out: str, **how: Any) -> None:
     warnings.simplefilter("ignore", UserWarning)  # of torch about itself
-    torch_rpc.init_rpc(
-        f"w{number}",
-        rank=number,
-        world_size=2,
-        rpc_backend_options=torch_rpc.TensorPipeRpcBackendOptions(init_method=place),
-    )
+    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", **how)
+    torch_rpc.init_rpc(f"w{number}", rank=number, world_size=2, rpc_backend_options=options)
     if number == 0:
-        measure(lambda: torch_rpc.rpc_async("w1", nothing), *work, out)
+        write(lambda fn, *args: torch_rpc.rpc_async("w1", fn, args=args).wait, work, out)
     torch_rpc.shutdown()  # type: ignore[no-untyped-call]
 
 
-def measure(call: Callable[[], Any], calls: int, pipelined: int, window: int, out: str) -> None:
-    """Time one call after another, then many at once."""
-    for _ in range(200):
-        call().wait()
-    times = []
-    for _ in range(calls):
-        begin = time.perf_counter()
-        call().wait()
-        times.append(time.perf_counter() - begin)
-    begin = time.perf_counter()
-    pending = [call() for _ in range(window)]
-    for index in range(pipelined - window):
-        pending[index % window].wait()
-        pending[index % window] = call()
-    for future in pending:
-        future.wait()
-    seconds = time.perf_counter() - begin
-    figures = {
-        "one call [us, p50]": statistics.median(times) * 1e6,
-        "one call [us, p95]": statistics.quantiles(times, n=20)[-1] * 1e6,
-        "at once [calls/s]": pipelined / seconds,
-    }
+def over_torch_tcp(number: int, folder: str, work: Work, out: str) -> None:
+    over_torch(number, folder, work, out, _transports=["uv"], _channels=["basic"])
+
+
+def write(begin: Callable[..., Callable[[], Any]], work: Work, out: str) -> None:
+    """Measure and leave the figures in a file."""
+    small, large = torch.randn(SMALL), torch.zeros(LARGE // 4)
+    library = Library(lambda: begin(nothing), lambda: begin(echo, small), lambda: begin(elements, large))
+    Path(out).write_text(json.dumps(measure(library, work)))
+
+
+def bare_sockets(number: int, folder: str, work: Work, out: str) -> None:
+    """Send the bytes of a call without arguments, and 64 MB, through sockets and from memory to memory."""
+    place = Path(folder)
+    if number == 1:
+        for kind in ("unix", "tcp"):
+            with listening(kind, place) as listener, listener.accept()[0] as stream:
+                answer(stream)
+        return
+    figures: Figures = {}
+    large = torch.zeros(LARGE, dtype=torch.uint8)
+    body = large.numpy()
+    for kind in ("unix", "tcp"):
+        with connected(kind, place) as stream:
+            figures |= measure(Library(lambda stream=stream: ping(stream, b"\0" * 160)), _only_latency(work))
+            taken = times(lambda stream=stream: ping(stream, body), work.large + 1)[1:]
+            figures[f"64 MB over {kind} [ms]"] = statistics.median(taken) * 1e3
+        figures |= {f"{kind} {what}": figures.pop(what) for what in list(figures) if what.startswith("no-op")}
+    other = torch.ones_like(large)
+    taken = times(lambda: lambda: other.copy_(large), work.large + 1)[1:]
+    figures["64 MB in memory [ms]"] = statistics.median(taken) * 1e3
     Path(out).write_text(json.dumps(figures))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+OVER: dict[str, Callable[[int, str, Work, str], None]] = {
+    "shoal": over_shoal,
+    "torch": over_torch,
+    "shoal tcp": over_shoal_tcp,
+    "torch tcp": over_torch_tcp,
+    "floor": bare_sockets,
+}
+
+
+# -- the floor ----------------------------------------------------------------------------------
+
+
+def _only_latency(work: Work) -> Work:
+    return dataclasses.replace(work, pipelined=0)
+
+
+def listening(kind: str, place: Path) -> socket.socket:
+    """A listener that the other process finds by a file."""
+    if kind == "unix":
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(place / "socket"))
+        listener.listen()
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        ready = place / "port.new"
+        ready.write_text(str(listener.getsockname()[1]))
+        ready.rename(place / "port")
+    return listener
+
+
+def connected(kind: str, place: Path) -> socket.socket:
+    while True:  # until the other one listens
+        try:
+            if kind == "tcp":
+                stream = socket.create_connection(("127.0.0.1", int((place / "port").read_text())))
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return stream
+            stream = socket.socket(socket.AF_UNIX)
+            stream.connect(str(place / "socket"))
+            return stream
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.01)
+
+
+def ping(stream: socket.socket, body: Any) -> Callable[[], Any]:
+    """Send a length and a body; what is returned waits for the answer."""
+    stream.sendall(len(body).to_bytes(8, "little"))
+    stream.sendall(body)
+    return lambda: stream.recv(1)
+
+
+def answer(stream: socket.socket) -> None:
+    """Answer each body with a byte until the other end closes."""
+    memory = memoryview(bytearray(LARGE))
+    memory[:] = bytes(LARGE)  # mapped before anything is timed
+    while head := stream.recv(8, socket.MSG_WAITALL):
+        left = int.from_bytes(head, "little")
+        while left:
+            left -= stream.recv_into(memory[:left])
+        stream.sendall(b"\1")
+
+
+# -- actors -------------------------------------------------------------------------------------
+
+
+def of_actors(name: str, python: str, work: Work) -> Figures:
+    """One turn of a library that has an environment of its own."""
+    script = Path(__file__).with_name("rpc_actors.py")
+    words = json.dumps(dataclasses.asdict(work))
+    done = subprocess.run([python, str(script), name, words], stdout=subprocess.PIPE, text=True, check=True)
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+# -- the picture --------------------------------------------------------------------------------
+
+
+def draw(medians: Mapping[str, Figures], path: Path) -> None:
+    """A panel for each figure, a bar for each library that has it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [what for what in medians["shoal"] if "p10" not in what and "p99" not in what]
+    figure, panels = pyplot.subplots(
+        1, len(shown), figsize=(2.8 * len(shown), 3), layout="constrained", squeeze=False
+    )
+    for axes, what in zip(panels[0], shown, strict=True):
+        bars = {name: figures[what] for name, figures in medians.items() if what in figures}
+        colours = ["#1f77b4" if name.startswith("shoal") else "#7f7f7f" for name in bars]
+        drawn = axes.bar(range(len(bars)), list(bars.values()), color=colours)
+        axes.bar_label(drawn, fmt="{:.3g}", fontsize=7)
+        axes.set_xticks(range(len(bars)), list(bars), fontsize=8, rotation=40, ha="right")
+        axes.set_title(what, fontsize=9)
+        axes.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,51 @@ def rpc(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return rpc
 
 
-def test_calls_are_timed_between_two_workers(tmp_path: Path, rpc: ModuleType) -> None:
-    arguments = (f"file://{tmp_path}/store", (5, 20, 4), str(tmp_path / "out.json"))
-    other = threading.Thread(target=rpc.over_shoal, args=(1, *arguments))
+def played(rpc: ModuleType, name: str, tmp_path: Path) -> dict[str, float]:
+    """The figures of one turn, whose two processes are threads."""
+    arguments = (str(tmp_path), rpc.Work(20, 20, 4, 1), str(tmp_path / "out.json"))
+    other = threading.Thread(target=rpc.OVER[name], args=(1, *arguments))
     other.start()
-    rpc.over_shoal(0, *arguments)
+    rpc.OVER[name](0, *arguments)
     other.join()
-    figures = json.loads((tmp_path / "out.json").read_text())
-    assert set(figures) == {"one call [us, p50]", "one call [us, p95]", "at once [calls/s]"}
+    figures: dict[str, float] = json.loads((tmp_path / "out.json").read_text())
+    return figures
+
+
+@pytest.mark.parametrize("name", ["shoal", "shoal tcp"])
+def test_calls_are_timed_between_two_workers(
+    tmp_path: Path, rpc: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(rpc, "LARGE", 2**16)
+    figures = played(rpc, name, tmp_path)
+    assert set(figures) == {
+        *(f"{what} [us, p{p}]" for what in ("no-op", "echo 20x20") for p in (10, 50, 99)),
+        "1 caller [calls/s]",
+        "4 callers [calls/s]",
+        "64 MB [ms]",
+    }
     assert all(value > 0 for value in figures.values())
 
 
-def test_the_ratio_is_that_of_the_medians(rpc: ModuleType) -> None:
+def test_the_floor_sends_the_same_through_bare_sockets(
+    tmp_path: Path, rpc: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "LARGE", 2**16)
+    figures = played(rpc, "floor", tmp_path)
+    assert {f"{kind} no-op [us, p50]" for kind in ("unix", "tcp")} <= set(figures)
+    assert {f"64 MB {how} [ms]" for how in ("over unix", "over tcp", "in memory")} <= set(figures)
+
+
+def test_an_environment_of_its_own_gives_its_figures(tmp_path: Path, rpc: ModuleType) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$1" | grep -q rpc_actors.py && echo words && echo \'{"x": 1.5}\'\n')
+    python.chmod(0o700)
+    assert rpc.of_actors("ray", str(python), rpc.Work()) == {"x": 1.5}
+
+
+def test_the_ratios_are_those_of_the_medians(tmp_path: Path, rpc: ModuleType) -> None:
     rounds = {"shoal": [{"x": v} for v in (1.0, 9.0, 2.0)], "torch": [{"x": v} for v in (4.0, 3.0, 90.0)]}
-    assert rpc.summary(rounds) == ({"shoal": {"x": 2.0}, "torch": {"x": 4.0}}, {"x": 0.5})
+    medians = {"shoal": {"x": 2.0}, "torch": {"x": 4.0}}
+    assert rpc.summary(rounds) == (medians, {"shoal": {"x": 0.5}})
+    rpc.draw(medians, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
