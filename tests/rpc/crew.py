@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import re
 import threading
@@ -65,6 +66,12 @@ def live(url: str, name: str, how: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     with join(name, url=url, secret=SECRET, timeout=PATIENCE, **how):
         leaving.wait()
+
+
+def live_silently(url: str, name: str, how: dict[str, Any]) -> None:
+    """The same, with less patience for those who are silent."""
+    os.environ["SHOAL_HEARTBEAT_TIMEOUT"] = str(how.pop("silence"))
+    live(url, name, how)
 
 
 def survive(url: str, name: str, how: dict[str, Any]) -> None:

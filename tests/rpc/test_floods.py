@@ -1,0 +1,117 @@
+"""More than a worker can take: memory stays within its bound, and whoever sends too much is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from shoal.errors import CallTimeout, WorkerLost
+from shoal.rpc import Agent, Peer
+from tests.rpc import handlers
+from tests.rpc.handlers import PATIENCE
+from tests.rpc.stage import Stage
+from tests.support.waiting import until
+
+MIB = 1 << 20
+#: what a post takes in beside large parts that the budget counts: the window of a connection, and buffers
+ASIDE = 48 * MIB
+
+
+@pytest.fixture
+def meeting() -> Iterator[Stage]:
+    handlers.noted.clear()
+    with Stage() as meeting:
+        yield meeting
+
+
+@pytest.fixture
+def a(meeting: Stage) -> Agent:
+    return meeting.join("a", timeout=PATIENCE)
+
+
+def until_there(path: Path) -> None:
+    """Run until somebody has made a file: no call would come through."""
+    until(path.exists)
+
+
+def post_all(peer: Peer, letter: bytes) -> None:
+    """Post more than there is room for."""
+    for _ in range(3):
+        peer.post(len, letter)
+
+
+def resident(meeting: Stage, name: str) -> int:
+    """Bytes that a worker's process occupies."""
+    return int(psutil.Process(meeting.processes[name].pid).memory_info().rss)
+
+
+def test_a_flood_of_letters_stops_at_its_sender(meeting: Stage, a: Agent, tmp_path: Path) -> None:
+    meeting.start("b", handlers=1)
+    b = a.peer("b")
+    patient = b.options(timeout=120)
+    running = patient.call(until_there, tmp_path / "go on")
+    before = resident(meeting, "b")
+    letter = b"x" * 100_000
+    futures = []
+    while a.stats()["queued"] <= 64 * MIB - 2 * len(letter):
+        futures.append(patient.call(len, letter))
+    hasty = b.options(timeout=0.2)
+    with pytest.raises(CallTimeout, match=r"within 0\.2 s: .*takes nothing for .* letters queued"):
+        [hasty.call(len, letter) for _ in range(3)][-1].wait()
+    with pytest.raises(WorkerLost, match="was not sent: it took nothing in time"):
+        post_all(hasty, letter)
+    assert a.stats()["queued"] <= 64 * MIB
+    assert resident(meeting, "b") - before < ASIDE
+    # The flood is over: what is still wanted is served, and nothing stays.
+    (tmp_path / "go on").touch()
+    for future in futures:
+        assert future.wait() == len(letter)
+    running.wait()
+    until(lambda: not a.stats()["queued"])
+
+
+def test_large_parts_that_nobody_takes_wait_at_their_sender(meeting: Stage, a: Agent) -> None:
+    limit = 16 * MIB
+    b = meeting.join("b", handlers=1, memory=limit)
+    running = a.peer("b").call(handlers.blocked, "go on")
+    handlers.wait_for("go on runs")
+    x = torch.ones(MIB // 2)  # 2 MiB
+    futures = [a.peer("b").call(torch.sum, x) for _ in range(40)]
+    until(lambda: b.stats()["granted"] > limit - 8 * x.numel())
+    for _ in range(50):  # and it does not become more
+        assert b.stats()["granted"] <= limit
+        time.sleep(0.005)
+    handlers.note("go on", 3)
+    assert running.wait() == 3
+    assert [future.wait().item() for future in futures] == [x.numel()] * 40
+    until(lambda: not b.stats()["granted"])
+
+
+def test_a_flood_of_replies_stays_within_the_memory_of_whoever_called(meeting: Stage) -> None:
+    limit = 16 * MIB
+    meeting.start("b", memory=limit)
+    a = meeting.join("a", timeout=60, memory=limit)
+    ended = threading.Event()
+    granted: list[int] = []
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            granted.append(a.stats()["granted"])
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        futures = [a.peer("b").call(torch.full, (MIB,), float(i)) for i in range(30)]  # 4 MiB each
+        for i, future in enumerate(futures):
+            assert future.wait()[-1] == i
+    finally:
+        ended.set()
+        watching.join()
+    assert max(granted) <= limit
+    assert a.stats()["granted"] == 0

@@ -1,0 +1,179 @@
+"""Workers that stand still and go on: they are late, and are not taken for dead."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.errors import CallTimeout, ForkedProcess, WorkerLost
+from shoal.rpc import Agent, Peer, current
+from shoal.testing import faults
+from tests.failure.ranks import quiet_fork
+from tests.rpc import crew, handlers
+from tests.rpc.crew import Thing
+from tests.rpc.handlers import PATIENCE
+from tests.rpc.stage import Stage
+
+FAR = {"host_id": "elsewhere"}
+#: seconds of silence after which a worker of another host counts as lost
+SILENCE = 2.0
+
+far_and_near = pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    handlers.noted.clear()
+    monkeypatch.setenv("SHOAL_HEARTBEAT_TIMEOUT", str(SILENCE))
+    with Stage() as meeting:
+        yield meeting
+
+
+@pytest.fixture
+def a(meeting: Stage) -> Agent:
+    return meeting.join("a", timeout=PATIENCE)
+
+
+def start(meeting: Stage, a: Agent, how: dict[str, Any]) -> Peer:
+    """``b``, which is connected."""
+    meeting.start("b", target=crew.live_silently, silence=SILENCE, **how)
+    b = a.peer("b")
+    b.call(handlers.pid).wait()
+    return b
+
+
+@far_and_near
+def test_who_stands_still_for_a_moment_answers_when_it_goes_on(
+    meeting: Stage, a: Agent, how: dict[str, Any]
+) -> None:
+    b = start(meeting, a, how)
+    line = a.line("b", PATIENCE)
+    pid = meeting.processes["b"].pid
+    for _ in range(5):
+        faults.stop(pid)
+        futures = [b.call(handlers.echo, i) for i in range(20)]
+        time.sleep(0.1)
+        assert not any(future.done() for future in futures)
+        faults.resume(pid)
+        assert [future.wait() for future in futures] == list(range(20))
+    assert a.line("b", PATIENCE) is line
+
+
+def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Stage, a: Agent) -> None:
+    b = start(meeting, a, {})
+    line, ref = a.line("b", PATIENCE), b.remote(Thing, 3)
+    assert ref.rpc_sync().get() == 3
+    pid = meeting.processes["b"].pid
+    faults.stop(pid)
+    with pytest.raises(CallTimeout, match="its post does not answer"):
+        b.options(timeout=1.5 * SILENCE).call(handlers.echo, 1).wait()
+    assert b.alive
+    faults.resume(pid)
+    assert b.call(handlers.echo, 1).wait() == 1
+    assert ref.rpc_sync().get() == 3
+    assert a.line("b", PATIENCE) is line
+
+
+def test_a_host_that_stands_still_for_too_long_is_lost_and_comes_again(meeting: Stage, a: Agent) -> None:
+    b = start(meeting, a, FAR)
+    ref = b.remote(Thing, 3)
+    assert ref.rpc_sync().get() == 3
+    pid = meeting.processes["b"].pid
+    faults.stop(pid)
+    with pytest.raises(WorkerLost, match="nothing was heard from its host for") as caught:
+        b.call(handlers.echo, 1).wait()
+    assert caught.value.worker == "b"
+    faults.resume(pid)
+    # It is the same worker, on a new connection, and it has kept what others hold.
+    assert b.call(handlers.pid).wait() == pid
+    assert ref.rpc_sync().get() == 3
+
+
+def hold_gil(seconds: float) -> None:
+    """Let no other thread of this process run Python."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@far_and_near
+@pytest.mark.parametrize(
+    "seconds", [1.5 * SILENCE, pytest.param(15.0, marks=pytest.mark.stress)], ids=["3 s", "15 s"]
+)
+def test_a_worker_that_runs_no_python_lives(
+    meeting: Stage, a: Agent, how: dict[str, Any], seconds: float
+) -> None:
+    b = start(meeting, a, how)
+    line = a.line("b", PATIENCE)
+    waiting = b.options(timeout=seconds + PATIENCE).call(handlers.blocked, "go on")
+    held = b.options(timeout=seconds + PATIENCE).call(hold_gil, seconds)
+    longest = 0.0
+    while not held.done():
+        began = time.monotonic()
+        assert b.options(timeout=seconds + PATIENCE).call(handlers.echo, 1).wait() == 1
+        longest = max(longest, time.monotonic() - began)
+    held.wait()
+    assert longest > seconds / 2, "it held nothing"
+    b.call(handlers.note, "go on", 7).wait()
+    assert waiting.wait() == 7
+    assert a.line("b", PATIENCE) is line
+
+
+def fork_and_use() -> list[str]:
+    """Fork; what the child's use of the agent raises."""
+    agent = current().agent
+    peer = agent.peer("a")
+    ref = peer.remote(Thing, 1)
+    pending = peer.call(handlers.blocked, "forked")
+    read, write = os.pipe()
+    child = quiet_fork()
+    if child == 0:
+        wrong = []
+        for use in (
+            lambda: peer.call(handlers.pid).wait(),
+            lambda: agent.peer("a"),
+            ref.to_here,
+            lambda: pending.wait(1),
+        ):
+            try:
+                use()
+            except Exception as error:
+                wrong.append(type(error).__name__)
+        del ref
+        agent.close()
+        os.write(write, " ".join(wrong).encode())
+        os.close(write)
+        time.sleep(60.0)  # longer than its parent lives
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        text = said.read()
+    handlers.note("child", child)
+    assert ref.rpc_sync().get() == 1
+    return text.split()
+
+
+@far_and_near
+def test_a_forked_child_uses_nothing_and_hides_no_death(
+    meeting: Stage, a: Agent, how: dict[str, Any]
+) -> None:
+    b = start(meeting, a, how)
+    raised = b.call(fork_and_use).wait()
+    child = b.call(handlers.recall, "child").wait()
+    try:
+        assert raised[:3] == [ForkedProcess.__name__] * 3
+        assert len(raised) == 4
+        assert b.call(handlers.echo, 1).wait() == 1
+        pending = b.call(handlers.wait_for, "never")
+        b.call(handlers.pid).wait()
+        meeting.kill("b")
+        with pytest.raises(WorkerLost, match="wait_for at 'b'"):
+            pending.wait(PATIENCE)
+        os.kill(child, 0)  # it outlives its parent
+    finally:
+        os.kill(child, signal.SIGKILL)
+    handlers.note("forked")
