@@ -79,7 +79,7 @@ class Shortcut(Protocol):
 
 
 class NoShortcut:
-    """Of a channel that has only the long way."""
+    """The shortcut of a channel that has only the long way: it takes no call."""
 
     __slots__ = ("number", "open")
 

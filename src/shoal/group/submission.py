@@ -47,8 +47,8 @@ class Submitter:
         self._size = len(spec.ranks)
         self._cpu = "cpu" in channel.devices
         self._submitting = threading.Lock()
-        #: Told of this group and the future of its first numbered operation, if anybody wants to be; and of
-        #: its first receive, where that comes before.
+        #: Called with this group and the future of its first numbered operation, and with that of its first
+        #: receive where that comes before.
         self._on_first: Callable[[Any, Future[Any]], None] | None = None
         self._has_received = False
         self._calls: dict[str, Call] = {}

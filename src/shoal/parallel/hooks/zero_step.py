@@ -134,7 +134,7 @@ class _BucketSteps:
             return self._exchange(bucket.index(), parameters)
 
     def _exchange(self, index: int, parameters: list[torch.Tensor]) -> Exchange:
-        """That of a bucket's parameters; buckets are made anew once, after the first pass."""
+        """The exchange of a bucket's parameters; buckets are made anew once, after the first pass."""
         known = self._exchanges.get(index)
         if known is not None and list(map(id, known[0])) == list(map(id, parameters)):
             return known[1]

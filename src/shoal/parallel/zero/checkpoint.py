@@ -21,7 +21,7 @@ from ...spec import DTYPE_CODES
 #: The keys by which a parameter group speaks of each of its parameters, rather than of all together.
 PER_PARAMETER = ("params", "param_names")
 
-#: Of the messages that carry state, so that they are not taken for the program's own.
+#: The tag of messages that carry state, so that they are not taken for the program's own.
 _TAG = 0x2E5A45B0
 
 
