@@ -80,6 +80,9 @@ std::int64_t Post::next_wake() {
     at = std::min(at, std::max(since, last_watch_) + patience_);
   std::lock_guard lock(deadlines_mutex_);
   if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
+  // The deadline of a call that has ended stays the time to wake at: that of the next call is later, and
+  // whoever makes it need not wake this thread.
+  if (sleeps_until_ > now_ns()) at = std::min(at, sleeps_until_);
   sleeps_until_ = at;
   return at;
 }

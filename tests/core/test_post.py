@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +50,12 @@ def connected(kind: str) -> tuple[int, int]:
 class Two:
     """Two posts and what each calls the other; the ticket of a loss is 1."""
 
-    def __init__(self, kind: str, budget: int = 1 << 30, heartbeat: float = BACKSTOP) -> None:
+    def __init__(self, kind: str, budget: int = 1 << 30, heartbeat: float = BACKSTOP, pid: int = 0) -> None:
         self.caller = Post.make(budget, heartbeat)
         self.callee = Post.make(budget, heartbeat)
         there, here = connected(kind)
-        self.to = self.caller.attach(there, 0, 1)
-        self.back = self.callee.attach(here, 0, 1)
+        self.to = self.caller.attach(there, pid, 1)
+        self.back = self.callee.attach(here, pid, 1)
         for mailbox in ORDERED:
             self.callee.open(mailbox)
         self._threads: list[threading.Thread] = []
@@ -332,6 +333,29 @@ def test_silence_counts_as_death_where_no_process_is_watched() -> None:
         code, text = outcome(call) or (0, "")
         assert code == Call.LOST
         assert text.startswith("nothing was heard from its host for ")
+        two.close()
+
+
+def sleeps() -> int:
+    """How often the threads of posts have gone to sleep."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text() == "shoal-post\n":
+            words = (task / "status").read_text().split()
+            total += int(words[words.index("voluntary_ctxt_switches:") + 1])
+    return total
+
+
+def test_a_call_wakes_the_thread_of_each_post_once() -> None:
+    """The deadline of a call takes no wake-up where an earlier one had to be kept."""
+    with no_leaks():
+        two = Two("unix", pid=os.getpid())  # on one host there are no heartbeats to be kept anyway
+        two.serve()
+        assert two.call().wait(BACKSTOP)
+        before = sleeps()
+        for _ in range(500):
+            assert two.call().wait(BACKSTOP)
+        assert sleeps() - before < 2.5 * 500
         two.close()
 
 
