@@ -35,7 +35,7 @@ class Trial:
         self.choose = random.Random(number)
         self.name = crew.victim()
         self.key = f"trial {number}"
-        self.peer: Peer = crew.a.peer(self.name)
+        self.peer: Peer = crew.a.peer(self.name, timeout=PATIENCE)
         self.delays: list[float] = []
         self._died = 0.0
 
@@ -155,7 +155,7 @@ def joining(trial: Trial) -> None:
     crew.kill(trial.name)
     crew.bury(trial.name)
     pid = crew.start(trial.name, target=work.live)
-    assert crew.a.peer(trial.name).call(handlers.pid).wait() == pid
+    assert crew.a.peer(trial.name, timeout=PATIENCE).call(handlers.pid).wait() == pid
     trial.kill(0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 import threading
@@ -83,9 +84,13 @@ def test_the_death_of_a_worker_ends_its_calls_and_no_others(
         b.call(handlers.pid).wait()
     assert not b.alive
     assert [peer.name for peer in a.peers()] == ["c"]
+    with pytest.raises(
+        WorkerLost, match=rf"'b' \(process {pid}\) has ended and nobody took its place; peer\('b', t"
+    ):
+        a.peer("b")
     # Another process takes the name, and calls reach that one.
     again = meeting.start("b", **how)
-    assert a.peer("b").call(handlers.pid).wait() == again
+    assert a.peer("b", timeout=PATIENCE).call(handlers.pid).wait() == again
     assert b.call(handlers.pid).wait() == again
 
 
@@ -201,6 +206,25 @@ def test_closing_lets_handlers_finish(meeting: Stage, a: Agent) -> None:
     assert not closing.is_alive()
 
 
+def test_closing_without_grace_does_not_wait_for_what_handlers_do(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b")
+    future = blocked(a.peer("b"), "never")
+    closing = threading.Thread(target=b.close, kwargs={"timeout": 4 * PATIENCE, "graceful": False})
+    closing.start()
+    closing.join(PATIENCE / 2)  # the handler gives up later than that
+    assert not closing.is_alive()
+    with pytest.raises(WorkerLost):
+        future.wait(PATIENCE)
+    handlers.note("never")
+
+
+def test_a_handler_may_close_its_agent(meeting: Stage, a: Agent) -> None:
+    meeting.join("b")
+    future = a.peer("b").call(close)
+    with pytest.raises(WorkerLost):
+        future.wait(PATIENCE)
+
+
 def test_a_closed_agent_refuses_and_its_calls_end(meeting: Stage, a: Agent) -> None:
     meeting.join("b")
     b = a.peer("b")
@@ -276,6 +300,38 @@ def test_workers_wait_for_one_another(meeting: Stage, a: Agent) -> None:
         a.barrier(["b"])
     with pytest.raises(UsageError, match="barrier of 'ab': expected the names of workers"):
         a.barrier("ab")
+
+
+@pytest.mark.concurrency
+def test_barriers_leave_no_keys(meeting: Stage, a: Agent) -> None:
+    names = ["a", "b", "c"]
+    agents = [a, *(meeting.join(name, timeout=PATIENCE) for name in names[1:])]
+    wrong: list[Exception] = []
+
+    def come(agent: Agent, times: int) -> None:
+        chance = random.Random(agent.name)
+        try:
+            for _ in range(times):
+                agent.barrier(names)
+                if chance.random() < 0.3:
+                    time.sleep(chance.random() / 1000)
+        except Exception as error:
+            wrong.append(error)
+
+    def all_come(agents: list[Agent], times: int) -> list[str]:
+        """Have all come; the keys that are left."""
+        threads = [threading.Thread(target=come, args=(agent, times)) for agent in agents]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        return [key for key in meeting.store.list_keys("") if "barrier" in key]
+
+    assert all_come(agents, 30) == []
+    with pytest.raises(UnknownWorker):
+        agents[0].barrier(names, timeout=0.01)
+    assert all_come(agents[1:], 1) == [], "those of a worker that gave up go too"
 
 
 def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Stage, a: Agent) -> None:

@@ -315,7 +315,7 @@ def test_with_its_owner_an_object_is_gone(agents: tuple[Agent, Peer, Peer]) -> N
         with pytest.raises(WorkerLost):
             ref.to_here()
         stage.start("d")
-        assert e.peer("d").call(handlers.echo, 1).wait() == 1
+        assert e.peer("d", timeout=PATIENCE).call(handlers.echo, 1).wait() == 1
         for use in (ref.to_here, lambda: actor.noted().wait(), lambda: ref.rpc_sync().pull()):
             with pytest.raises(
                 WorkerLost, match=r"worker 'e': 'd' \(process .*\), which owned an object, has ended"

@@ -30,6 +30,7 @@ from ..store import Store
 from ..wire import Deadline
 from . import call
 from .barrier import Barriers
+from .current import is_served_by
 from .default import call_timeout
 from .directory import Directory, Worker, incarnation
 from .executor import PATIENCE, Executor
@@ -43,6 +44,8 @@ from .serving import Service
 _logger = logging.getLogger("shoal")
 #: seconds for closing what was left open when the process ends
 _EXIT_TIMEOUT = 5.0
+#: seconds for handlers to end after a close that does not wait for what they do
+_LINGER = 0.5
 #: seconds between looks at whether all calls have ended
 _PAUSE = 0.005
 
@@ -129,10 +132,12 @@ class Agent:
 
         Args:
             worker: its name, or its rank in the job.
-            timeout: seconds to wait for it; None: as calls; 0: not at all.
+            timeout: seconds to wait for it, and for a new process in the place of one that died; None: as
+                calls, and for nobody in the place of the dead; 0: not at all.
 
         Raises:
             UnknownWorker: it did not join in time; lists who has.
+            WorkerLost: its process has died, and ``timeout`` is None.
         """
         self._check_open()
         deadline = Deadline(self.timeout if timeout is None else timeout)
@@ -142,7 +147,11 @@ class Agent:
         if isinstance(name, int):
             name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
         line = self.links.existing(name)
-        found = self.directory.find(name, deadline.remaining(), self.name) if line is None else line.worker
+        if line is not None:
+            found = line.worker
+        else:
+            waits = timeout is not None
+            found = self.directory.find(name, deadline.remaining(), self.name, after_death=waits)
         return Peer(self, name, self.timeout, found.rank)
 
     def peers(self) -> list[Peer]:
@@ -175,7 +184,8 @@ class Agent:
             UnknownWorker: nobody joins as ``until`` within the timeout of calls.
         """
         if until is not None:
-            self.peer(until)
+            with contextlib.suppress(WorkerLost):  # it has ended already
+                self.peer(until)
         awaited = None
         while not self._closed:
             line = None
@@ -231,7 +241,9 @@ class Agent:
             return
         with contextlib.ExitStack() as steps:  # the last that is pushed comes first
             steps.callback(lambda: self._release(max(deadline.remaining(), 0.5)))
-            steps.callback(lambda: self.executor.close(max(deadline.remaining(), 0.5)))
+            # Handlers that nobody waits for any more are told, and those that only wait end.
+            linger = math.inf if graceful else _LINGER
+            steps.callback(lambda: self.executor.close(min(max(deadline.remaining(), 0.5), linger)))
             steps.callback(lambda: self.endpoint.close(max(deadline.remaining(), 0.5)))
             steps.callback(self.links.close)
             if graceful:
@@ -244,9 +256,10 @@ class Agent:
         Returns:
             how many calls this worker has made; None: time is up.
         """
+        mine = is_served_by(self)  # a handler that waits for all of them does not wait for itself
         while True:
             stats = self.endpoint.post.stats()
-            if not any(stats[what] for what in ("calls", "letters", "handled")):
+            if not (stats["calls"] or stats["letters"] or stats["handled"] > mine):
                 return stats["made"]
             if deadline.expired:
                 return None

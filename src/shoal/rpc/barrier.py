@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 
-from ..errors import StoreTimeout, UnknownWorker, UsageError, WorkerLost
+from ..errors import ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
 from ..store import Store
 from ..wire import Deadline
 from ..wording import counted, in_seconds
@@ -47,15 +48,25 @@ class Barriers:
         # By their incarnations: a worker that comes again begins anew, and so do the others with it.
         who = tuple(there[member].incarnation for member in members)
         number = self._counts[who] = self._counts.get(who, 0) + 1
-        start = f"{self._start}/{_digest(who)}/{number}"
-        self._store.set(f"{start}/{me}", b"")
+        start = f"{self._start}/{_digest(who)}/{number}/"
+        try:
+            self._store.set(f"{start}came/{me}", b"")
+            self._await(f"{start}came/", members, there, deadline)
+        finally:
+            # Whoever has passed looks at the keys no more, and the last one removes them.
+            with contextlib.suppress(ShoalError):
+                if self._store.add(f"{start}passed", 1) == len(members):
+                    self._store.delete_prefix(start)
+
+    def _await(self, came: str, members: list[str], there: dict[str, Worker], deadline: Deadline) -> None:
+        """Wait until all have come, each of which writes its name behind ``came``."""
         missing = members
         while missing:
             try:
-                self._store.wait([f"{start}/{each}" for each in missing], min(_LOOK, deadline.remaining()))
+                self._store.wait([came + each for each in missing], min(_LOOK, deadline.remaining()))
                 return
             except StoreTimeout:
-                missing = [each for each in missing if not self._store.check([f"{start}/{each}"])]
+                missing = [each for each in missing if not self._store.check([came + each])]
             for member in missing:
                 self._look(there[member])
             if missing and deadline.expired:

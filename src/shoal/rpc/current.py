@@ -19,6 +19,9 @@ class _Letter(Protocol):
     @property
     def peer(self) -> int: ...
 
+    @property
+    def call(self) -> int: ...
+
     def remaining(self) -> float | None: ...
 
     def cancelled(self) -> bool: ...
@@ -63,6 +66,12 @@ def current() -> Current:
     if found is None:
         raise UsageError("shoal.rpc.current(): this code was not called by another worker")
     return found
+
+
+def is_served_by(agent: object) -> bool:
+    """Whether this thread, or this asyncio task, serves a call to ``agent`` that has a reply to come."""
+    found = _current.get()
+    return found is not None and found.agent is agent and found._letter.call != 0
 
 
 def enter_call(call: Current) -> Token[Current | None]:

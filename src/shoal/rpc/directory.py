@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from ..errors import RpcError, ShoalError, StoreTimeout, UnknownWorker, UsageError
+from ..errors import RpcError, ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
 from ..rendezvous.host import process_is_gone
 from ..store import PrefixStore, Store
 from ..wire import Deadline
@@ -117,14 +117,16 @@ class Directory:
             if self._found(mine.name) == mine:
                 self._names.delete(mine.name)
 
-    def find(self, name: str, timeout: float, me: str) -> Worker:
+    def find(self, name: str, timeout: float, me: str, *, after_death: bool = True) -> Worker:
         """The living worker that has ``name``, as soon as there is one.
 
         Args:
             me: who looks, for the message.
+            after_death: whether to wait for a successor of a worker that has died.
 
         Raises:
             UnknownWorker: nobody came in time; lists who is there.
+            WorkerLost: the worker has died, and no successor is waited for.
         """
         deadline = Deadline(timeout)
         try:
@@ -132,6 +134,12 @@ class Directory:
                 worker = _decoded(self._names.get(name, deadline.remaining()))
                 if not worker.is_gone(self._machine):
                     return worker
+                if not after_death:
+                    raise WorkerLost(
+                        f"worker {me!r}: {name!r} (process {worker.pid}) has ended and nobody took its "
+                        f"place; peer({name!r}, timeout=...) waits for somebody who does",
+                        name,
+                    )
                 if deadline.expired:
                     break
                 time.sleep(_PAUSE)  # for a successor, of which no store tells
