@@ -256,6 +256,18 @@ def test_the_future_of_a_call_is_like_any_other(b: Peer) -> None:
     assert asyncio.run(main()) == 3
 
 
+def test_calls_are_in_torchs_profiler_at_both_ends(stage: Any, b: Peer) -> None:
+    settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=settings
+    ) as run:
+        b.call(torch.add, torch.ones(2), 1).wait()
+    b.call(torch.sub, torch.ones(2), 1).wait()
+    times = {event.key: event.count for event in run.key_averages() if event.key.startswith("rpc:")}
+    # One is the call; where the handler is a thread of this process, the other one is the handler.
+    assert times == {"rpc:torch.add(a->b)": 1 if stage.processes else 2}
+
+
 def test_the_threads_of_handlers_do_not_pile_up(a: Agent) -> None:
     """A burst of short calls takes few threads."""
     assert CALLS == 0

@@ -76,6 +76,8 @@ def name_of(fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> str:
         return str(words(*args))
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     module = getattr(fn, "__module__", None)
+    if module == "torch":
+        name = name.removeprefix("_VariableFunctionsClass.")  # where torch.add and its like stand
     return f"{module}.{name}" if module and module not in ("builtins", "__main__", "__mp_main__") else name
 
 

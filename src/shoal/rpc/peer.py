@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, overload
 from ..errors import ShoalError, UsageError
 from ..future import Future
 from ..keywords import checked_seconds
-from . import call, codec
+from . import call, codec, profiling
 from .directory import Worker, checked_name
 from .executor import CALLS
 from .holds import References
@@ -189,6 +189,10 @@ class Peer(WorkerInfo):
         agent, shown = self._agent, self._shown(fn, args)
         try:
             line = agent.line(self.name, self.timeout, owner)
+            if profiling.is_on():
+                name = fn if isinstance(fn, str) else call.name_of(fn, args)
+                with profiling.span(name, agent.name, self.name):
+                    return call.request(agent.endpoint, line, mailbox, fn, args, kwargs, self._limit, shown)
             return call.request(agent.endpoint, line, mailbox, fn, args, kwargs, self._limit, shown)
         except UsageError:
             raise

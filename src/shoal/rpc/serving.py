@@ -19,7 +19,7 @@ import msgspec
 from ..errors import RpcError, UsageError
 from ..future import Future
 from ..wording import in_words
-from . import plain
+from . import plain, profiling
 from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
 from .codec import Message, decode, encode
 from .current import Current, enter_call, leave_call
@@ -90,7 +90,11 @@ class Service:
             fn, args, kwargs = served.unpack()
             token = enter_call(Current(self._agent, line.worker.name, letter))
             try:
-                result = fn(*args, **kwargs)
+                if profiling.is_on():
+                    with profiling.span(served._name, line.worker.name, self._name):
+                        result = fn(*args, **kwargs)
+                else:
+                    result = fn(*args, **kwargs)
                 if inspect.iscoroutine(result):
                     ended = served.ended = threading.Event()
                     cancel = self.executor.run_coroutine(result, served.end_task)
