@@ -96,7 +96,7 @@ def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Stage
         meeting.processes["v"].join(PATIENCE)
         again = meeting.start("v", target=crew.live)
         assert again != pid
-        assert a.peer("v").call(handlers.pid).wait() == again
+        assert a.peer("v", timeout=PATIENCE).call(handlers.pid).wait() == again
         fresh = a.peer("v").remote(Thing, 2)
         assert fresh.rpc_sync().get() == 2
         ended.set()
