@@ -150,6 +150,20 @@ struct Pending {
   std::shared_ptr<Post> post;
 };
 
+// Room among what is on its way to a peer, given back when Python lets go of this.
+struct Room {
+  std::shared_ptr<Post> post;
+  int peer;
+  std::uint64_t bytes;
+
+  Room(std::shared_ptr<Post> post, int peer, std::uint64_t bytes)
+      : post(std::move(post)), peer(peer), bytes(bytes) {}
+  Room(Room&&) = default;
+  ~Room() {
+    if (post && !post->foreign()) post->unstage(peer, bytes);
+  }
+};
+
 int part_buffer(PyObject* object, Py_buffer* view, int flags) {
   Part& part = *nb::inst_ptr<Part>(object);
   return PyBuffer_FillInfo(view, object, part.data.get(), static_cast<Py_ssize_t>(part.bytes), 0, flags);
@@ -218,6 +232,29 @@ bool send(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, c
     return false;
   nb::gil_scoped_release release;
   return post.send(peer, contents.fields, contents.head, contents.parts, std::move(keeper));
+}
+
+nb::object hold(Endpoint& endpoint, int peer, std::uint32_t mailbox, std::uint64_t bytes, nb::handle timeout,
+                bool one_way) {
+  Post& post = endpoint.use();
+  const std::int64_t limit = deadline_of(timeout);
+  const bool room = in_slices(limit, [&](auto until) { return post.await_room(peer, bytes, until, true); });
+  nb::object staged = room ? nb::cast(Room(endpoint.post, peer, bytes)) : nb::none();
+  CallPtr call;
+  {
+    nb::gil_scoped_release release;
+    call = post.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way);
+  }
+  return nb::make_tuple(nb::cast(Pending{std::move(call), endpoint.post}), staged);
+}
+
+bool fill(Endpoint& endpoint, Pending& held, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
+          nb::handle keep, bool one_way, int flags) {
+  Post& post = endpoint.use();
+  const Contents contents(one_way ? Verb::kPost : Verb::kCall, mailbox, flags, head, parts);
+  auto keeper = contents.apart ? kept(endpoint, keep) : nullptr;
+  nb::gil_scoped_release release;
+  return post.fill(*held.call, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
 bool reply(Endpoint& endpoint, Received& to, nb::bytes head, const Parts& parts, nb::handle keep, bool failed,
@@ -304,7 +341,7 @@ void bind_post(nb::module_& m) {
 
   nb::class_<Pending> call(m, "Call", "A request on its way.");
   call.def_prop_ro("peer", [](const Pending& self) { return self.call->peer; })
-      .def_prop_ro("number", [](const Pending& self) { return self.call->number; })
+      .def_prop_ro("number", [](const Pending& self) { return self.call->number.load(); })
       .def("done", [](const Pending& self) { return self.call->done(); })
       .def(
           "wait",
@@ -338,6 +375,9 @@ void bind_post(nb::module_& m) {
   call.attr("LOST") = static_cast<int>(CallEnd::kLost);
   call.attr("CLOSED") = static_cast<int>(CallEnd::kClosed);
   call.attr("REFUSED") = static_cast<int>(CallEnd::kRefused);
+  call.attr("UNSENT") = static_cast<int>(CallEnd::kUnsent);
+
+  nb::class_<Room>(m, "Room", "Room among what is on its way to a peer.");
 
   nb::class_<Endpoint>(m, "Post", "The native endpoint of one agent.")
       .def_static(
@@ -368,6 +408,18 @@ void bind_post(nb::module_& m) {
            nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0)
       .def("reply", &reply, nb::arg("letter"), nb::arg("head"), nb::arg("parts"), nb::arg("keep").none(),
            nb::arg("failed") = false, nb::arg("flags") = 0)
+      .def("hold", &hold, nb::arg("peer"), nb::arg("mailbox"), nb::arg("bytes"), nb::arg("timeout").none(),
+           nb::arg("one_way") = false)
+      .def("fill", &fill, nb::arg("held"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
+           nb::arg("keep").none(), nb::arg("one_way") = false, nb::arg("flags") = 0)
+      .def(
+          "give_up",
+          [](Endpoint& self, const Pending& held, std::string why) {
+            Post& post = self.use();
+            nb::gil_scoped_release release;
+            post.give_up(held.call, std::move(why));
+          },
+          nb::arg("held"), nb::arg("why"))
       .def("take", &take, nb::arg("mailbox"), nb::arg("timeout").none(), nb::arg("most"))
       .def(
           "waiting",

@@ -116,7 +116,15 @@ const char* unfold(Letter& letter, const std::vector<Part>& apart);
 
 // -- calls made here ------------------------------------------------------------------------------
 
-enum class CallEnd : int { kNone = 0, kTimeout = 1, kCancelled = 2, kLost = 3, kClosed = 4, kRefused = 5 };
+enum class CallEnd : int {
+  kNone = 0,
+  kTimeout = 1,
+  kCancelled = 2,
+  kLost = 3,
+  kClosed = 4,
+  kRefused = 5,
+  kUnsent = 6,  // what it was to bring could not be had
+};
 
 class Call {
  public:
@@ -125,7 +133,8 @@ class Call {
   const int peer;
   const std::int64_t deadline;  // ns; 0: none
   std::int64_t due = 0;         // when the post looks at it, under the lock of the deadlines
-  std::uint64_t number = 0;     // set before anybody else sees the call
+  // Set before anybody else sees the call, and anew if calls that were made later are sent before it.
+  std::atomic<std::uint64_t> number{0};
   std::uint64_t unique = 0;     // in this post
   std::uint64_t queued_at = 0;  // its place in the peer's outbox, under the peer's lock; 0: was never in it
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <unordered_set>
 #include <utility>
 
 #include "base/duration.h"
@@ -27,6 +28,8 @@ bool Peer::fits(const Posting& posting) {
 // Under `sending_`.
 void Peer::transmit(Posting& posting, const CallPtr& call) {
   if (call) {
+    if (call->number < last_sent_ && !number_anew(call)) return;
+    last_sent_ = call->number;
     FrameHeader& header = posting.messages[0]->header;
     if (call->deadline != 0) {
       constexpr std::int64_t kLongestDeadline = std::numeric_limits<std::uint32_t>::max();
@@ -45,29 +48,57 @@ void Peer::transmit(Posting& posting, const CallPtr& call) {
     for (auto& message : call->take_sent()) link.cancel(message);
 }
 
-bool Peer::await_room(std::uint64_t bytes, std::int64_t until) {
+bool Peer::await_room(std::uint64_t bytes, std::int64_t until, bool stage) {
   std::unique_lock lock(sending_);
-  auto has_room = [&] { return queued_ == 0 || queued_ + bytes <= kQueueLimit || lost_.load(); };
+  auto has_room = [&] {
+    const std::uint64_t used = queued_ + staged_;
+    return used == 0 || used + bytes <= kQueueLimit || lost_.load();
+  };
   while (!has_room()) {
     const std::int64_t left = until - now_ns();
     if (left <= 0) return false;
     room_.wait_for(lock, std::chrono::nanoseconds(left));
   }
+  if (stage) staged_ += bytes;
   return true;
+}
+
+void Peer::unstage(std::uint64_t bytes) {
+  std::lock_guard lock(sending_);
+  staged_ -= bytes;
+  room_.notify_all();
+}
+
+bool Peer::enroll(const CallPtr& call) {
+  std::lock_guard calls(calls_mutex_);
+  if (lost_) return false;
+  if (call) {
+    call->number = made_.load(std::memory_order_relaxed) + 1;
+    made_.store(call->number, std::memory_order_release);
+    pending_.emplace(call->number, call);
+  }
+  return true;
+}
+
+// The numbers of calls rise from letter to letter; false if the call has ended.
+bool Peer::number_anew(const CallPtr& call) {
+  std::lock_guard calls(calls_mutex_);
+  if (pending_.erase(call->number) == 0) return false;
+  call->number = made_.fetch_add(1) + 1;
+  pending_.emplace(call->number, call);
+  return true;
+}
+
+// Whether nothing in the outbox is to be sent before a letter to `mailbox`.
+bool Peer::may_pass(std::uint32_t mailbox) const {
+  return outbox_.empty() || (held_ == outbox_.size() && !mailboxes_.contains(mailbox));
 }
 
 bool Peer::submit(Posting posting, const CallPtr& call) {
   std::lock_guard lock(sending_);
-  {
-    std::lock_guard calls(calls_mutex_);
-    if (lost_) return false;
-    if (call) {
-      call->number = made_.load(std::memory_order_relaxed) + 1;
-      made_.store(call->number, std::memory_order_release);
-      pending_.emplace(call->number, call);
-    }
-  }
-  if (outbox_.empty() && fits(posting)) {
+  if (!enroll(call)) return false;
+  const std::uint32_t mailbox = posting.messages[0]->header.letter.mailbox;
+  if (may_pass(mailbox) && fits(posting)) {
     transmit(posting, call);
     return true;
   }
@@ -75,8 +106,65 @@ bool Peer::submit(Posting posting, const CallPtr& call) {
   queued_ += posting.bytes;
   ++submitted_;
   if (call) call->queued_at = submitted_;
-  outbox_.emplace(submitted_, Queued{std::move(posting), call});
+  outbox_.emplace(submitted_, Queued{std::move(posting), call, mailbox});
+  if (mailbox != 0) ++mailboxes_[mailbox];
+  if (held_ != 0) pump();
   return true;
+}
+
+bool Peer::hold(std::uint32_t mailbox, const CallPtr& call, bool one_way) {
+  std::lock_guard lock(sending_);
+  if (!enroll(one_way ? nullptr : call)) return false;
+  if (outbox_.empty()) stuck_since_ = now_ns();
+  call->queued_at = ++submitted_;
+  outbox_.emplace(submitted_, Queued{{}, one_way ? nullptr : call, mailbox, true});
+  ++held_;
+  if (mailbox != 0) ++mailboxes_[mailbox];
+  return true;
+}
+
+bool Peer::fill(Call& call, Posting posting) {
+  std::lock_guard lock(sending_);
+  auto found = outbox_.find(call.queued_at);
+  if (found == outbox_.end() || !found->second.held) return false;
+  found->second.held = false;
+  --held_;
+  queued_ += posting.bytes;
+  found->second.posting = std::move(posting);
+  pump();
+  return true;
+}
+
+// Under `sending_`.
+void Peer::take_out(std::map<std::uint64_t, Queued>::iterator queued) {
+  const Queued& gone = queued->second;
+  if (gone.held) --held_;
+  queued_ -= gone.posting.bytes;
+  if (auto found = mailboxes_.find(gone.mailbox); found != mailboxes_.end() && --found->second == 0)
+    mailboxes_.erase(found);
+  outbox_.erase(queued);
+}
+
+// Under `sending_`.  Sends what may go, in order: what is held keeps back what is behind it in its mailbox.
+void Peer::pump() {
+  std::unordered_set<std::uint32_t> kept_back;
+  std::size_t ready = outbox_.size() - held_;
+  bool any = false;
+  for (auto at = outbox_.begin(); ready > 0;) {
+    const auto queued = at++;
+    Queued& next = queued->second;
+    if (next.held) {
+      if (next.mailbox != 0) kept_back.insert(next.mailbox);
+      continue;
+    }
+    --ready;
+    if (kept_back.contains(next.mailbox)) continue;
+    if (!fits(next.posting)) break;
+    if (!next.call || !next.call->claimed()) transmit(next.posting, next.call);
+    take_out(queued);
+    any = true;
+  }
+  if (any) room_.notify_all();
 }
 
 bool Peer::reply(Posting posting, std::uint64_t number) {
@@ -91,15 +179,7 @@ void Peer::credited(std::uint64_t bytes) {
   link.credited(bytes);
   std::lock_guard lock(sending_);
   stuck_since_ = now_ns();
-  bool any = false;
-  while (!outbox_.empty() && fits(outbox_.begin()->second.posting)) {
-    Queued next = std::move(outbox_.begin()->second);
-    outbox_.erase(outbox_.begin());
-    queued_ -= next.posting.bytes;
-    any = true;
-    if (!next.call || !next.call->claimed()) transmit(next.posting, next.call);
-  }
-  if (any) room_.notify_all();
+  pump();
 }
 
 void Peer::control(FrameType type, std::uint64_t call, std::uint16_t code, const std::string& text) {
@@ -114,8 +194,8 @@ void Peer::stop_sending(Call& call) {
   {
     std::lock_guard lock(sending_);
     if (auto found = outbox_.find(call.queued_at); found != outbox_.end()) {
-      queued_ -= found->second.posting.bytes;
-      outbox_.erase(found);
+      take_out(found);
+      pump();  // what waited behind it
       room_.notify_all();
       return;
     }
@@ -135,7 +215,9 @@ std::uint64_t Peer::queued() {
 
 std::string Peer::unsent(const Call& call, std::int64_t now) {
   std::lock_guard lock(sending_);
-  return outbox_.contains(call.queued_at) ? backlog(now) : "";
+  const auto found = outbox_.find(call.queued_at);
+  if (found == outbox_.end()) return "";
+  return found->second.held ? "its device has not handed its tensors over yet" : backlog(now);
 }
 
 std::string Peer::starved(std::int64_t now) {
@@ -203,7 +285,8 @@ void Peer::lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handl
   pending_.clear();
   handled_.clear();
   dropped.swap(outbox_);
-  queued_ = 0;
+  mailboxes_.clear();
+  queued_ = held_ = 0;
   room_.notify_all();
 }
 

@@ -43,10 +43,18 @@ class Peer : public std::enable_shared_from_this<Peer> {
   // -- sending ------------------------------------------------------------------------------------
 
   // Waits until the queue has room for so many bytes more, at most until `until` (ns); whether it has, or the
-  // peer is lost.
-  bool await_room(std::uint64_t bytes, std::int64_t until);
+  // peer is lost.  If `stage` it takes up that room, as bytes that lie in the host's memory on their way to
+  // the peer, until `unstage`.
+  bool await_room(std::uint64_t bytes, std::int64_t until, bool stage = false);
+  void unstage(std::uint64_t bytes);
   // Sends a call, or a post if `call` is null, or queues it; false if the peer is lost.
   bool submit(Posting posting, const CallPtr& call);
+  // Keeps the place of a letter whose contents come later, by `fill`; false if the peer is lost.  Letters to
+  // the same mailbox wait behind it, unless that is unordered; others pass.
+  // Args: `one_way`: a post, for which `call` only stands here.
+  bool hold(std::uint32_t mailbox, const CallPtr& call, bool one_way);
+  // Sends what a held letter is; false if it was given up meanwhile.
+  bool fill(Call& call, Posting posting);
   bool reply(Posting posting, std::uint64_t number);
   // The peer gave back some of its window.
   void credited(std::uint64_t bytes);
@@ -55,7 +63,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void stop_sending(Call& call);
   bool all_sent();
   std::uint64_t queued();
-  // "takes nothing for 5 s, 812 letters queued" if the call is still queued here, else "".
+  // "takes nothing for 5 s, 812 letters queued" if the call is still queued here, or that it is held, else
+  // "".
   std::string unsent(const Call& call, std::int64_t now);
   // The same for a call that the queue had no room for.
   std::string starved(std::int64_t now);
@@ -79,6 +88,8 @@ class Peer : public std::enable_shared_from_this<Peer> {
   struct Queued {
     Posting posting;
     CallPtr call;
+    std::uint32_t mailbox = 0;
+    bool held = false;  // its contents are still to come
   };
   struct Handled {
     std::shared_ptr<Handling> handling;
@@ -86,15 +97,23 @@ class Peer : public std::enable_shared_from_this<Peer> {
   };
   std::string backlog(std::int64_t now) const;
   bool fits(const Posting& posting);
+  bool may_pass(std::uint32_t mailbox) const;
+  void pump();
+  void take_out(std::map<std::uint64_t, Queued>::iterator queued);
+  bool enroll(const CallPtr& call);
+  bool number_anew(const CallPtr& call);
   void transmit(Posting& posting, const CallPtr& call);
 
   Correspondence& post_;
 
   std::mutex sending_;  // every message to the peer goes under it, so that parts follow their letter
   std::condition_variable room_;
-  std::map<std::uint64_t, Queued> outbox_;  // in the order of submission
+  std::map<std::uint64_t, Queued> outbox_;            // in the order of submission
+  std::unordered_map<std::uint32_t, int> mailboxes_;  // of the outbox, those that have an order
+  std::size_t held_ = 0;                              // in the outbox
   std::uint64_t submitted_ = 0;
-  std::uint64_t queued_ = 0;      // bytes
+  std::uint64_t last_sent_ = 0;            // the number of a call
+  std::uint64_t queued_ = 0, staged_ = 0;  // bytes
   std::int64_t stuck_since_ = 0;  // when the peer last took something of the outbox, or its first letter came
 
   std::mutex calls_mutex_;

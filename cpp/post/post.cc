@@ -175,14 +175,17 @@ void Post::lose(Peer& gone, std::string why) {
 
 // -- calls ------------------------------------------------------------------------------------------
 
-bool Post::await_room(int id, std::uint64_t bytes, std::int64_t until) {
+bool Post::await_room(int id, std::uint64_t bytes, std::int64_t until, bool stage) {
   const auto peer = find(id);
-  return !peer || peer->await_room(bytes, until);
+  return !peer || peer->await_room(bytes, until, stage);
 }
 
-CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::byte> head,
-                      std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
-                      bool no_room) {
+void Post::unstage(int id, std::uint64_t bytes) {
+  if (const auto peer = find(id)) peer->unstage(bytes);
+}
+
+template <class Submit>
+CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, Submit submit) {
   auto call = std::make_shared<Call>(id, deadline);
   call->unique = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto peer = find(id);
@@ -192,8 +195,7 @@ CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::b
       call->end(CallEnd::kTimeout, peer->starved(now_ns()), nullptr, tickets_);
       return call;
     }
-    Posting posting = compose(fields, head, parts, std::move(keep));
-    if (peer->submit(std::move(posting), call)) {
+    if (submit(*peer, call)) {
       if (deadline != 0) set_deadline(call, deadline);
       if (call->claimed()) forget_deadline(*call);
       return call;
@@ -205,6 +207,33 @@ CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::b
   else
     call->end(CallEnd::kLost, why_lost(id), nullptr, tickets_);
   return call;
+}
+
+CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::byte> head,
+                      std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
+                      bool no_room) {
+  return begin(id, deadline, no_room, [&](Peer& peer, const CallPtr& call) {
+    return peer.submit(compose(fields, head, parts, std::move(keep)), call);
+  });
+}
+
+CallPtr Post::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way) {
+  return begin(id, deadline, no_room,
+               [&](Peer& peer, const CallPtr& call) { return peer.hold(mailbox, call, one_way); });
+}
+
+bool Post::fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  const auto peer = find(call.peer);
+  return peer && peer->fill(call, compose(fields, head, parts, std::move(keep)));
+}
+
+void Post::give_up(const CallPtr& call, std::string why) {
+  if (!call->claim()) return;
+  if (const auto peer = find(call->peer))
+    return ended(*peer, call, CallEnd::kUnsent, std::move(why), nullptr);
+  forget_deadline(*call);
+  call->end(CallEnd::kUnsent, std::move(why), nullptr, tickets_);
 }
 
 bool Post::send(int id, const LetterFields& fields, std::span<const std::byte> head,

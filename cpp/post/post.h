@@ -51,13 +51,22 @@ class Post final : public FrameSink, public Correspondence {
 
   bool has_room(int peer, std::uint64_t bytes) { return await_room(peer, bytes, 0); }
   // Waits until letters of so many bytes may be queued for the peer, at most until `until` (ns).
-  bool await_room(int peer, std::uint64_t bytes, std::int64_t until);
+  // If `stage` it takes them up, until `unstage`.
+  bool await_room(int peer, std::uint64_t bytes, std::int64_t until, bool stage = false);
+  void unstage(int peer, std::uint64_t bytes);
   // `no_room`: await_room found none, so that the call's time is over.
   CallPtr request(int peer, const LetterFields& fields, std::span<const std::byte> head,
                   std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
                   bool no_room);
   bool send(int peer, const LetterFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  // A call, or a post if `one_way`, whose contents come later, by `fill`; `no_room` as for `request`.
+  CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way);
+  // Sends a held letter; false if it was given up meanwhile.
+  bool fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
+            std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  // The contents of a held letter will never come.
+  void give_up(const CallPtr& call, std::string why);
   bool reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
              std::span<const PartToSend> parts, std::shared_ptr<void> keep);
   // Nobody will answer the call.
@@ -102,6 +111,8 @@ class Post final : public FrameSink, public Correspondence {
   std::int64_t next_wake();
   void wake();
   std::shared_ptr<Peer> find(int peer);
+  template <class Submit>
+  CallPtr begin(int peer, std::int64_t deadline, bool no_room, Submit submit);
   std::vector<std::shared_ptr<Peer>> all_peers();
   void lose(Peer& peer, std::string why);
   void expire(std::int64_t now);

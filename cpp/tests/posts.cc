@@ -7,8 +7,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -134,7 +136,16 @@ class Station {
   void call(Random random, std::vector<std::atomic<int>>& names) {
     const std::uint64_t self = random();
     std::uint64_t count = 0;
+    std::vector<std::function<void()>> held;
+    auto fill = [&](std::size_t left) {
+      while (held.size() > left) {
+        const auto next = held.begin() + pick(random, 0, static_cast<int>(held.size()) - 1);
+        (*next)();
+        held.erase(next);
+      }
+    };
     for (int round = 0; round < 60; ++round) {
+      if (chance(random, 3)) fill(static_cast<std::size_t>(pick(random, 0, 4)));
       const int peer = names[static_cast<std::size_t>(pick(random, 0, static_cast<int>(names.size()) - 1))];
       if (chance(random, 4)) {
         const std::uint64_t says[2] = {self, ++count};
@@ -143,8 +154,18 @@ class Station {
         LetterFields fields;
         fields.verb = Verb::kPost;
         fields.mailbox = kOrdered;
-        if (post->await_room(peer, bytes->size(), now_ns() + kSecond))
+        if (!post->await_room(peer, bytes->size(), now_ns() + kSecond)) continue;
+        if (!chance(random, 3)) {
           post->send(peer, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
+          continue;
+        }
+        const auto place = post->hold(peer, kOrdered, 0, false, true);
+        held.push_back([=, this, says = std::array{says[0], says[1]}] {
+          if (says[1] % 9 == 0)
+            post->give_up(place, "its contents never came");
+          else
+            post->fill(*place, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
+        });
         continue;
       }
       LetterFields fields;
@@ -159,7 +180,21 @@ class Station {
       auto keep = std::make_shared<std::vector<std::shared_ptr<Bytes>>>(buffers);
       const std::int64_t patience = chance(random, 5) ? pick(random, 0, 3) * kMillisecond : kSecond;
       const bool room = post->await_room(peer, head.size(), now_ns() + patience);
-      const auto call = post->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room);
+      CallPtr call;
+      if (chance(random, 4)) {
+        const std::uint64_t staged = head.size();
+        const bool counted = post->await_room(peer, staged, now_ns() + patience, true);
+        call = post->hold(peer, fields.mailbox, now_ns() + patience, !counted, false);
+        held.push_back([=, this, at = pick(random, 0, 9)] {
+          if (at == 0)
+            post->give_up(call, "its contents never came");
+          else
+            post->fill(*call, fields, view(head), parts, keep);
+          if (counted) post->unstage(peer, staged);
+        });
+      } else {
+        call = post->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room);
+      }
       keep.reset();
       if (chance(random, 5)) call->announce(5);
       if (chance(random, 6)) {
@@ -167,8 +202,10 @@ class Station {
         post->cancel(call);
       }
       if (chance(random, 8)) continue;  // nobody waits for it
+      fill(0);
       finish(call, head, buffers);
     }
+    fill(0);
   }
 
   const std::uint64_t seed_;

@@ -261,6 +261,7 @@ class Call:
     LOST: int
     CLOSED: int
     REFUSED: int
+    UNSENT: int
 
     @property
     def peer(self) -> int: ...
@@ -283,7 +284,8 @@ class Call:
         answered ("never received", "queued behind 3", "running for 3.2 s in fn"), else what is known
         here ("takes nothing for 5 s, 812 letters queued").  ``CANCELLED``: by :meth:`cancel`.  ``LOST``:
         the peer ended, or was dropped; the text says why.  ``CLOSED``: the post was closed.  ``REFUSED``:
-        the mailbox is closed at the callee, or one of the two has no memory for the letter.
+        the mailbox is closed at the callee, or one of the two has no memory for the letter.  ``UNSENT``: by
+        :meth:`Post.give_up`, with its text.
         """
 
     def reply(self) -> Letter:
@@ -304,6 +306,9 @@ class Call:
 
         A callee that has not begun drops the letter; else :meth:`Letter.cancelled` is true there.
         """
+
+class Room:
+    """Room among what is on its way to a peer, given back when this is let go."""
 
 class Post:
     """The native endpoint of one agent: a thread of its own carries letters to and from any number of peers.
@@ -389,6 +394,34 @@ class Post:
 
         Whether it was sent or queued: False if the peer is lost, or took nothing until ``timeout``.
         """
+
+    def hold(
+        self, peer: int, mailbox: int, bytes: int, timeout: float | None, one_way: bool = False
+    ) -> tuple[Call, Room | None]:
+        """Take the place of a call, or of a post, whose contents come later, by :meth:`fill`.
+
+        Later letters to the same mailbox wait behind it, unless that is mailbox 0; others pass.  The call may
+        fail meanwhile as every call can.  Blocks as :meth:`request` does, until there is room for ``bytes``.
+
+        Returns:
+            The call; one that stands for a post never ends by itself.  And the room that ``bytes`` take up
+            until it is let go; None if there was none before ``timeout``.
+        """
+
+    def fill(
+        self,
+        held: Call,
+        mailbox: int,
+        head: bytes,
+        parts: Sequence[tuple[int, int]],
+        keep: object,
+        one_way: bool = False,
+        flags: int = 0,
+    ) -> bool:
+        """Send what is held; arguments as of :meth:`request`.  False if the call has ended."""
+
+    def give_up(self, held: Call, why: str) -> None:
+        """Fail a call that is held with ``UNSENT``: its contents will never come."""
 
     def reply(
         self,
