@@ -85,6 +85,13 @@ class StreamRuntime(abc.ABC):
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Keep the memory of ``tensor``, once freed, from reuse until what ``stream`` has now is done."""
 
+    def host_memory(self, bytes: int) -> torch.Tensor:
+        """Memory of the host, as ``uint8``, which ``copy_(non_blocking=True)`` copies to and from the device.
+
+        When it is freed while such a copy runs, it is not used for anything else until the copy is done.
+        """
+        return torch.empty(bytes, dtype=torch.uint8)
+
 
 class CudaRuntime(StreamRuntime):
     """NVIDIA (and through HIP, AMD) devices, by ``torch.cuda``."""
@@ -114,6 +121,9 @@ class CudaRuntime(StreamRuntime):
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
+
+    def host_memory(self, bytes: int) -> torch.Tensor:
+        return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
 
 
 _runtimes: dict[str, StreamRuntime] = {"cuda": CudaRuntime()}
@@ -275,11 +285,9 @@ class DeviceEvents:
         streams = {device: runtime_of(device).stream_from_pool(device, high) for device in self._devices}
         for device, _, event in self._recorded:
             runtime_of(device).wait_event(streams[device], event)
-        with ExitStack() as stack:
-            # Entering a stream makes its device current too: the first device is to stay so.
-            for device, stream in reversed(streams.items()):
-                _protect(tensors, device, stream)
-                stack.enter_context(runtime_of(device).use(stream))
+        for device, stream in streams.items():
+            _protect(tensors, device, stream)
+        with use_streams(streams):
             yield
 
 
@@ -291,6 +299,21 @@ def events_behind(value: object, given: DeviceEvents | None, inputs: object) -> 
         given = DeviceEvents()
     given.complete(value, inputs)
     return given
+
+
+def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
+    """The current streams of the calling thread."""
+    return {device: runtime_of(device).current_stream(device) for device in devices}
+
+
+@contextmanager
+def use_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
+    """A context in which these are their devices' current streams, and the first device is current."""
+    with ExitStack() as stack:
+        # Entering a stream makes its device current too.
+        for device, stream in reversed(list(streams.items())):
+            stack.enter_context(runtime_of(device).use(stream))
+        yield
 
 
 def _slice(deadline: float | None) -> float:

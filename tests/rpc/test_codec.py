@@ -27,6 +27,7 @@ class End:
     """One end of a route."""
 
     shares_main: bool = True
+    devices: None = None
 
 
 def carried(message: Message) -> list[bytearray]:
@@ -223,7 +224,7 @@ MAIN = """
 import sys
 from shoal.rpc.codec import decode, encode
 class Route:
-    shares_main = {shares}
+    shares_main, devices = {shares}, None
 class Mine:
     pass
 def count():
@@ -231,14 +232,14 @@ def count():
     counter += 1
     return counter
 counter = 0
-message = encode([count, Mine], Route(), "a test")
-there, mine = decode(message.head, [], Route())
+message = encode([count, Mine, lambda: 7], Route(), "a test")  # a lambda has no name to go by
+there, mine, seven = decode(message.head, [], Route())
 there()
-print(counter, there is count, mine() is not None)
+print(counter, there is count, mine() is not None, seven())
 """
 
 
-@pytest.mark.parametrize(("shares", "printed"), [(True, "1 True True"), (False, "0 False True")])
+@pytest.mark.parametrize(("shares", "printed"), [(True, "1 True True 7"), (False, "0 False True 7")])
 def test_a_programs_own_functions_go_by_name_to_those_that_run_it(
     tmp_path: Path, shares: bool, printed: str
 ) -> None:

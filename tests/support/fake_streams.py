@@ -168,6 +168,15 @@ class FakeRuntime(StreamRuntime):
         """Put ``work`` on the current stream, as a kernel launch does."""
         self.current_stream(device).enqueue(lambda: self.done.append(work))
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """A context in which new streams begin held; those it gave stay so until they are released."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
     def release(self) -> None:
         """Hold no stream any more."""
         self._held = False

@@ -2,7 +2,8 @@
 
 A kernel is put on the current stream of the calling thread and runs when that stream comes to it; until then
 what it writes holds NaN.  So whoever reads a result too early computes rubbish.  Reading a
-result on the host (``item``, ``tolist``, a copy to the CPU) waits for the current stream, and is counted.
+result on the host (``item``, ``tolist``, a copy to the CPU) waits for the current stream, and is counted,
+unless it is a copy with ``non_blocking=True``, which is a kernel like others.
 
 Tensors of the device come from DLPack, where a capsule says on which device its memory is; kernels come
 from a fallback for all operators of torch's PrivateUse1.  A process has the device once it is made, for
@@ -114,7 +115,7 @@ class _Call:
 
     def run(self) -> Any:
         if self.name in ("_copy_from", "_copy_from_and_resize"):
-            return self._copy(*self.args[:2])
+            return self._copy(*self.args[:2], *self.args[2:3])
         if self.name == "resize_":
             return self._replace(self.args[0], torch.empty(self.cpu_args[1], dtype=self.args[0].dtype))
         if self.name in _READS:
@@ -137,11 +138,14 @@ class _Call:
                     kwargs[argument.name] = others[argument.name]
         return self.operator(*args, **kwargs)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if is_pretend(target):
             given = _to_cpu(source) if is_pretend(source) else source.detach().clone()
             memory = memory_of(target)
             self.runtime.launch(self.runtime.current_stream(DEVICE), lambda: memory.copy_(given))
+        elif non_blocking:
+            memory = memory_of(source)
+            self.runtime.launch(self.runtime.current_stream(DEVICE), lambda: target.copy_(memory))
         else:
             self.runtime.read()
             target.copy_(memory_of(source))

@@ -32,6 +32,8 @@ from . import call
 from .barrier import Barriers
 from .current import is_served_by
 from .default import call_timeout
+from .device_maps import DeviceMaps, checked
+from .devices import Watch
 from .directory import Directory, Worker, incarnation
 from .executor import PATIENCE, Executor
 from .holds import HOLDS, References, unpin
@@ -76,6 +78,7 @@ class Agent:
         handlers: int,
         heartbeat: float,
         serve: Mapping[str, Callable[..., Any]] | None,
+        device_maps: DeviceMaps | None,
         release: Callable[[float], None],
     ) -> None:
         self.name = name
@@ -88,7 +91,9 @@ class Agent:
         #: told when a connection has ended, and when the agent is closed
         self._ended = threading.Condition()
         self.directory = Directory(store, namespace, here.machine)
+        maps = checked(device_maps, name)
         self.endpoint = Endpoint(name, memory, heartbeat)
+        self.watch = Watch(self.endpoint)
         try:
             self.links = Links(
                 self,
@@ -97,6 +102,7 @@ class Agent:
                 place=f"{job}/{epoch}/{namespace}",
                 interface=interface,
                 restricted=serve is not None,
+                device_maps=maps,
                 lost=self._heard_lost,
             )
         except BaseException:
@@ -244,6 +250,7 @@ class Agent:
             # Handlers that nobody waits for any more are told, and those that only wait end.
             linger = math.inf if graceful else _LINGER
             steps.callback(lambda: self.executor.close(min(max(deadline.remaining(), 0.5), linger)))
+            steps.callback(self.watch.close)
             steps.callback(lambda: self.endpoint.close(max(deadline.remaining(), 0.5)))
             steps.callback(self.links.close)
             if graceful:

@@ -25,8 +25,9 @@ from ..errors import (
     WorkerLost,
 )
 from ..future import Future, pool
+from ..streams import DeviceEvents
 from ..wording import in_seconds, in_words
-from . import plain
+from . import devices, plain
 from .codec import Message, decode, encode
 from .leases import LEASE
 from .line import Line
@@ -38,7 +39,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: number of the function, and whether it comes along
 FUNCTION = struct.Struct("<IB")
 FAILURE = struct.Struct("<I")
-#: flag of a reply: the number that came with the call is known from now on
+#: flag of a reply: the number that came with the call is known from now on (others: see :mod:`.devices`)
 LEARNED = 1
 
 
@@ -90,6 +91,7 @@ def request(
     kwargs: dict[str, Any],
     timeout: float | None,
     shown: str,
+    high_priority: bool = False,
 ) -> Future[Any]:
     """Call ``fn`` at the other end of ``line``; the future of its result.
 
@@ -97,14 +99,20 @@ def request(
         fn: a function, or what a restricted worker serves under this name.
         timeout: seconds; None: as long as it takes.
         shown: the call, for errors.
+        high_priority: of streams on devices.
 
     Raises:
         UsageError: the arguments cannot be sent.
     """
     number, message = _encoded(line, fn, args, kwargs, shown)
-    call = endpoint.post.request(line.number, mailbox, message.head, message.parts, message.keep, timeout)
-    source = _Source(endpoint, line, call, number, shown, timeout)
-    future: Future[Any] = Future(source, finish=source.result)
+    if line.devices is None:
+        call = endpoint.post.request(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+        source = _Source(endpoint, line, call, number, shown, timeout)
+        future: Future[Any] = Future(source, finish=source.result)
+    else:
+        call = devices.request(endpoint, line, mailbox, message, timeout, high_priority)
+        landing = _Landing(endpoint, line, call, number, shown, timeout, high_priority)
+        future = Future(landing, finish=landing.finish)
     if message.travellers:
         future.add_done_callback(partial(_let_go, endpoint, message.travellers))
     return future
@@ -127,7 +135,10 @@ def post(
         WorkerLost: it was not sent.
     """
     _, message = _encoded(line, fn, args, kwargs, shown)
-    sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+    if message.staged:
+        sent = devices.post(endpoint, line, mailbox, message, timeout)
+    else:
+        sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
     if message.travellers:
         endpoint.keep(LEASE, message.travellers)
     if not sent:
@@ -192,6 +203,8 @@ class _Source:
             return CallCancelled(f"{self._shown} was cancelled")
         if code == Call.CLOSED:
             return AgentClosed(f"{self._shown} ended with the agent of this worker, which was closed")
+        if code == Call.UNSENT:
+            return RpcError(f"{self._shown} was not sent: {text}")
         if code == Call.REFUSED:
             return RpcError(f"{self._shown} was refused: {text}")
         return WorkerLost(
@@ -199,9 +212,11 @@ class _Source:
             worker.name,
         )
 
-    def result(self) -> Any:
+    def result(self, letter: Letter | None = None) -> Any:
         """The value of the call, which was answered, or what its function raised."""
-        letter, line = self._call.reply(), self._line
+        line = self._line
+        if letter is None:
+            letter = self._call.reply()
         if letter.flags & LEARNED and self._number != NONE:
             line.sent.answered(self._number)
         if letter.failed:
@@ -213,6 +228,35 @@ class _Source:
         if arrived:
             line.agent.acknowledge(line, self._call.number)
         return value
+
+
+class _Landing(_Source):
+    """A call on a connection with a map of devices, where tensors of its result may arrive."""
+
+    __slots__ = ("_high_priority", "_letter")
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        line: Line,
+        call: Call,
+        number: int,
+        shown: str,
+        timeout: float | None,
+        high_priority: bool,
+    ) -> None:
+        super().__init__(endpoint, line, call, number, shown, timeout)
+        self._high_priority = high_priority
+        self._letter: Letter | None = None
+
+    def events(self) -> tuple[DeviceEvents | None, object]:
+        """The devices that the result is copied to."""
+        if self._letter is None:
+            self._letter = self._call.reply()
+        return devices.landing(self._line, self._letter, self._high_priority), None
+
+    def finish(self) -> Any:
+        return self.result(self._letter)
 
 
 def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) -> None:

@@ -22,7 +22,7 @@ import pickle
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import FunctionType
@@ -32,6 +32,7 @@ import torch
 
 from ..errors import UsageError
 from ..wording import in_words
+from .device_maps import DeviceMap
 from .post import pack, unpack
 from .tensors import Collected, Part, arrived, check
 
@@ -50,6 +51,13 @@ class Route(Protocol):
     def shares_main(self) -> bool:
         """Whether both ends run the same program, so that what stands in it is known by name."""
 
+    @property
+    def devices(self) -> DeviceMap | None:
+        """Where tensors of devices go, if they can go at all."""
+
+    def target(self, x: torch.Tensor) -> torch.device:
+        """The device of ``x`` at the other end; raises UsageError if there is none."""
+
 
 @dataclass(slots=True)
 class Message:
@@ -60,12 +68,17 @@ class Message:
         parts: the memory beside it.
         keep: the objects that own it.
         travellers: what named itself to :func:`traveller`.
+        staged: of the parts whose memory is a device's, their places among the parts, and their bytes;
+            None: there are none.
+        lands: whether tensors of it arrive on devices.
     """
 
     head: bytes
     parts: Sequence[Part] = ()
     keep: Sequence[object] = ()
     travellers: Sequence[Any] = ()
+    staged: Mapping[int, torch.Tensor] | None = None
+    lands: bool = False
 
 
 class _Local(threading.local):
@@ -115,9 +128,10 @@ def encode(value: object, way: Route | None, where: str) -> Message:
     Raises:
         UsageError: the value, or something in it, cannot be sent.
     """
-    packed = pack(value, _PACKED_HEAD)
-    if packed is not None:
-        return Message(packed)
+    if way is None or way.devices is None or not way.devices.maps_cpu:
+        packed = pack(value, _PACKED_HEAD)
+        if packed is not None:
+            return Message(packed)
     with _On(way) as travellers:
         message = _encode(value, where, travellers)
         message.travellers = travellers
@@ -182,10 +196,15 @@ def _override(collected: Collected, obj: Any) -> Any:
                 resolved = obj.detach().resolve_conj().resolve_neg()
                 return collected.reduce(resolved.requires_grad_(obj.requires_grad))
             return collected.reduce(obj)
+        if obj.device.type not in ("cpu", "meta"):
+            raise UsageError(
+                f"a {type(obj).__name__} of shape {tuple(obj.shape)} and {obj.layout} lies on {obj.device}, "
+                "and only plain and dense tensors of devices can be sent: send x.cpu()"
+            )
     elif (
         isinstance(obj, (FunctionType, type))
         and obj.__module__ in _MAIN
-        and "<locals>" not in obj.__qualname__
+        and "<" not in obj.__qualname__  # no lambda, nothing local to a function
     ):
         if _local.route is not None and _local.route.shares_main:
             return _of_main, (obj.__qualname__,)
@@ -231,7 +250,7 @@ def _dump(pickler: type[Any], value: object) -> Message:
     with io.BytesIO() as file:
         file.write(_NO_STORAGES)
         writer = pickler(file, 5, buffer_callback=buffers.append)
-        collected = writer.collected = Collected()
+        collected = writer.collected = Collected(_local.route)
         writer.dump(value)
         beside = [_bytes_of(buffer.raw()) for buffer in buffers]
         parts = [*collected.parts(), *((x.data_ptr(), x.numel()) for x in beside)]
@@ -242,7 +261,11 @@ def _dump(pickler: type[Any], value: object) -> Message:
             f"<I{len(collected.spans)}Q", len(collected.spans), *(s[0] for s in collected.spans)
         )
         head = b"".join((starts, file.getbuffer()[_COUNT.size :]))
-    return Message(head, parts, keep)
+    message = Message(head, parts, keep)
+    if collected.on_devices:
+        message.staged = collected.staged()
+    message.lands = collected.lands
+    return message
 
 
 def _bytes_of(memory: memoryview) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ..rendezvous.host import here
 from ..rendezvous.place import Place, open_place
 from ..wire import Deadline
 from .agent import Agent
+from .device_maps import DeviceMaps
 from .directory import checked_name
 
 #: how many handlers run at once, unless somebody says otherwise
@@ -34,6 +35,7 @@ def join(
     memory: int | None = None,
     handlers: int = HANDLERS,
     serve: Mapping[str, Callable[..., Any]] | None = None,
+    device_maps: DeviceMaps | None = None,
     job: str | None = None,
     host_id: str | None = None,
 ) -> Agent:
@@ -55,13 +57,15 @@ def join(
         serve: makes a restricted worker: functions that others may call by these names,
             ``peer.call("name", ...)``, and nothing else.  Arguments and results are plain values and tensors,
             and nothing that it sends or is sent is a pickle.  None: others may call any function.
+        device_maps: for calls to each of these workers, the device there for each device here whose tensors
+            they may hold, one to one: ``{"ps": {"cuda:0": "cuda:1"}}``.  Results come back the other way.
         job: name of the job; None: ``SHOAL_JOB``, or as the launcher says.
         host_id: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
 
     Raises:
         UsageError, ConfigurationError: an argument or variable that cannot be right; a name that is taken.
     """
-    settings = checked_settings(timeout, memory, handlers, serve)
+    settings = checked_settings(timeout, memory, handlers, serve, device_maps)
     if group is not None:
         if not isinstance(group, ProcessGroup):
             raise UsageError(f"group={group!r}: expected what shoal.init gives")
@@ -83,6 +87,7 @@ def checked_settings(
     memory: int | None,
     handlers: int,
     serve: Mapping[str, Callable[..., Any]] | None = None,
+    device_maps: DeviceMaps | None = None,
 ) -> dict[str, Any]:
     """The settings of an agent that these arguments of :func:`join` and the environment say.
 
@@ -96,6 +101,7 @@ def checked_settings(
         "handlers": checked_count("handlers", handlers),
         "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
         "serve": None if serve is None else _served(serve),
+        "device_maps": device_maps,  # the agent checks them, by its name
     }
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
+from ..errors import UsageError
+from .device_maps import DeviceMap, unmapped
 from .directory import Worker
 from .numbering import Received, Sent
 
@@ -24,6 +27,8 @@ class Hello(msgspec.Struct):
         to: the incarnation that the connection is for; "" in the answer.
         main: the program that the process runs, "" if it has no file.
         restricted: whether it sends and takes plain values only.
+        devices: the caller's device for each device of the callee that its calls use; of the calling side.
+        refused: why there is no connection; of the answer.
     """
 
     worker: Worker
@@ -31,6 +36,8 @@ class Hello(msgspec.Struct):
     to: str
     main: str
     restricted: bool
+    devices: dict[str, str] = {}
+    refused: str = ""
 
 
 class Line:
@@ -44,11 +51,32 @@ class Line:
         plain: whether one of the two is restricted, so that nothing on it is a pickle.
         sent, received: the functions that have numbers on it.
         ended: whether it is lost.
+        devices: where the tensors of devices go; None: they are not sent.
+        calls: whether the calls on it are made at this end.
     """
 
-    __slots__ = ("agent", "ended", "number", "plain", "received", "sent", "shares_main", "worker")
+    __slots__ = (
+        "agent",
+        "calls",
+        "devices",
+        "ended",
+        "number",
+        "plain",
+        "received",
+        "sent",
+        "shares_main",
+        "worker",
+    )
 
-    def __init__(self, agent: Any, worker: Worker, shares_main: bool, plain: bool) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        worker: Worker,
+        shares_main: bool,
+        plain: bool,
+        devices: DeviceMap | None,
+        calls: bool,
+    ) -> None:
         self.agent = agent
         self.plain = plain
         self.number = -1
@@ -57,6 +85,21 @@ class Line:
         self.sent = Sent()
         self.received = Received()
         self.ended = False
+        self.devices = devices
+        self.calls = calls
+
+    def target(self, x: torch.Tensor) -> torch.device:
+        """The device of ``x`` at the other end.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self.devices is not None:
+            return self.devices.target(x)
+        caller, callee = self.agent.name, self.worker.name
+        if not self.calls:
+            caller, callee = callee, caller
+        raise UsageError(unmapped(x, caller, callee, not self.calls))
 
 
 @cache

@@ -26,6 +26,7 @@ from ..errors import (
     RpcError,
     ShoalError,
     UnknownWorker,
+    UsageError,
     VersionMismatch,
     WireError,
     WireTimeout,
@@ -34,6 +35,7 @@ from ..errors import (
 from ..future import pool
 from ..wire import Connection, Deadline
 from ..wording import in_seconds
+from .device_maps import DeviceMap, inverse
 from .directory import Directory, Worker
 from .line import Hello, Line, main_program
 from .post import Endpoint
@@ -59,6 +61,7 @@ class Links:
         place: identity of job, epoch and namespace: workers of another place are refused.
         interface: the address that the TCP listener binds to.
         restricted: whether the agent sends and takes plain values only.
+        device_maps: of the agent's calls, by the worker that is called.
         lost: called with a connection when it has ended.
     """
 
@@ -71,6 +74,7 @@ class Links:
         place: str,
         interface: str,
         restricted: bool,
+        device_maps: dict[str, DeviceMap],
         lost: Callable[[Line], None],
     ) -> None:
         self._agent = agent
@@ -78,6 +82,7 @@ class Links:
         self._secret = secret
         self._place = place
         self._restricted = restricted
+        self._device_maps = device_maps
         self._lost = lost
         self._lock = threading.RLock()
         self._making: dict[str, threading.Lock] = {}
@@ -221,23 +226,28 @@ class Links:
 
     def _introduce(self, connection: Connection, worker: Worker, deadline: Deadline) -> Line:
         with contextlib.closing(connection):
-            theirs = wire.introduce(connection, self._hello(worker.incarnation), self._left(deadline))
+            devices = self._device_maps.get(worker.name)
+            mine = self._hello(worker.incarnation, {} if devices is None else devices.words())
+            theirs = wire.introduce(connection, mine, self._left(deadline))
+            if theirs.refused:
+                raise UsageError(f"{self._who(worker.name)} refuses a connection: {theirs.refused}")
             if theirs.worker.incarnation != worker.incarnation:
                 raise WireError(f"{theirs.worker.name!r} answers in the place of {worker.name!r}")
-            line = self._attach(connection, theirs)
+            line = self._attach(connection, theirs, devices, True)
             with self._lock:
                 if not line.ended:
                     self._out[worker.name] = line
             return line
 
-    def _hello(self, to: str) -> Hello:
-        return Hello(self._me, self._place, to, main_program(), self._restricted)
+    def _hello(self, to: str, devices: dict[str, str], refused: str = "") -> Hello:
+        return Hello(self._me, self._place, to, main_program(), self._restricted, devices, refused)
 
-    def _attach(self, connection: Connection, theirs: Hello) -> Line:
+    def _attach(self, connection: Connection, theirs: Hello, devices: DeviceMap | None, calls: bool) -> Line:
         """Hand the connection to the endpoint."""
         same = theirs.worker.process == self._me.process
         same = same or bool(theirs.main and theirs.main == main_program())
-        line = Line(self._agent, theirs.worker, same, self._restricted or theirs.restricted)
+        plain = self._restricted or theirs.restricted
+        line = Line(self._agent, theirs.worker, same, plain, None if plain else devices, calls)
         pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
         with self._lock:
             if self._closed:
@@ -281,8 +291,14 @@ class Links:
         def answer(theirs: Hello) -> Hello:
             if (theirs.place, theirs.to) != (self._place, self._me.incarnation):
                 raise WireError(f"{theirs.worker.name!r} came to {self._me.name!r} by mistake")
-            return self._hello("")
+            try:
+                devices.append(inverse(theirs.devices, theirs.worker.name, self._me.name))
+            except UsageError as error:
+                return self._hello("", {}, str(error))
+            return self._hello("", {})
 
+        devices: list[DeviceMap | None] = []
         with contextlib.closing(connection), contextlib.suppress(ShoalError):
             theirs = wire.be_introduced(connection, Hello, answer, wire.HANDSHAKE_TIMEOUT)
-            self._attach(connection, theirs)
+            if devices:
+                self._attach(connection, theirs, devices[0], False)

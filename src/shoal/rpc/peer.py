@@ -63,24 +63,31 @@ class Peer(WorkerInfo):
         name: of the worker.
         id: its rank in the job; -1 if it has none.
         timeout: seconds that a call may take until its reply; infinity: as long as it takes.
+        high_priority: of the streams for tensors of devices.
     """
 
-    __slots__ = ("_agent", "timeout")
+    __slots__ = ("_agent", "high_priority", "timeout")
 
-    def __init__(self, agent: Caller, name: str, timeout: float, id: int = -1) -> None:
+    def __init__(
+        self, agent: Caller, name: str, timeout: float, id: int = -1, high_priority: bool = False
+    ) -> None:
         self._agent = agent
         self.name = name
         self.timeout = timeout
         self.id = id
+        self.high_priority = high_priority
 
-    def options(self, *, timeout: float | None = None) -> Peer:
+    def options(self, *, timeout: float | None = None, high_priority: bool | None = None) -> Peer:
         """The same worker, with other settings for the calls that are made through what is returned.
 
         Args:
             timeout: seconds; ``math.inf`` for no limit; None: as here.
+            high_priority: for tensors on devices, whether the streams that copy them, those of the handler
+                and those of the future's callbacks have high priority; None: as here.
         """
         seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
-        return Peer(self._agent, self.name, seconds, self.id)
+        high = self.high_priority if high_priority is None else bool(high_priority)
+        return Peer(self._agent, self.name, seconds, self.id, high)
 
     @overload
     def call(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]: ...
@@ -189,11 +196,12 @@ class Peer(WorkerInfo):
         agent, shown = self._agent, self._shown(fn, args)
         try:
             line = agent.line(self.name, self.timeout, owner)
+            how = (mailbox, fn, args, kwargs, self._limit, shown, self.high_priority)
             if profiling.is_on():
                 name = fn if isinstance(fn, str) else call.name_of(fn, args)
                 with profiling.span(name, agent.name, self.name):
-                    return call.request(agent.endpoint, line, mailbox, fn, args, kwargs, self._limit, shown)
-            return call.request(agent.endpoint, line, mailbox, fn, args, kwargs, self._limit, shown)
+                    return call.request(agent.endpoint, line, *how)
+            return call.request(agent.endpoint, line, *how)
         except UsageError:
             raise
         except ShoalError as error:

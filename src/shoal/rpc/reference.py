@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import UsageError
 from ..future import Future
-from . import call, codec
+from . import call, codec, devices
 from .current import current
 from .default import call_timeout, default_agent
 from .directory import Worker
@@ -269,8 +269,14 @@ def create(
     if is_deferred(fn, result):
         result.add_done_callback(partial(_pass_on, owned.value))
     else:
-        owned.value.set_result(result)
+        _made(owned.value, result)
     return None
+
+
+def _made(value: Future[Any], result: Any) -> None:
+    # Whatever it holds, what its making has enqueued on devices comes before any use.
+    value._device = devices.of_handler()
+    value.set_result(result)
 
 
 async def _finish(value: Future[Any], result: Any) -> None:
@@ -295,7 +301,7 @@ def create_actor(
     """Make the object of an actor; the mailbox of its calls."""
     made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
     owned = current().agent.references.make(ident, holder, made, current().peer)
-    owned.value.set_result(fn(*args, **kwargs))
+    _made(owned.value, fn(*args, **kwargs))
     mailbox: int = current().agent.references.ledger.mailbox(owned)
     current().agent.executor.consume(mailbox)
     return mailbox

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from ..errors import RpcError, UsageError
 from ..future import Future
 from ..wording import in_words
-from . import plain, profiling
+from . import devices, plain, profiling
 from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
 from .codec import Message, decode, encode
 from .current import Current, enter_call, leave_call
@@ -82,9 +83,17 @@ class Service:
         #: set by the agent
         self.executor: Executor
 
-    def handle(self, letter: Letter) -> None:
-        """Serve one call."""
+    def handle(self, letter: Letter, on_streams: bool = False) -> None:
+        """Serve one call.
+
+        Args:
+            on_streams: whether this thread has streams of the connection's devices for it.
+        """
         line = self._links.line(letter.peer)
+        if line.devices is not None and not on_streams:
+            with devices.handling(line, letter):
+                self.handle(letter, True)
+            return
         served = _Served(self, letter, line)
         try:
             fn, args, kwargs = served.unpack()
@@ -97,7 +106,10 @@ class Service:
                     result = fn(*args, **kwargs)
                 if inspect.iscoroutine(result):
                     ended = served.ended = threading.Event()
-                    cancel = self.executor.run_coroutine(result, served.end_task)
+                    end: Callable[[Any], None] = served.end_task
+                    if on_streams:
+                        result, end = devices.on_current_streams(line, result, end)
+                    cancel = self.executor.run_coroutine(result, end)
                     self._endpoint.when(letter.announce, cancel)
                     if letter.mailbox != CALLS:
                         ended.wait()  # one at a time
@@ -177,7 +189,15 @@ class _Served:
         except BaseException as error:
             self.fail(error)
             return
-        self._reply(message)
+        if self._line.devices is None:
+            self._reply(message)
+            return
+        if message.lands:
+            self._flags |= devices.LANDS
+        try:
+            devices.reply(self._line, message, self._letter, partial(self._reply, message), self.fail)
+        except Exception as failure:
+            self.fail(failure)
 
     def fail(self, error: BaseException) -> None:
         """Reply that ``error`` was raised."""
@@ -199,7 +219,8 @@ class _Served:
             if not (fatal or self._line.plain):
                 with contextlib.suppress(Exception):  # the words are enough
                     message = encode(error, self._line, "an exception")
-                    said = Message(said.head + message.head, message.parts, message.keep)
+                    if not message.staged:
+                        said = Message(said.head + message.head, message.parts, message.keep)
             self._reply(said, failed=True)
         if fatal:
             _end_this_process()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..streams import runtime_of
 
 #: memory to send: its address and its bytes
 Part = tuple[int, int]
@@ -30,26 +31,33 @@ def check(x: torch.Tensor) -> None:
             f"a tensor of shape {tuple(x.shape)} is the result of {x.grad_fn.name()}, and a graph of "
             "autograd does not go to another worker: send x.detach()"
         )
-    if x.device.type not in ("cpu", "meta"):
-        raise UsageError(
-            f"a tensor of shape {tuple(x.shape)} lies on {x.device}, and only those of the CPU can be sent: "
-            "send x.cpu()"
-        )
 
 
 class Collected:
-    """The memory that tensors of one message lie in."""
+    """The memory that tensors of one message lie in.
 
-    def __init__(self) -> None:
-        #: address of a storage -> its number
-        self.numbers: dict[int, int] = {}
+    Args:
+        way: the connection, which knows where those of devices go; None: nowhere.
+    """
+
+    def __init__(self, way: Any = None) -> None:
+        self._way = way
+        self._maps_cpu = way is not None and way.devices is not None and way.devices.maps_cpu
+        #: address of a storage -> its number; that of a device's memory has the device beside it
+        self.numbers: dict[Any, int] = {}
         #: of each storage, the first byte in use and the one behind the last
         self.spans: list[list[int]] = []
         self.keep: list[object] = []
+        #: by their numbers, storages of devices, as the bytes from their beginning on
+        self.on_devices: dict[int, torch.Tensor] = {}
+        #: whether tensors arrive on devices
+        self.lands = False
 
     def reduce(self, x: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The part of ``x`` that pickle keeps: everything but its memory."""
         number = offset = 0
+        on_device = x.device.type != "cpu"
+        target = self._target(x) if on_device or self._maps_cpu else None
         if x.numel():
             size = x.element_size()
             storage = x.untyped_storage()
@@ -58,19 +66,50 @@ class Collected:
             last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
             end = begin + (last + 1) * size
             begin -= begin % _ALIGNMENT
-            number = self.numbers.setdefault(storage.data_ptr(), len(self.spans))
+            address = (x.device, storage.data_ptr()) if on_device else storage.data_ptr()
+            number = self.numbers.setdefault(address, len(self.spans))
             if number == len(self.spans):
                 self.spans.append([begin, end])
                 self.keep.append(storage)
             else:
                 span = self.spans[number]
                 span[0], span[1] = min(begin, span[0]), max(end, span[1])
+            if on_device:
+                self._keep_bytes(number, x, end)
         layout = (number, _NAMES[x.dtype], offset, tuple(x.shape), x.stride())
-        return _tensor, (*layout, x.requires_grad, isinstance(x, torch.nn.Parameter), x.__dict__ or None)
+        rest = (x.requires_grad, isinstance(x, torch.nn.Parameter), x.__dict__ or None)
+        return (_tensor, (*layout, *rest)) if target is None else (_tensor_on, (target, *layout, *rest))
+
+    def _keep_bytes(self, number: int, x: torch.Tensor, end: int) -> None:
+        known = self.on_devices.get(number)
+        if known is None or known.numel() < end:  # whole elements of a wider dtype may end earlier
+            self.on_devices[number] = _bytes_of(x)
+
+    def _target(self, x: torch.Tensor) -> str | None:
+        if self._way is None:
+            raise UsageError(f"a tensor of shape {tuple(x.shape)} lies on {x.device}: send x.cpu()")
+        target = self._way.target(x)
+        if target.type == "cpu":
+            return None
+        self.lands = True
+        return str(target)
 
     def parts(self) -> Iterator[Part]:
         for address, (begin, end) in zip(self.numbers, self.spans, strict=True):
-            yield address + begin, end - begin
+            yield (address + begin if isinstance(address, int) else 0), end - begin
+
+    def staged(self) -> dict[int, torch.Tensor]:
+        """Of the parts whose memory is a device's, the numbers, and the bytes of that memory."""
+        return {
+            number: known[self.spans[number][0] : self.spans[number][1]]
+            for number, known in self.on_devices.items()
+        }
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory of the storage of ``x``, as far as it is whole elements."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return x.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
 # -- at the other end ---------------------------------------------------------------------------
@@ -78,6 +117,8 @@ class Collected:
 
 class _Arrived(threading.local):
     storages: Sequence[torch.UntypedStorage] = ()
+    #: of those whose tensors lie on a device: the number of the storage -> its bytes there
+    moved: dict[int, torch.Tensor] | None = None
     starts: Sequence[int] = ()
 
 
@@ -87,12 +128,12 @@ _arrived = _Arrived()
 @contextmanager
 def arrived(parts: Sequence[Any], starts: Sequence[int]) -> Iterator[None]:
     """Let the tensors that this thread unpickles lie in ``parts``, whose spans began at ``starts``."""
-    before = _arrived.storages, _arrived.starts
-    _arrived.storages, _arrived.starts = [_storage(part) for part in parts], starts
+    before = _arrived.storages, _arrived.starts, _arrived.moved
+    _arrived.storages, _arrived.starts, _arrived.moved = [_storage(part) for part in parts], starts, None
     try:
         yield
     finally:
-        _arrived.storages, _arrived.starts = before
+        _arrived.storages, _arrived.starts, _arrived.moved = before
 
 
 def _storage(part: Any) -> torch.UntypedStorage:
@@ -115,6 +156,48 @@ def _tensor(
     else:
         offset -= _arrived.starts[number] // dtype.itemsize
         x = torch.empty(0, dtype=dtype).set_(_arrived.storages[number], offset, shape, stride)
+    return _finished(x, requires_grad, parameter, attributes)
+
+
+def _tensor_on(
+    target: str,
+    number: int,
+    name: str,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    parameter: bool,
+    attributes: dict[str, Any] | None,
+) -> torch.Tensor:
+    dtype, device = getattr(torch, name), torch.device(target)
+    if 0 in shape:
+        x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    else:
+        offset -= _arrived.starts[number] // dtype.itemsize
+        x = _moved(number, device).view(dtype).as_strided(shape, stride, offset)
+    return _finished(x, requires_grad, parameter, attributes)
+
+
+def _moved(number: int, device: torch.device) -> torch.Tensor:
+    """The bytes of a storage on a device, to which the current stream copies them."""
+    if _arrived.moved is None:
+        _arrived.moved = {}
+    found = _arrived.moved.get(number)
+    if found is None:
+        storage = _arrived.storages[number]
+        bytes = storage.nbytes()
+        host = runtime_of(device).host_memory(bytes)
+        host.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        found = torch.empty(-(-bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=device)
+        found[:bytes].copy_(host, non_blocking=True)
+        _arrived.moved[number] = found
+    return found
+
+
+def _finished(
+    x: torch.Tensor, requires_grad: bool, parameter: bool, attributes: dict[str, Any] | None
+) -> torch.Tensor:
     if parameter:
         x = torch.nn.Parameter(x, requires_grad)
     elif requires_grad:
