@@ -20,7 +20,6 @@ from shoal.errors import (
     RendezvousError,
     RendezvousTimeout,
     UnknownWorker,
-    UnsupportedOperation,
     UsageError,
     WorkerLost,
 )
@@ -367,12 +366,33 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
             rpc.shutdown()
 
 
-def test_devices_are_refused_when_they_are_named() -> None:
-    for what in ({"device_maps": {"w1": {0: 1}}}, {"devices": ["cuda:0"]}):
-        with pytest.raises(UnsupportedOperation, match=r"send x\.cpu\(\)"):
-            rpc.TensorPipeRpcBackendOptions(**what)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedOperation, match=r"send x\.cpu\(\)"):
-        rpc.TensorPipeRpcBackendOptions().set_device_map("w1", {0: 1})
+def test_device_maps_are_collected_and_checked() -> None:
+    options = rpc.TensorPipeRpcBackendOptions(device_maps={"w1": {"cuda:0": "cuda:1"}}, devices=["cuda:0"])
+    options.set_device_map("w1", {"cuda:1": "cuda:0", "cuda:0": "cuda:1"})
+    options.set_device_map("w2", {"cpu": "cuda:0"})
+    assert {to: {str(a): str(b) for a, b in pairs.items()} for to, pairs in options.device_maps.items()} == {
+        "w1": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"},
+        "w2": {"cpu": "cuda:0"},
+    }
+    assert options.devices == [torch.device("cuda:0")]
+    for wrong, words in (
+        ({"cuda:0": "cuda:2"}, "cuda:0 goes to cuda:1 already"),
+        ({"cuda:2": "cuda:1"}, "maps cuda:0 and cuda:2 to cuda:1: only a 1-to-1 mapping"),
+        ({"no device": "cuda:1"}, "'no device' is no device"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            options.set_device_map("w1", wrong)
+    with pytest.raises(UsageError, match="set_devices: 'no device' is no device"):
+        options.set_devices(["no device"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are such devices here")
+def test_the_devices_of_a_map_have_to_be_here(tmp_path: Path) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{tmp_path / 'store'}", device_maps={"w1": {"cuda:0": "cuda:0"}}
+    )
+    with pytest.raises(UsageError, match="there is no cuda:0 at this worker"):
+        rpc.init_rpc("w0", rpc_backend_options=options)
 
 
 # -- names -----------------------------------------------------------------------------------------

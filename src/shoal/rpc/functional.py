@@ -75,7 +75,8 @@ def init_rpc(
                 f"init_rpc: RPC is already initialized here, as {there.name!r}; call shutdown first"
             )
         timeout = call_timeout(options.rpc_timeout, config.RPC_TIMEOUT.get())
-        settings = checked_settings(timeout, None, max(HANDLERS, options.num_worker_threads))
+        handlers = max(HANDLERS, options.num_worker_threads)
+        settings = checked_settings(timeout, None, handlers, device_maps=options.device_maps)
         deadline = Deadline(config.TIMEOUT.get())
         place = _opened(options.init_method, rank, world_size, deadline)
         try:

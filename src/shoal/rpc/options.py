@@ -6,8 +6,11 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from .. import config
-from ..errors import UnsupportedOperation
+from ..errors import UsageError
+from .device_maps import checked_device, checked_pairs
 
 
 class BackendType(enum.Enum):
@@ -25,7 +28,8 @@ class TensorPipeRpcBackendOptions:
             ``SHOAL_RPC_TIMEOUT`` unless given.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``, ``file:///path``, or another URL
             of :func:`shoal.init`.
-        device_maps, devices: must be empty: tensors of an accelerator travel as ``x.cpu()``.
+        device_maps: as of :func:`shoal.rpc.join`.
+        devices: without a meaning: tensors go to the devices that the maps name.
     """
 
     def __init__(
@@ -39,34 +43,37 @@ class TensorPipeRpcBackendOptions:
         _transports: object = None,
         _channels: object = None,
     ) -> None:
-        _refuse_devices(device_maps)
-        _refuse_devices(devices)
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = config.RPC_TIMEOUT.get() if rpc_timeout is None else rpc_timeout
         self.init_method = init_method
-        self.device_maps: dict[str, Any] = {}
-        self.devices: list[Any] = []
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.devices: list[torch.device] = []
+        for to, device_map in (device_maps or {}).items():
+            self.set_device_map(to, device_map)
+        self.set_devices(devices or ())
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Refuse a map.
+        """Say to which device of the worker ``to`` the tensors of each device of this one go, one to one.
+
+        What was said before for the same worker stays.
 
         Raises:
-            UnsupportedOperation: it is not empty.
+            UsageError: it is no such map, or two devices would go to one, or one to two.
         """
-        _refuse_devices(device_map)
+        known = self.device_maps.get(to, {})
+        wanted = checked_pairs(device_map, f"set_device_map({to!r})")
+        for here, there in wanted.items():
+            if known.get(here, there) != there:
+                raise UsageError(
+                    f"set_device_map({to!r}): {here} goes to {known[here]} already, and not to {there} too: "
+                    "only a 1-to-1 mapping can be inverted for results"
+                )
+        self.device_maps[to] = checked_pairs({**known, **wanted}, f"set_device_map({to!r})")
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Refuse devices.
+        """Take note of devices.
 
         Raises:
-            UnsupportedOperation: there are some.
+            UsageError: one of them is none.
         """
-        _refuse_devices(devices)
-
-
-def _refuse_devices(devices: object) -> None:
-    if devices:
-        raise UnsupportedOperation(
-            f"devices of shoal.rpc: {devices!r}: tensors of an accelerator are not sent: leave "
-            "device_maps= and devices= out, send x.cpu(), and move what arrives"
-        )
+        self.devices = [checked_device(device, "set_devices") for device in devices]
