@@ -144,6 +144,18 @@ def test_who_serves_stays_until_its_agent_is_closed(meeting: Stage, a: Agent) ->
         meeting.join("c", timeout=0.05).serve(until="nobody")
 
 
+def test_a_value_of_too_many_parts_is_refused_and_ends_no_thread(meeting: Stage, a: Agent) -> None:
+    meeting.join("b")
+    many = [torch.ones(1) for _ in range(70_000)]
+    with pytest.raises(UsageError, match=r"len at 'b': 70000 tensors .*; at most 65535 go along"):
+        a.peer("b").call(len, many)
+    handlers.noted["many"] = many
+    with pytest.raises(UsageError, match=r"the result of .*recall at 'b': 70000 tensors"):
+        a.peer("b").call(handlers.recall, "many").wait()
+    handlers.noted.clear()
+    assert a.peer("b").call(handlers.echo, 1).wait() == 1
+
+
 def close() -> None:
     from shoal.rpc import current
 
