@@ -86,6 +86,11 @@ def tensor(part: Any = 0, dtype: Any = "float32", shape: Any = (2,), strides: An
     return pack(msgspec.msgpack.Ext(1, pack([part, dtype, shape, strides])))
 
 
+def test_more_tensors_than_one_letter_takes_are_not_sent() -> None:
+    with pytest.raises(UsageError, match="a test: 70000 tensors and buffers; at most 65535 go along"):
+        plain.encode([torch.ones(1)] * 70_000, "a test")
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -34,11 +34,9 @@ from ..errors import UsageError
 from ..wording import in_words
 from .device_maps import DeviceMap
 from .post import pack, unpack
-from .tensors import Collected, Part, arrived, check
+from .tensors import Collected, Part, arrived, check, check_count
 
 _COUNT = struct.Struct("<I")
-#: of one letter
-_MOST_PARTS = 65_535
 #: in the place of the number of storages: the value is packed and not pickled
 _PACKED = 0xFFFFFFFF
 _PACKED_HEAD = _COUNT.pack(_PACKED)
@@ -257,10 +255,7 @@ def _dump(pickler: type[Any], value: object) -> Message:
         beside = [_bytes_of(buffer.raw()) for buffer in buffers]
         parts = [*collected.parts(), *((x.data_ptr(), x.numel()) for x in beside)]
         keep = [*collected.keep, *beside]
-        if len(parts) > _MOST_PARTS:
-            raise UsageError(
-                f"{len(parts)} tensors and buffers; at most {_MOST_PARTS} go along with one value: stack them"
-            )
+        check_count(parts)
         if not collected.spans:
             return Message(file.getvalue(), parts, keep)
         starts = struct.pack(

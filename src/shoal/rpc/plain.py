@@ -20,7 +20,7 @@ import torch
 from ..errors import RpcError, UsageError
 from ..wording import in_words
 from .codec import Message
-from .tensors import Part, check
+from .tensors import Part, check, check_count
 
 #: lists and dicts inside one another
 DEPTH = 64
@@ -72,6 +72,7 @@ def encode(value: object, where: str) -> Message:
     tensors: list[torch.Tensor] = []
     try:
         head = msgspec.msgpack.encode(_packed(value, tensors, 0))
+        check_count(tensors)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     except (OverflowError, msgspec.MsgspecError, UnicodeError) as error:

@@ -89,7 +89,10 @@ class Service:
         Args:
             on_streams: whether this thread has streams of the connection's devices for it.
         """
-        line = self._links.line(letter.peer)
+        try:
+            line = self._links.line(letter.peer)
+        except KeyError:  # lost, and so long ago that it is forgotten: nobody waits for the call
+            return
         if line.devices is not None and not on_streams:
             with devices.handling(line, letter):
                 self.handle(letter, True)

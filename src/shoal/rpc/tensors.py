@@ -17,6 +17,8 @@ Part = tuple[int, int]
 
 #: the multiple of bytes at which a span begins, so that elements of every dtype stay aligned
 _ALIGNMENT = 16
+#: tensors and buffers beside one value
+_MOST_PARTS = 65_535
 _NAMES = {
     value: name
     for name, value in vars(torch).items()
@@ -30,6 +32,14 @@ def check(x: torch.Tensor) -> None:
         raise UsageError(
             f"a tensor of shape {tuple(x.shape)} is the result of {x.grad_fn.name()}, and a graph of "
             "autograd does not go to another worker: send x.detach()"
+        )
+
+
+def check_count(parts: Sequence[object]) -> None:
+    """Refuse more tensors and buffers than one letter takes."""
+    if len(parts) > _MOST_PARTS:
+        raise UsageError(
+            f"{len(parts)} tensors and buffers; at most {_MOST_PARTS} go along with one value: stack them"
         )
 
 
