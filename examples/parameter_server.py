@@ -61,7 +61,8 @@ class ParameterServer:
 
     def __init__(self, updates: int, seed: int) -> None:
         self.network = make_network(seed)
-        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1, momentum=0.9, weight_decay=3e-3)
+        # Without momentum: gradients that come late act like it, and with both the loss may grow.
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.6, weight_decay=3e-3)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, updates)
         self.by: Counter[str] = Counter()
         self.loss = 0.0
@@ -210,7 +211,8 @@ def main() -> None:
                 news = f"loss {loss:.4f}  test accuracy {right / count:.1%}"
                 progress.update(task, completed=done, news=news)
                 for name, error in chief.lost().items():
-                    console.print(f"after {done} updates: {error}")
+                    by, _, _ = server.standing().wait()  # with all that came before the death
+                    console.print(f"after {sum(by.values())} updates: {error}")
                     chief.start(name)
                     left = options.updates - by[name]
                     chief.train(name, server, left, options.batch, options.seed + len(TRAINERS))

@@ -58,10 +58,3 @@ def test_the_command_reaches_97_percent_and_leaves_no_process(tmp_path: Path) ->
     ]
     assert left == []
     _check(run.stdout, 360, 97)
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
