@@ -64,7 +64,7 @@ _NOT_HERE = {
     "backend_registry": "there is one way in which calls travel",
     **dict.fromkeys(
         ("enable_gil_profiling", "RemoteProfilerManager", "server_process_global_profiler"),
-        "there is no profiler of calls; Agent.stats() counts",
+        "torch.profiler shows calls, and Agent.stats() counts them",
     ),
     **dict.fromkeys(
         ("AllGatherStates", "api", "constants", "internal", "method_factory", "new_method"),

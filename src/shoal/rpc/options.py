@@ -23,7 +23,7 @@ class TensorPipeRpcBackendOptions:
     """Settings of :func:`init_rpc`, under the name that torch gives to them.
 
     Attributes:
-        num_worker_threads: without a meaning: as many handlers run at once as calls need.
+        num_worker_threads: how many handlers run at once, which is never less than 512.
         rpc_timeout: seconds that a call may take unless it says otherwise; 0: as long as it takes.
             ``SHOAL_RPC_TIMEOUT`` unless given.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``, ``file:///path``, or another URL
