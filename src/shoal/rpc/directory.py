@@ -152,7 +152,7 @@ class Directory:
             else f"{name!r} (process {worker.pid}) has ended and nobody took its place"
         )
         raise UnknownWorker(
-            f"worker {me!r}: {what} within {in_seconds(timeout)}; "
+            f"worker {me!r}: {what}{_within(timeout)}; "
             + (f"there are {', '.join(map(repr, there))}" if there else "nobody is there")
         )
 
@@ -171,7 +171,7 @@ class Directory:
         except StoreTimeout:
             there = ", ".join(sorted(repr(each.name) for each in self.workers()))
             raise UnknownWorker(
-                f"worker {me!r}: rank {rank} has not joined within {in_seconds(timeout)}; there are {there}"
+                f"worker {me!r}: rank {rank} has not joined{_within(timeout)}; there are {there}"
             ) from None
 
     def workers(self) -> list[Worker]:
@@ -184,6 +184,11 @@ class Directory:
             return _decoded(self._names.get(name, 0.0))
         except StoreTimeout:
             return None
+
+
+def _within(timeout: float) -> str:
+    """How long was waited, as the end of a clause; nothing if nobody waited."""
+    return f" within {in_seconds(timeout)}" if timeout else ""
 
 
 def _decoded(entry: bytes) -> Worker:

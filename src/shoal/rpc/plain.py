@@ -144,7 +144,10 @@ def _packed(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
     check(x)
     if x.dtype not in _NAMES or x.layout is not torch.strided or x.is_meta:
-        raise UsageError(f"a tensor of {x.dtype}, {x.layout} on {x.device} goes neither to nor from one")
+        raise UsageError(
+            f"a tensor of {x.dtype}, {x.layout} on {x.device} goes neither to nor from a restricted worker: "
+            "plain, dense ones of the CPU do"
+        )
     x = x.detach().resolve_conj().resolve_neg()
     if not x.numel():
         return _Layout(0, _NAMES[x.dtype], list(x.shape), [0] * x.dim())
