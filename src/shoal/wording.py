@@ -32,7 +32,12 @@ def in_words(error: BaseException) -> str:
         text = str(error)
     except Exception:  # it is the user's
         text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return encodable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def encodable(text: str) -> str:
+    """``text`` with escapes for what UTF-8 has no code for, such as bytes of file names in errors."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _runs(ordered: Iterable[int]) -> str:

@@ -142,3 +142,35 @@ def total(xs: list[torch.Tensor]) -> torch.Tensor:
 def grow_first(xs: list[torch.Tensor]) -> list[torch.Tensor]:
     xs[0] += 1
     return xs
+
+
+def fail_unencodably(kind: str) -> None:
+    """Raise what is hard to tell to others."""
+    if kind == "half a character":
+        raise ValueError("caf\udce9")
+    raise SyntaxError("flawed", ("file", "no number", -1, 7))
+
+
+class Failing:
+    """An actor that raises it."""
+
+    def fail(self, kind: str) -> None:
+        fail_unencodably(kind)
+
+    def live(self) -> str:
+        return "alive"
+
+
+class Refusing:
+    """Cannot be pickled, for a reason of its own."""
+
+    def __reduce__(self) -> str:
+        raise ValueError("it will not go")
+
+
+class Interrupted(BaseException):
+    """No Exception."""
+
+
+def interrupt() -> None:
+    raise Interrupted("just now")

@@ -128,6 +128,29 @@ def test_an_exception_that_cannot_be_rebuilt_is_told(b: Peer, kind: str, text: s
     assert "in fail" in caught.value.traceback
 
 
+@pytest.mark.parametrize("kind", ["half a character", "half a syntax error"])
+def test_an_exception_that_is_hard_to_tell_ends_its_call_and_nothing_else(b: Peer, kind: str) -> None:
+    """Those of file names are hard; the handler's thread must live on, that of an actor above all."""
+    expected = (RemoteError, ValueError, SyntaxError)
+    with pytest.raises(expected, match=r"caf|flawed"):
+        b.call(handlers.fail_unencodably, kind).wait(PATIENCE)
+    actor = b.actor(handlers.Failing)
+    with pytest.raises(expected, match=r"caf|flawed"):
+        actor.fail(kind).wait(PATIENCE)
+    assert actor.live().wait(PATIENCE) == "alive"
+
+
+def test_what_pickling_raises_says_which_call_it_was(b: Peer) -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    for value, why in ((deep, "RecursionError"), (handlers.Refusing(), "it will not go")):
+        with pytest.raises(UsageError, match=rf"worker 'a': .*echo at 'b' cannot be sent: .*{why}"):
+            b.call(handlers.echo, value)
+    with pytest.raises(UsageError, match=r"the result of .*Refusing at 'b' cannot be sent: .*will not go"):
+        b.call(handlers.Refusing).wait()
+
+
 def test_what_cannot_be_sent_is_refused_by_name(b: Peer) -> None:
     with pytest.raises(
         UsageError, match=r"worker 'a': tests.rpc.handlers.echo at 'b' cannot be sent: .*lock"

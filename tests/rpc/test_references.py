@@ -175,6 +175,18 @@ def test_what_making_an_object_raises_its_users_hear(b: Peer) -> None:
             use()
 
 
+def test_the_users_of_an_object_hear_that_its_making_was_cut_off(b: Peer, c: Peer) -> None:
+    """They would else wait for it as long as they are allowed to."""
+    cancelled = b.remote(handlers.until_cancelled_async, "the making")
+    b.call(handlers.wait_for, "the making runs").wait()
+    assert cancelled.created is not None
+    assert cancelled.created.cancel()
+    for ref in (cancelled, b.remote(handlers.interrupt)):
+        for peer in (b, c):
+            with pytest.raises(RpcError, match=r"was never made: its making ended with (Canc|Interr)"):
+                peer.call(RRef.to_here, ref).wait(PATIENCE)
+
+
 def test_an_object_lives_as_long_as_somebody_holds_it(b: Peer, c: Peer) -> None:
     become(0, lambda: b.call(count).wait())
     ref = b.remote(Table, 7.0)

@@ -145,6 +145,8 @@ def _encode(value: object, where: str, travellers: list[Any]) -> Message:
         if isinstance(error, UsageError):
             raise UsageError(f"{where}: {error}") from None
         refused = error
+    except Exception as error:
+        raise _refusal(where, error) from error
     travellers.clear()
     by_value = _by_value()
     if by_value is None:
@@ -156,8 +158,13 @@ def _encode(value: object, where: str, travellers: list[Any]) -> Message:
         return _dump(by_value, value)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(f"{where} cannot be sent: {in_words(error)}") from error
+    except Exception as error:
+        raise _refusal(where, error) from error
+
+
+def _refusal(where: str, error: Exception) -> UsageError:
+    """For what pickling raised: code of the value's own, or the pickler of a value that is too deep."""
+    return UsageError(f"{where} cannot be sent: {in_words(error)}")
 
 
 def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[Any] | None = None) -> Any:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..errors import UsageError
+from ..errors import RpcError, UsageError
 from ..future import Future
+from ..wording import in_words
 from . import call, codec, devices
 from .current import current
 from .default import call_timeout, default_agent
@@ -264,8 +265,11 @@ def create(
     except Exception as error:
         owned.value.set_exception(error)
         return None
+    except BaseException as error:
+        owned.value.set_exception(_unmade(ident, error))
+        raise
     if inspect.iscoroutine(result):
-        return _finish(owned.value, result)
+        return _finish(ident, owned.value, result)
     if is_deferred(fn, result):
         result.add_done_callback(partial(_pass_on, owned.value))
     else:
@@ -279,11 +283,19 @@ def _made(value: Future[Any], result: Any) -> None:
     value.set_result(result)
 
 
-async def _finish(value: Future[Any], result: Any) -> None:
+async def _finish(ident: str, value: Future[Any], result: Any) -> None:
     try:
         value.set_result(await result)
     except Exception as error:
         value.set_exception(error)
+    except BaseException as error:  # the call that makes it was cancelled, or its time is over
+        value.set_exception(_unmade(ident, error))
+        raise
+
+
+def _unmade(ident: str, error: BaseException) -> RpcError:
+    """For the users of an object, who need not end with what ended its making."""
+    return RpcError(f"the object {ident} was never made: its making ended with {in_words(error)}")
 
 
 def _pass_on(value: Future[Any], result: Future[Any]) -> None:

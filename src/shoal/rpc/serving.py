@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import RpcError, UsageError
 from ..future import Future
-from ..wording import in_words
+from ..wording import encodable, in_words
 from . import devices, plain, profiling
 from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
 from .codec import Message, decode, encode
@@ -206,17 +206,14 @@ class _Served:
         """Reply that ``error`` was raised."""
         service = self._service
         fatal = isinstance(error, (KeyboardInterrupt, SystemExit))
-        # The first frame is ours.
-        lines = traceback.format_exception(
-            type(error), error, error.__traceback__ and error.__traceback__.tb_next
-        )
+        trace = _traceback_of(error)
         if not self._letter.call:
             _logger.error(
                 "worker %r: %s, which %r posted, raised:\n%s",
-                service._name, self._name, self._line.worker.name, "".join(lines),
+                service._name, self._name, self._line.worker.name, trace,
             )  # fmt: skip
         else:
-            told = Failure(service._name, service._pid, service._host, in_words(error), "".join(lines), fatal)
+            told = Failure(service._name, service._pid, service._host, in_words(error), trace, fatal)
             words = msgspec.msgpack.encode(told)
             said = Message(FAILURE.pack(len(words)) + words)
             if not (fatal or self._line.plain):
@@ -260,6 +257,16 @@ class _Served:
         )
         if travellers and not sent:
             service._agent.references.unpin(letter.peer, letter.call)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback of what a handler raised, as text that can be sent."""
+    try:
+        # The first frame is ours.
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        return encodable("".join(traceback.format_exception(type(error), error, frames)))
+    except Exception:  # it is the user's, and may say of itself what nobody can format
+        return f"{in_words(error)}\n"
 
 
 def _end_this_process() -> None:
