@@ -355,6 +355,8 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
             rpc.init_rpc("w0", backend="TENSORPIPE")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"expected shoal\.rpc\.TensorPipe"):
             rpc.init_rpc("w0", rpc_backend_options={})  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="num_worker_threads=0: expected a whole number from 1"):
+            rpc.init_rpc("w0", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(num_worker_threads=0))
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/place")
         with pytest.raises(UsageError, match="rank= is missing"):
             rpc.init_rpc("w0", world_size=2, rpc_backend_options=options)

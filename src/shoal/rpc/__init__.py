@@ -7,7 +7,7 @@
 ``functional`` has the functions of torch.distributed.rpc over an agent of the process.
 
 Bytes move in the native endpoint (``post``), everything else is here: ``directory`` knows who has joined
-under which name, ``links`` makes connections, ``codec`` pickles, ``call`` is the caller's half and
+under which name, ``links`` makes connections, ``codec`` packs and pickles, ``call`` is the caller's half and
 ``serving`` the callee's, whose threads are the ``executor``'s.  Whoever can call a worker can run any code
 there; ``docs/security.md`` says how strangers are kept out.
 """

@@ -1,8 +1,9 @@
-"""The caller's half: a call goes out as one letter, and the thread that waits for its reply unpickles it.
+"""The caller's half: a call goes out as one letter, and the thread that waits for its reply decodes it.
 
-The head of a call is the number of its function, whether the function itself comes with it, and the pickle of
-function (if it comes), arguments and keyword arguments.  The head of a failed reply is what went wrong in
-words, and the pickle of the exception, if it has one.
+The head of a call is the number of its function, whether the function itself comes with it, and what the
+codec makes of function (if it comes), arguments and keyword arguments.  The head of a failed reply is what
+went wrong in words, and the pickle of the exception, if it has one.  On a connection of a restricted worker
+the head of a call is as :mod:`.plain` makes it, and a failed reply has words only.
 """
 
 from __future__ import annotations

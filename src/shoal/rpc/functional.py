@@ -26,6 +26,7 @@ from .. import config
 from ..distributed.init_method import meeting_place
 from ..errors import ShoalError, UsageError
 from ..future import Future
+from ..keywords import checked_count
 from ..rendezvous.environment import read
 from ..rendezvous.place import Place, checked_request, opened
 from ..torch_terms.durations import CLOSING
@@ -75,7 +76,7 @@ def init_rpc(
                 f"init_rpc: RPC is already initialized here, as {there.name!r}; call shutdown first"
             )
         timeout = call_timeout(options.rpc_timeout, config.RPC_TIMEOUT.get())
-        handlers = max(HANDLERS, options.num_worker_threads)
+        handlers = max(HANDLERS, checked_count("num_worker_threads", options.num_worker_threads))
         settings = checked_settings(timeout, None, handlers, device_maps=options.device_maps)
         deadline = Deadline(config.TIMEOUT.get())
         place = _opened(options.init_method, rank, world_size, deadline)
