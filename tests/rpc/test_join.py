@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import shoal
-from shoal.errors import AuthenticationError, UsageError
+from shoal.errors import AuthenticationError, CallTimeout, UsageError
 from shoal.rpc import join
 from shoal.testing import no_leaks, run_threads
 from tests.rpc.stage import Stage
@@ -64,3 +65,13 @@ def test_who_has_another_secret_does_not_join() -> None:
 def test_what_cannot_be_right_is_refused(arguments: dict[str, object], words: str) -> None:
     with no_leaks(), pytest.raises(UsageError, match=words):
         join(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_call_whose_time_is_up_before_it_is_connected_is_late_and_its_worker_not_lost() -> None:
+    with Stage() as stage:
+        a = stage.join("a")
+        stage.join("b")
+        connecting = a.links._making.setdefault("b", threading.Lock())  # as if another call were
+        with connecting, pytest.raises(CallTimeout, match="was not connected to within"):
+            a.peer("b").options(timeout=0.05).call(int).wait()
+        assert a.peer("b").call(int, "7").wait() == 7

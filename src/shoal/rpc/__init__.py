@@ -68,7 +68,7 @@ _NOT_HERE = {
     ),
     **dict.fromkeys(
         ("AllGatherStates", "api", "constants", "internal", "method_factory", "new_method"),
-        "it is inside torch; docs/rpc.md lists the names that are here",
+        "it is inside torch; code that needs it keeps its import after shoal.compat.rpc.install()",
     ),
 }
 

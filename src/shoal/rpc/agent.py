@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import (
     AgentClosed,
+    CallTimeout,
     ForkedProcess,
     ShoalError,
     UnknownWorker,
@@ -273,12 +274,13 @@ class Agent:
             time.sleep(_PAUSE)
 
     def reach(self, name: str, timeout: float) -> None:
-        """Look whether a worker can be called.
+        """Look whether a worker can be called; one that answers slowly can.
 
         Raises:
             WorkerLost: it cannot.
         """
-        self.line(name, timeout)
+        with contextlib.suppress(CallTimeout):
+            self.line(name, timeout)
 
     def __enter__(self) -> Agent:
         return self

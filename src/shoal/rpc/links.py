@@ -23,6 +23,7 @@ from .. import wire
 from ..errors import (
     AgentClosed,
     AuthenticationError,
+    CallTimeout,
     RpcError,
     ShoalError,
     UnknownWorker,
@@ -129,13 +130,14 @@ class Links:
 
         Raises:
             WorkerLost: it has ended, or cannot be reached.
+            CallTimeout: time is up.
             UnknownWorker: nobody has joined under the name.
         """
         with self._lock:
             making = self._making.setdefault(name, threading.Lock())
         deadline = Deadline(timeout)
         if not making.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
-            raise WorkerLost(f"{self._who(name)} was not connected to within {in_seconds(timeout)}", name)
+            raise self._late(name, deadline)
         try:
             line = self.existing(name)
             return line if line is not None else self._make(name, directory, deadline, only)
@@ -201,6 +203,8 @@ class Links:
         except (AgentClosed, AuthenticationError, VersionMismatch):
             raise
         except (WireError, RpcError) as error:
+            if deadline.expired:
+                raise self._late(name, deadline) from error
             raise WorkerLost(
                 f"{self._who(name)} (process {worker.pid}) cannot be reached: {error}", name
             ) from error
@@ -266,6 +270,9 @@ class Links:
             if len(self._ended) > _REMEMBERED:
                 self._lines.pop(self._ended.pop(0), None)
         self._lost(line)
+
+    def _late(self, name: str, deadline: Deadline) -> CallTimeout:
+        return CallTimeout(f"{self._who(name)} was not connected to within {in_seconds(deadline.timeout)}")
 
     def _who(self, name: str) -> str:
         return f"worker {self._me.name!r}: {name!r}"
