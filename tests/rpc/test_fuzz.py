@@ -95,7 +95,7 @@ class Attack:
     def introduced(self, choose: random.Random) -> socket.socket:
         """A connection on which letters are expected."""
         with contextlib.closing(self.proved(choose)) as connection:
-            wire.introduce(connection, self.evil.links._hello(self.target.worker.incarnation), PATIENCE)
+            wire.introduce(connection, self.evil.links._hello(self.target.worker.incarnation, {}), PATIENCE)
             sock = socket.socket(fileno=connection.detach())
         sock.settimeout(PATIENCE)
         return sock
@@ -153,7 +153,7 @@ def test_strangers_say_anything_and_an_honest_worker_is_served(attack: Attack, a
 @amounts
 def test_introductions_in_other_words_are_cut_off(attack: Attack, amount: int) -> None:
     choose = random.Random(amount)
-    hello = msgspec.msgpack.encode(attack.evil.links._hello(attack.target.worker.incarnation))
+    hello = msgspec.msgpack.encode(attack.evil.links._hello(attack.target.worker.incarnation, {}))
     others = [
         msgspec.msgpack.encode(each)
         for each in (

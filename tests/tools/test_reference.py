@@ -24,7 +24,7 @@ def test_every_public_name_has_a_page() -> None:
 def test_every_public_name_says_what_it_is(name: str) -> None:
     module, _, short = name.rpartition(".")
     value = getattr(importlib.import_module(module), short)
-    if inspect.isclass(value) or inspect.isroutine(value):
+    if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
         assert vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     else:
         lines = [
