@@ -140,6 +140,11 @@ def test_an_exception_that_is_hard_to_tell_ends_its_call_and_nothing_else(b: Pee
     assert actor.live().wait(PATIENCE) == "alive"
 
 
+def test_a_stop_iteration_ends_no_iteration_of_the_caller(b: Peer) -> None:
+    with pytest.raises(RemoteError, match=r"next at 'b' raised at 'b' .*StopIteration"):
+        b.call(next, iter([])).wait(PATIENCE)
+
+
 def test_what_pickling_raises_says_which_call_it_was(b: Peer) -> None:
     deep: list[Any] = []
     for _ in range(10_000):

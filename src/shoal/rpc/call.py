@@ -286,7 +286,8 @@ def failure(letter: Letter, line: Line, shown: str) -> BaseException:
         error = decode(head[at:], letter.parts, line)
     except Exception as why:
         return RemoteError(f"{text}(it cannot be rebuilt here: {in_words(why)})", told.worker, told.traceback)
-    if not isinstance(error, Exception):
+    # A StopIteration would end the generators that it passes through, as asyncio's futures refuse it for.
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
         return remote
     error.__cause__ = remote
     return error
