@@ -190,14 +190,19 @@ class Pool:
 
 
 class Pools:
-    """``pools(2)``: the pool of two ranks; made when it is first asked for, and anew when a call failed."""
+    """``pools(2)``: the pool of two ranks; made when it is first asked for, and anew when a call failed.
 
-    def __init__(self) -> None:
+    Args:
+        backend: as for :class:`Pool`.
+    """
+
+    def __init__(self, backend: str | None = BACKEND) -> None:
+        self._backend = backend
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, size: int) -> Pool:
         if size not in self._pools or not self._pools[size].usable:
-            self._pools[size] = Pool(size)
+            self._pools[size] = Pool(size, backend=self._backend)
         return self._pools[size]
 
     def close(self) -> None:

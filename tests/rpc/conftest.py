@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from shoal.rpc import Agent
 from shoal.testing.processes import preload
+from tests.rpc import handlers
+from tests.rpc.stage import Stage
 from tests.support.frozen import frozen
 
 preload("tests.rpc.crew", "encodings.idna")  # a worker that is killed at once must not import for long
@@ -14,3 +17,16 @@ preload("tests.rpc.crew", "encodings.idna")  # a worker that is killed at once m
 def _frozen() -> Iterator[None]:
     with frozen():
         yield
+
+
+@pytest.fixture
+def meeting() -> Iterator[Stage]:
+    """A place where the test's agents meet."""
+    handlers.noted.clear()
+    with Stage() as meeting:
+        yield meeting
+
+
+@pytest.fixture
+def a(meeting: Stage) -> Agent:
+    return meeting.join("a", timeout=handlers.PATIENCE)

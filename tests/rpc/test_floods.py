@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,25 +13,12 @@ import torch
 from shoal.errors import CallTimeout, WorkerLost
 from shoal.rpc import Agent, Peer
 from tests.rpc import handlers
-from tests.rpc.handlers import PATIENCE
 from tests.rpc.stage import Stage
 from tests.support.waiting import until
 
 MIB = 1 << 20
 #: what a post takes in beside large parts that the budget counts: the window of a connection, and buffers
 ASIDE = 48 * MIB
-
-
-@pytest.fixture
-def meeting() -> Iterator[Stage]:
-    handlers.noted.clear()
-    with Stage() as meeting:
-        yield meeting
-
-
-@pytest.fixture
-def a(meeting: Stage) -> Agent:
-    return meeting.join("a", timeout=PATIENCE)
 
 
 def until_there(path: Path) -> None:

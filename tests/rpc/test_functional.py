@@ -6,6 +6,7 @@ import inspect
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shoal.errors import (
     WorkerLost,
 )
 from shoal.testing import no_leaks
-from tests.compat.pool import Pool
+from tests.compat.pool import Pool, Pools
 from tests.compat.rank import Context
 from tests.rpc import handlers
 
@@ -32,19 +33,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "rpc.md"
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[list[Pool]]:
-    made: list[Pool] = []
-    yield made
-    for pool in made:
-        pool.close()
+def pools() -> Iterator[Pools]:
+    with closing(Pools(backend=None)) as pools:
+        yield pools
 
 
 @pytest.fixture
-def pool(pools: list[Pool]) -> Pool:
+def pool(pools: Pools) -> Pool:
     """Three processes that call ``init_rpc`` themselves."""
-    if not pools or not pools[-1].usable:
-        pools.append(Pool(3, backend=None))
-    return pools[-1]
+    return pools(3)
 
 
 def begin(context: Context, *, fixed: bool = True, timeout: float | None = None, place: str = "place") -> str:

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,18 +27,6 @@ from tests.rpc.handlers import PATIENCE
 from tests.rpc.stage import Stage
 
 FAR = {"host_id": "elsewhere"}
-
-
-@pytest.fixture
-def meeting() -> Iterator[Stage]:
-    handlers.noted.clear()
-    with Stage() as meeting:
-        yield meeting
-
-
-@pytest.fixture
-def a(meeting: Stage) -> Agent:
-    return meeting.join("a", timeout=PATIENCE)
 
 
 def blocked(peer: Peer, key: str) -> Any:

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,17 +26,9 @@ SILENCE = 2.0
 far_and_near = pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
 
 
-@pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    handlers.noted.clear()
+@pytest.fixture(autouse=True)
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HEARTBEAT_TIMEOUT", str(SILENCE))
-    with Stage() as meeting:
-        yield meeting
-
-
-@pytest.fixture
-def a(meeting: Stage) -> Agent:
-    return meeting.join("a", timeout=PATIENCE)
 
 
 def start(meeting: Stage, a: Agent, how: dict[str, Any]) -> Peer:

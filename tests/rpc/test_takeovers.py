@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -59,13 +58,6 @@ def test_calls_go_on_when_the_store_has_died() -> None:
     b.close(PATIENCE)
     a.close(PATIENCE)
     assert time.monotonic() - began < PATIENCE
-
-
-@pytest.fixture
-def meeting() -> Iterator[Stage]:
-    handlers.noted.clear()
-    with Stage() as meeting:
-        yield meeting
 
 
 def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Stage) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
-from tests.compat.pool import Pool
+from tests.compat.pool import Pool, Pools
 from tests.compat.rank import Context
 from tests.compat.rpc import torchs
 from tests.compat.rpc.expected import OUT, QUICK, SLOW
@@ -16,19 +17,15 @@ _LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[list[Pool]]:
-    made: list[Pool] = []
-    yield made
-    for pool in made:
-        pool.close()
+def pools() -> Iterator[Pools]:
+    with closing(Pools(backend=None)) as pools:
+        yield pools
 
 
 @pytest.fixture
-def pool(pools: list[Pool]) -> Pool:
+def pool(pools: Pools) -> Pool:
     """Processes in which shoal is behind torch.distributed.rpc."""
-    if not pools or not pools[-1].usable:
-        pools.append(Pool(torchs.RANKS, backend=None))
-    return pools[-1]
+    return pools(torchs.RANKS)
 
 
 def _each(tests: dict[str, list[str]]) -> list[tuple[str, str]]:
