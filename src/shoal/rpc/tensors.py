@@ -88,7 +88,7 @@ class Collected:
                 self._keep_bytes(number, x, end)
         layout = (number, _NAMES[x.dtype], offset, tuple(x.shape), x.stride())
         rest = (x.requires_grad, isinstance(x, torch.nn.Parameter), x.__dict__ or None)
-        return (_tensor, (*layout, *rest)) if target is None else (_tensor_on, (target, *layout, *rest))
+        return _tensor, (*layout, *rest) if target is None else (*layout, *rest, target)
 
     def _keep_bytes(self, number: int, x: torch.Tensor, end: int) -> None:
         known = self.on_devices.get(number)
@@ -159,34 +159,24 @@ def _tensor(
     requires_grad: bool,
     parameter: bool,
     attributes: dict[str, Any] | None,
+    target: str = "cpu",
 ) -> torch.Tensor:
     dtype = getattr(torch, name)
     if 0 in shape:
-        x = torch.empty_strided(shape, stride, dtype=dtype)
+        x = torch.empty_strided(shape, stride, dtype=dtype, device=target)
     else:
         offset -= _arrived.starts[number] // dtype.itemsize
-        x = torch.empty(0, dtype=dtype).set_(_arrived.storages[number], offset, shape, stride)
-    return _finished(x, requires_grad, parameter, attributes)
-
-
-def _tensor_on(
-    target: str,
-    number: int,
-    name: str,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    parameter: bool,
-    attributes: dict[str, Any] | None,
-) -> torch.Tensor:
-    dtype, device = getattr(torch, name), torch.device(target)
-    if 0 in shape:
-        x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    else:
-        offset -= _arrived.starts[number] // dtype.itemsize
-        x = _moved(number, device).view(dtype).as_strided(shape, stride, offset)
-    return _finished(x, requires_grad, parameter, attributes)
+        if target == "cpu":
+            x = torch.empty(0, dtype=dtype).set_(_arrived.storages[number], offset, shape, stride)
+        else:
+            x = _moved(number, torch.device(target)).view(dtype).as_strided(shape, stride, offset)
+    if parameter:
+        x = torch.nn.Parameter(x, requires_grad)
+    elif requires_grad:
+        x.requires_grad_()
+    if attributes:
+        x.__dict__.update(attributes)
+    return x
 
 
 def _moved(number: int, device: torch.device) -> torch.Tensor:
@@ -203,15 +193,3 @@ def _moved(number: int, device: torch.device) -> torch.Tensor:
         found[:bytes].copy_(host, non_blocking=True)
         _arrived.moved[number] = found
     return found
-
-
-def _finished(
-    x: torch.Tensor, requires_grad: bool, parameter: bool, attributes: dict[str, Any] | None
-) -> torch.Tensor:
-    if parameter:
-        x = torch.nn.Parameter(x, requires_grad)
-    elif requires_grad:
-        x.requires_grad_()
-    if attributes:
-        x.__dict__.update(attributes)
-    return x
