@@ -19,7 +19,7 @@ from rpc_figures import LARGE, SMALL, Library, Work, measure
 
 
 class Methods:
-    """What is called."""
+    """The object whose methods are called."""
 
     def nothing(self) -> None:
         pass

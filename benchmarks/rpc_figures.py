@@ -1,4 +1,4 @@
-"""What the benchmark of calls times, the same for every library; imports none of them.
+"""The calls that the benchmark times, the same for every library; this module imports none of them.
 
 A library gives three functions, each of which begins a call and returns a function that waits for its result:
 a call without arguments, one that returns a small tensor, and one that takes a large tensor.

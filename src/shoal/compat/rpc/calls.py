@@ -58,7 +58,7 @@ def torchscript(to: Any, name: str, *_: object, **__: object) -> NoReturn:
 
 
 def _result(future: Future[Packed]) -> Any:
-    """What came back; what the function raised, as torch raises it."""
+    """The result; raises what the function raised, as torch does."""
     result = unpack(future.value())
     try:
         internal._handle_exception(result)
