@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from shoal import Future, PeerLost, ProcessGroup
@@ -213,11 +212,3 @@ def quiet_fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return os.fork()
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes below ``pid``, none if it has ended."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
