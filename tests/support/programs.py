@@ -8,6 +8,7 @@ group last waits for itself.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import sys
@@ -66,6 +67,7 @@ def run_program(script: Path, size: int, *arguments: str, folder: Path, timeout:
 
 def _play(script: Path, arguments: tuple[str, ...], variables: dict[str, str], output: Path) -> None:
     """Be one rank."""
+    gc.freeze()  # as the ranks of shoal.testing do
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(descriptor, number)

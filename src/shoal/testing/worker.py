@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -50,6 +51,7 @@ def run_rank(
         reports: takes one tuple ``(kind, pickled value or exception, traceback, moment)``.
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
+    gc.freeze()  # or a garbage collection looks at all of torch, and copies the pages that ranks share
     attach(dumps)
     os.environ.update(environment)
     torch.set_num_threads(1)
