@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -21,6 +22,12 @@ from typing import Any
 
 #: a job takes a second on an idle machine
 DEADLINE = 60
+
+#: Whatever has an optimiser imports the compiler, which takes a second in every rank, and so do the digits.
+PRELOADED = (
+    "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "sklearn.datasets", "sklearn.model_selection",
+)  # fmt: skip
 
 
 class QuickLauncher:
@@ -64,12 +71,13 @@ class QuickLauncher:
 def serve() -> None:
     """Launch what is asked for on stdin until it ends."""
     import torch
-    import torch._dynamo  # which optimisers import
 
     import shoal.compat.connect
     import shoal.initialize
     import shoal.launch.run  # noqa: F401
 
+    for module in PRELOADED:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     gc.freeze()  # or each rank walks over all of torch when it ends
     for line in sys.stdin:
