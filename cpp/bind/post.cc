@@ -367,6 +367,10 @@ void bind_post(nb::module_& m) {
           "announce", [](const Pending& self, std::int64_t ticket) { return self.call->announce(ticket); },
           nb::arg("ticket"))
       .def(
+          "announce_failure",
+          [](const Pending& self, std::int64_t ticket) { return self.call->announce_failure(ticket); },
+          nb::arg("ticket"))
+      .def(
           "cancel",
           [](const Pending& self) { return used(self).done() ? false : self.post->cancel(self.call); },
           nb::call_guard<nb::gil_scoped_release>());

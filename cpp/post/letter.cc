@@ -130,6 +130,13 @@ bool Call::announce(std::int64_t ticket) {
   return false;
 }
 
+bool Call::announce_failure(std::int64_t ticket) {
+  std::lock_guard lock(mutex_);
+  if (ended_.is_open()) return true;
+  failure_ticket_ = ticket;
+  return false;
+}
+
 std::pair<CallEnd, std::string> Call::error() {
   if (!done()) return {CallEnd::kNone, ""};
   std::lock_guard lock(mutex_);
@@ -146,9 +153,11 @@ void Call::end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets)
   std::lock_guard lock(mutex_);
   how_ = how;
   text_ = std::move(text);
+  const bool failed = how != CallEnd::kNone || (reply && reply->verb() == Verb::kFailure);
   reply_ = std::move(reply);
   ended_.open();
   if (ticket_ >= 0) tickets.add(ticket_);
+  if (failed && failure_ticket_ >= 0) tickets.add(failure_ticket_);
 }
 
 void Call::sent(std::vector<std::shared_ptr<Parcel>> apart) {

@@ -143,6 +143,8 @@ class Call {
   bool wait(std::int64_t until) { return ended_.wait(until); }
   // Whether it has ended already; if not, the ticket is due when it does.
   bool announce(std::int64_t ticket);
+  // The same, for a ticket that is due only if the call fails, at its callee too.
+  bool announce_failure(std::int64_t ticket);
   std::pair<CallEnd, std::string> error();
   LetterPtr take_reply();
 
@@ -162,7 +164,7 @@ class Call {
   CallEnd how_ = CallEnd::kNone;
   std::string text_;
   LetterPtr reply_;
-  std::int64_t ticket_ = -1;
+  std::int64_t ticket_ = -1, failure_ticket_ = -1;
   std::vector<std::shared_ptr<Parcel>> apart_;
 };
 using CallPtr = std::shared_ptr<Call>;

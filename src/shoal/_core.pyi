@@ -267,6 +267,12 @@ class Call:
     def peer(self) -> int: ...
     @property
     def number(self) -> int: ...
+    def announce_failure(self, ticket: int) -> bool:
+        """Let ``ticket`` appear among the completions if the call ends with an error or a failed reply.
+
+        True if it has ended already, well or not; the ticket then never appears.
+        """
+
     def done(self) -> bool:
         """Whether the call has ended; does not block."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import torch
 
+from shoal import Future
+from shoal.rpc import async_execution
 from tests.support import pretend_device
 from tests.support.fake_streams import FakeStream
 from tests.support.pretend_device import PretendRuntime, is_pretend
@@ -110,3 +113,15 @@ class SlowTable(Table):
         stream.hold()
         noted.append(stream)
         super().__init__()
+
+
+async def slow_table_soon() -> SlowTable:
+    await asyncio.sleep(0)
+    return SlowTable()
+
+
+@async_execution
+def slow_table_later() -> Future[SlowTable]:
+    future: Future[SlowTable] = Future()
+    threading.Thread(target=future.set_result, args=(SlowTable(),)).start()
+    return future

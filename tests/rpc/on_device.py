@@ -43,6 +43,8 @@ from tests.rpc.device_handlers import (
     note_sum,
     noted,
     on_device,
+    slow_table_later,
+    slow_table_soon,
     stream_name,
 )
 from tests.rpc.stage import Stage
@@ -363,14 +365,17 @@ def objects_on_devices_stay_with_their_owner(a: Agent, b: Peer) -> None:
 
 
 def an_object_is_made_on_the_device_before_it_is_used(a: Agent, b: Peer) -> None:
-    table = b.remote(SlowTable)
-    used = table.rpc_async().push(on_device(1, 2))
-    eventually(lambda: bool(noted))
-    b.call(double, on_device(1)).wait(PATIENCE)
-    assert not used.done()
-    noted[0].release()
-    used.wait(PATIENCE)
-    assert table.rpc_sync().pull().tolist() == [1, 2]
+    for factory in (SlowTable, slow_table_soon, slow_table_later):
+        noted.clear()
+        table = b.remote(factory)
+        used = table.rpc_async().push(on_device(1, 2))
+        eventually(lambda: bool(noted))
+        for _ in range(10):
+            b.call(double, on_device(1)).wait(PATIENCE)
+        assert not used.done(), factory
+        noted[0].release()
+        used.wait(PATIENCE)
+        assert table.rpc_sync().pull().tolist() == [1, 2]
 
 
 def an_exception_with_a_tensor_of_a_device_is_told_in_words(a: Agent, b: Peer) -> None:

@@ -190,6 +190,10 @@ class _Source:
         # Not in the dispatcher itself: the value has to be unpickled first.
         self._endpoint.when(self._call.announce, partial(pool.submit, fn))
 
+    def notify_failure(self, ticket: int) -> bool:
+        """Let a lasting ticket of the endpoint be due if the call fails; whether it has ended already."""
+        return self._call.announce_failure(ticket)
+
     def exception(self) -> BaseException | None:
         failed = self._call.error()
         if failed is None:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..errors import ShoalError, WorkerLost
+from ..errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ..future import Future, pool
+from ..wording import in_words
 from .current import current
 from .directory import Worker
 from .leases import LEASE, Ledger, Owned
@@ -36,14 +37,16 @@ class Held:
         asked: the call that tells it, or has told it.
         mine: this worker has asked for the object, and needs tell nothing more.
         created: the call that makes the object, if this worker made it.
+        followed: whether the owner will be told if that call fails.
+        settled: whether the owner was told of its failure, or need not be.
     """
 
-    __slots__ = ("account", "asked", "created", "mine", "objects", "told")
+    __slots__ = ("account", "asked", "created", "followed", "mine", "objects", "settled", "told")
 
     def __init__(self, account: Account) -> None:
         self.account = account
         self.objects = 0
-        self.told = self.mine = False
+        self.told = self.mine = self.followed = self.settled = False
         self.asked: Future[Any] | None = None
         self.created: Future[Any] | None = None
 
@@ -70,6 +73,8 @@ class References:
         self._losses: dict[str, object] = {}
         self._pinned: dict[tuple[int, int], Sequence[Any]] = {}
         self._ticket = agent.endpoint.lasting(partial(pool.submit, self._flush))
+        #: due when a call has failed that was to make an object
+        self._failures = agent.endpoint.lasting(partial(pool.submit, self._look_for_failures))
 
     def new_ident(self) -> str:
         return f"{self._agent.worker.incarnation}/{next(self._numbers)}"
@@ -107,16 +112,69 @@ class References:
                 held.objects -= 1
                 if held.objects:
                     continue
-            if held.created is not None and not held.created.done():
-                held.created.add_done_callback(partial(self._created, ident, held))
-            else:
+            if self._follow(ident, held):
                 self._give_back(ident, held)
 
-    def _created(self, ident: str, held: Held, _: Future[Any]) -> None:
+    def making(self, ident: str, held: Held | None, created: Future[Any]) -> None:
+        """``created`` is the call by which this worker has an object made, its own one if not ``held``."""
+        if held is None:
+            created.add_done_callback(partial(self._made_here, ident))
+            return
+        held.created = created
+        source: Any = created._source
+        if source is None or source.notify_failure(self._failures):
+            self._follow(ident, held)
+
+    def _look_for_failures(self) -> None:
+        """A call that was to make an object has failed: others must not wait for the object."""
+        with self.ledger.lock:
+            held = list(self._held.items())
+        for ident, each in held:
+            if each.created is not None and not each.settled and each.created.done():
+                self._follow(ident, each)
+
+    def _follow(self, ident: str, held: Held) -> bool:
+        """See to it that the owner of an object hears if the call fails which is to make it.
+
+        Returns:
+            Whether nothing is left to do: the object was not asked for here, is made, or the owner was told.
+        """
+        created = held.created
+        if created is None or held.settled:
+            return True
+        if created.done() and created.exception() is None:
+            held.settled = True
+            return True
+        with self.ledger.lock:
+            follows, held.followed = not held.followed, True
+        if follows:
+            created.add_done_callback(partial(self._created, ident, held))
+        return False
+
+    def _created(self, ident: str, held: Held, created: Future[Any]) -> None:
+        error = created.exception()
+        if error is not None:
+            self._call_off(ident, held.account.owner, error)
+        held.settled = True
         self._give_back(ident, held)
 
+    def _made_here(self, ident: str, created: Future[Any]) -> None:
+        if (error := created.exception()) is not None:
+            self.ledger.call_off(ident, *_told(error))
+
+    def _call_off(self, ident: str, owner: Worker, error: BaseException) -> None:
+        """Tell the owner that the call which was to make an object has failed; it may have begun to."""
+        for _ in range(_ATTEMPTS):
+            try:
+                self._agent.ask(owner, call_off, ident, *_told(error)).wait()
+                return
+            except WorkerLost:
+                continue  # if only the connection broke, the next one tells it
+            except ShoalError:
+                return
+
     def _give_back(self, ident: str, held: Held) -> None:
-        """The last reference of this process has gone, unless another has come meanwhile."""
+        """The last reference of this process has gone, unless there are others."""
         with held.account.lock:
             with self.ledger.lock:
                 if held.objects or self._held.get(ident) is not held:
@@ -244,6 +302,17 @@ def hold(ident: str, holder: str) -> None:
     """A worker has got a reference."""
     served = current()
     served.agent.references.hold(ident, holder, served.peer)
+
+
+def _told(error: BaseException) -> tuple[type[RpcError], str]:
+    """What the users of an object hear of the failure of the call that was to make it."""
+    kind = CallCancelled if isinstance(error, CallCancelled) else RpcError
+    return kind, str(error) if isinstance(error, ShoalError) else in_words(error)
+
+
+def call_off(ident: str, kind: type[RpcError], why: str) -> None:
+    """A worker has asked for an object by a call that failed."""
+    current().agent.references.ledger.call_off(ident, kind, why)
 
 
 def drop(ident: str, holder: str) -> None:

@@ -21,6 +21,8 @@ from ..future import Future
 LEASE = 10.0
 #: objects that have ended of which that is remembered
 _REMEMBERED = 1 << 16
+#: what whoever uses such an object hears
+_ENDED = f"has ended: nobody held it any more, or its holder was cut off for more than {LEASE:.0f} s"
 #: mailboxes below are for other purposes
 _FIRST_MAILBOX = 16
 
@@ -59,23 +61,19 @@ class Ledger:
         self._release = release
         self.lock = threading.RLock()
         self._owned: dict[str, Owned] = {}
-        #: those that were made and have ended, the oldest first
-        self._ended: dict[str, None] = {}
+        #: those that have ended, or are never made, the oldest first, and what their users hear
+        self._ended: dict[str, tuple[type[RpcError], str]] = {}
         self._mailboxes = itertools.count(_FIRST_MAILBOX)
 
     def entry(self, ident: str) -> Owned:
         """The object ``ident``, which may yet have to be made; if it has ended, one whose use says so."""
         with self.lock:
-            if ident in self._ended:
-                ended = Owned()
-                ended.value.set_exception(
-                    RpcError(
-                        f"the object {ident} has ended: nobody held it any more, or its holder was cut off "
-                        f"for more than {LEASE:.0f} s"
-                    )
-                )
-                return ended
-            return self._owned.setdefault(ident, Owned())
+            if ident not in self._ended:
+                return self._owned.setdefault(ident, Owned())
+            ended = Owned()
+            kind, why = self._ended[ident]
+            ended.value.set_exception(kind(f"the object {ident} {why}"))
+            return ended
 
     def begin(self, ident: str, holder: str, made: str, line: int = 0) -> Owned:
         """The object ``ident`` is about to be made, and ``holder`` has a reference to it; "" is this process.
@@ -83,9 +81,14 @@ class Ledger:
         Args:
             made: what makes it.
             line: the connection on which the call came that makes it.
+
+        Raises:
+            RpcError: it was called off before.
         """
         with self.lock:
             owned = self.hold(ident, holder, line) if holder else self.entry(ident)
+            if owned.value.done():
+                owned.value.value()  # raises why
             owned.begun = True
             owned.made = made
             return owned
@@ -125,19 +128,32 @@ class Ledger:
         """The lease of a lost worker has run out."""
         with self.lock:
             for ident, owned in list(self._owned.items()):
-                unmade = not owned.begun and ident.startswith(f"{holder}/")
-                if unmade:
-                    owned.begun = True  # nobody will make it any more
-                    owned.value.set_exception(
-                        WorkerLost(f"the object {ident} was never made: the worker that asked for it is lost")
-                    )
-                if owned.holders.pop(holder, None) is not None or unmade:
+                if owned.holders.pop(holder, None) is not None:
                     self._end_unless_held(ident, owned)
+                if ident.startswith(f"{holder}/"):
+                    self.call_off(ident, WorkerLost, "the worker that asked for it is lost")
 
-    def mailbox(self, owned: Owned) -> int:
-        """A mailbox for the calls of an actor."""
-        owned.mailbox = next(self._mailboxes)
-        return owned.mailbox
+    def call_off(self, ident: str, kind: type[RpcError], why: str) -> None:
+        """The call that makes an object has ended before it began; one that comes all the same is late.
+
+        Args:
+            kind, why: what whoever uses the object hears.
+        """
+        with self.lock:
+            owned = self._owned.get(ident)
+            if ident in self._ended or (owned is not None and owned.begun):
+                return
+            self._end(ident, kind, f"was never made: {why}")
+        if owned is not None:
+            owned.value.set_exception(kind(f"the object {ident} was never made: {why}"))
+
+    def mailbox(self, ident: str, owned: Owned, consume: Callable[[int], None]) -> int:
+        """A mailbox for the calls of an actor, which ``consume`` opens; 0: nobody holds it any more."""
+        with self.lock:
+            if self._owned.get(ident) is owned:
+                owned.mailbox = next(self._mailboxes)
+                consume(owned.mailbox)
+            return owned.mailbox
 
     def held(self) -> dict[str, Owned]:
         """The objects that are held, by their identity."""
@@ -146,10 +162,12 @@ class Ledger:
 
     def _end_unless_held(self, ident: str, owned: Owned) -> None:
         if not owned.holders and not owned.local and owned.begun:
-            del self._owned[ident]
-            if owned.made:
-                self._ended[ident] = None
-                if len(self._ended) > _REMEMBERED:
-                    del self._ended[next(iter(self._ended))]
+            self._end(ident, RpcError, _ENDED)
             if owned.mailbox:
                 self._release(owned.mailbox)
+
+    def _end(self, ident: str, kind: type[RpcError], why: str) -> None:
+        self._owned.pop(ident, None)
+        self._ended[ident] = kind, why
+        if len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]

@@ -169,10 +169,11 @@ class Peer(WorkerInfo):
     ) -> tuple[RRef[Any], Future[Any]]:
         agent = self._agent
         owner = agent.line(self.name, self.timeout).worker
-        ref, holder = new(agent, owner)
-        made = self._call(CALLS, how, (ref.ident, holder, fn, args, kwargs), {}, owner=owner)
-        ref.created = made
-        return ref, made
+        return new(
+            agent,
+            owner,
+            lambda ident, holder: self._call(CALLS, how, (ident, holder, fn, args, kwargs), {}, owner=owner),
+        )
 
     @property
     def _limit(self) -> float | None:

@@ -10,15 +10,17 @@ calls and results: the sender keeps its own until the receiver has told the owne
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..errors import RpcError, UsageError
+from ..errors import CallCancelled, RpcError, UsageError
 from ..future import Future
+from ..streams import DeviceEvents
 from ..wording import in_words
 from . import call, codec, devices
 from .current import current
@@ -88,11 +90,6 @@ class RRef(Generic[T]):
     def created(self) -> Future[Any] | None:
         """The call that makes the object, if this worker made it."""
         return None if self._held is None else self._held.created
-
-    @created.setter
-    def created(self, call: Future[Any]) -> None:
-        if self._held is not None:
-            self._held.created = call
 
     # -- the object ----------------------------------------------------------------------------
 
@@ -188,13 +185,28 @@ class RRef(Generic[T]):
         return future
 
 
-def new(agent: Any, owner: Worker) -> tuple[RRef[Any], str]:
-    """A reference to an object that ``owner`` is about to make, and who holds it then: "" is the owner."""
-    ref = RRef._to(agent, owner, agent.references.new_ident())
-    if ref._held is None:
-        return ref, ""
-    ref._held.told = ref._held.mine = True
-    return ref, agent.worker.incarnation
+def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tuple[RRef[Any], Future[Any]]:
+    """A reference to an object that ``owner`` makes, and the call by which it does.
+
+    Args:
+        ask: makes the call, of the object's identity and of who holds it then: "" is the owner.
+    """
+    references = agent.references
+    ref = RRef._to(agent, owner, references.new_ident())
+    holder = ""
+    if ref._held is not None:
+        ref._held.told = ref._held.mine = True
+        holder = agent.worker.incarnation
+    try:
+        made = ask(ref._ident, holder)
+        references.making(ref._ident, ref._held, made)
+    except BaseException as error:
+        # Nothing was sent, or it was and Ctrl-C has taken its future from us.
+        failed: Future[Any] = Future()
+        failed.set_exception(RpcError(f"worker {agent.name!r} could not ask for it: {in_words(error)}"))
+        references.making(ref._ident, ref._held, failed)
+        raise
+    return ref, made
 
 
 class _Methods:
@@ -269,23 +281,32 @@ def create(
         owned.value.set_exception(_unmade(ident, error))
         raise
     if inspect.iscoroutine(result):
-        return _finish(ident, owned.value, result)
+        return _finish(ident, owned.value, result, devices.of_handler())
     if is_deferred(fn, result):
-        result.add_done_callback(partial(_pass_on, owned.value))
+        before = devices.of_handler()
+        if before is not None:
+            before.complete(None)  # what the handler itself has enqueued
+        result.add_done_callback(partial(_pass_on, owned.value, before))
     else:
-        _made(owned.value, result)
+        _made(owned.value, result, devices.of_handler())
     return None
 
 
-def _made(value: Future[Any], result: Any) -> None:
-    # Whatever it holds, what its making has enqueued on devices comes before any use.
-    value._device = devices.of_handler()
+def _made(value: Future[Any], result: Any, device: DeviceEvents | None) -> None:
+    """The object is there; whatever it holds, what its making has enqueued on devices comes before any use.
+
+    Args:
+        device: the devices of the streams that it was made on, which are the current ones.
+    """
+    value._device = device
     value.set_result(result)
 
 
-async def _finish(ident: str, value: Future[Any], result: Any) -> None:
+async def _finish(
+    ident: str, value: Future[Any], result: Coroutine[Any, Any, Any], device: DeviceEvents | None
+) -> None:
     try:
-        value.set_result(await result)
+        _made(value, await result, device)
     except Exception as error:
         value.set_exception(error)
     except BaseException as error:  # the call that makes it was cancelled, or its time is over
@@ -295,13 +316,17 @@ async def _finish(ident: str, value: Future[Any], result: Any) -> None:
 
 def _unmade(ident: str, error: BaseException) -> RpcError:
     """For the users of an object, who need not end with what ended its making."""
-    return RpcError(f"the object {ident} was never made: its making ended with {in_words(error)}")
+    words = f"the object {ident} was never made: "
+    if isinstance(error, asyncio.CancelledError):
+        return CallCancelled(f"{words}{current().caller!r} no longer waits for the call that was to make it")
+    return RpcError(f"{words}its making ended with {in_words(error)}")
 
 
-def _pass_on(value: Future[Any], result: Future[Any]) -> None:
+def _pass_on(value: Future[Any], before: DeviceEvents | None, result: Future[Any]) -> None:
     error = result.exception()
     if error is None:
-        value.set_result(result.value())
+        events = [each for each in (before, result._device) if each is not None]
+        _made(value, result.value(), DeviceEvents.merged(events) if events else None)
     else:
         value.set_exception(error)
 
@@ -312,10 +337,12 @@ def create_actor(
 ) -> int:
     """Make the object of an actor; the mailbox of its calls."""
     made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
-    owned = current().agent.references.make(ident, holder, made, current().peer)
-    _made(owned.value, fn(*args, **kwargs))
-    mailbox: int = current().agent.references.ledger.mailbox(owned)
-    current().agent.executor.consume(mailbox)
+    references, executor = current().agent.references, current().agent.executor
+    owned = references.make(ident, holder, made, current().peer)
+    _made(owned.value, fn(*args, **kwargs), devices.of_handler())
+    mailbox: int = references.ledger.mailbox(ident, owned, executor.consume)
+    if not mailbox:
+        raise RpcError(f"{made}, was made when nobody held it any more")
     return mailbox
 
 
