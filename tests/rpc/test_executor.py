@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections import defaultdict, deque
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shoal.errors import AgentClosed
 from shoal.rpc.executor import CALLS, PATIENCE, Executor
 from shoal.testing import no_leaks
 
@@ -152,8 +154,19 @@ def test_a_coroutine_is_cancelled_from_outside(executor: Executor) -> None:
         running.set()
         await asyncio.sleep(3600)
 
-    cancel = executor.run_coroutine(sleep(), lambda task: outcome.set() if task.cancelled() else None)
+    task = executor.run_coroutine(sleep(), lambda task: outcome.set() if task.cancelled() else None)
     assert running.wait(_LONG)
-    cancel()
+    task.cancel()
     assert outcome.wait(_LONG)
-    cancel()
+    task.cancel()
+
+
+def test_a_coroutine_that_comes_to_a_closed_executor_is_refused_and_leaves_nothing(
+    inbox: Inbox, executor: Executor
+) -> None:
+    inbox.close()
+    assert executor.close(_LONG)
+    coroutine = asyncio.sleep(0)
+    with no_leaks(), pytest.raises(AgentClosed, match="before a coroutine began"):
+        executor.run_coroutine(coroutine, lambda task: None)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED

@@ -14,6 +14,7 @@ from .directory import Directory, Worker
 
 #: seconds between looks at whether the others live
 _LOOK = 0.25
+_MANY = 64
 
 
 class Barriers:
@@ -33,6 +34,8 @@ class Barriers:
         self._start = f"rpc/{namespace}/barrier"
         #: how often this worker has come to a barrier of these incarnations
         self._counts: dict[tuple[str, ...], int] = {}
+        #: as many counts are kept until those of workers that have ended are looked for
+        self._limit = _MANY
 
     def wait(self, names: Iterable[str] | None, deadline: Deadline) -> None:
         """Wait until all of ``names`` have come as often as this worker; see :meth:`Agent.barrier`."""
@@ -47,6 +50,10 @@ class Barriers:
         there = {member: self._find(member, members, deadline) for member in members}
         # By their incarnations: a worker that comes again begins anew, and so do the others with it.
         who = tuple(there[member].incarnation for member in members)
+        if len(self._counts) >= self._limit:
+            alive = {worker.incarnation for worker in self._directory.workers()}
+            self._counts = {each: count for each, count in self._counts.items() if alive.issuperset(each)}
+            self._limit = max(_MANY, 2 * len(self._counts))
         number = self._counts[who] = self._counts.get(who, 0) + 1
         start = f"{self._start}/{_digest(who)}/{number}/"
         try:

@@ -13,11 +13,14 @@ A mailbox of its own has one thread, which takes its letters in order.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
+
+from ..errors import AgentClosed
 
 _logger = logging.getLogger("shoal")
 
@@ -54,7 +57,7 @@ class Executor:
         self._handle = handle
         self._most = most
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads: set[threading.Thread] = set()
         self._serving = 0
         self._named = 0
@@ -90,16 +93,22 @@ class Executor:
 
     def run_coroutine(
         self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
-    ) -> Callable[[], None]:
+    ) -> concurrent.futures.Future[Any]:
         """Run a coroutine on the agent's loop; ``done(task)`` is called there when it has ended.
 
         Returns:
-            what cancels it, from any thread.
+            the task, which any thread may cancel.
+
+        Raises:
+            AgentClosed: the executor is closed.
         """
-        loop = self._running_loop()
-        task = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        with self._lock:  # the end of the loop finds every task
+            if self._closed:
+                coroutine.close()
+                raise AgentClosed(f"worker {self._name!r}: the agent was closed before a coroutine began")
+            task = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         task.add_done_callback(done)
-        return lambda: None if task.done() else _ignore(task.cancel())
+        return task
 
     def close(self, timeout: float) -> bool:
         """Wait until all threads have ended, for which the inbox must have been closed; whether they have.
@@ -160,21 +169,15 @@ class Executor:
     # -- the loop ------------------------------------------------------------------------------
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            loop = self._loop
-            if loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                started = True
-            else:
-                started = False
-        if started:
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
             try:
                 self._spawn(self._turn, loop)
             except BaseException:
-                self._loop = None
                 loop.close()
                 raise
-        return loop
+            self._loop = loop
+        return self._loop
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -189,7 +192,3 @@ class Executor:
         finally:
             asyncio.set_event_loop(None)
             loop.close()
-
-
-def _ignore(_: object) -> None:
-    """Make a function that returns nothing of one that does."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ..future import Future, pool
@@ -66,7 +67,8 @@ class References:
         self._agent = agent
         self.ledger = Ledger(release)
         self._held: dict[str, Held] = {}
-        self._accounts: dict[str, Account] = {}
+        #: of owners of whom this worker holds something
+        self._accounts: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._gone: deque[str] = deque()
         #: of each worker that was lost, the last loss, from which its lease runs
@@ -233,8 +235,8 @@ class References:
     def lost(self, worker: Worker) -> None:
         """A connection to or from ``worker`` has ended."""
         self._begin_lease(worker.incarnation)
-        if worker.incarnation in self._accounts:
-            pool.submit(partial(self._resume, self._accounts[worker.incarnation]))
+        if (account := self._accounts.get(worker.incarnation)) is not None:
+            pool.submit(partial(self._resume, account))
 
     def _resume(self, account: Account) -> None:
         """Tell an owner, over a new connection, what this worker holds."""
@@ -244,9 +246,6 @@ class References:
             with self.ledger.lock:
                 mine = [i for i, held in self._held.items() if held.account is account and held.told]
             self._agent.tell(owner, resume, me, mine)
-        with self.ledger.lock:
-            if not any(held.account is account for held in self._held.values()):
-                self._accounts.pop(owner.incarnation, None)
 
     def _begin_lease(self, holder: str) -> None:
         """What ``holder`` holds here ends unless it is connected when its lease is over."""

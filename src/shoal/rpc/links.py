@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from .. import wire
 from ..errors import (
@@ -86,7 +87,8 @@ class Links:
         self._device_maps = device_maps
         self._lost = lost
         self._lock = threading.RLock()
-        self._making: dict[str, threading.Lock] = {}
+        #: held while a connection to the name is made; those that nobody uses go
+        self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._out: dict[str, Line] = {}
         self._lines: dict[int, Line] = {}
         self._ended: list[int] = []

@@ -45,7 +45,7 @@ class Endpoint:
         except OSError as error:
             raise OutOfResources(f"worker {name!r} cannot start: {error}") from error
         self._tickets = itertools.count(1)
-        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._callbacks: dict[int, Callable[[], object]] = {}
         self._lasting: dict[int, Callable[[], None]] = {}
         #: moment, a number, and what to call then; the heap's functions are one step for other threads
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
@@ -57,15 +57,19 @@ class Endpoint:
             self.post.close(0.0)
             raise
 
-    def when(self, announce: Callable[[int], bool], fn: Callable[[], None]) -> None:
+    def when(self, announce: Callable[[int], bool], fn: Callable[[], object]) -> Callable[[], object]:
         """Call ``fn()`` once when that has happened which ``announce(ticket)`` asks for; at once if it has.
 
         ``fn`` is quick; it runs in the dispatcher's thread, or in this one.
+
+        Returns:
+            what forgets ``fn``, if it may be that nothing ever happens.
         """
         ticket = next(self._tickets)
         self._callbacks[ticket] = fn
         if announce(ticket) and self._callbacks.pop(ticket, None) is not None:
             fn()
+        return partial(self._callbacks.pop, ticket, None)
 
     def lasting(self, fn: Callable[[], None]) -> int:
         """A ticket for ``post.announce``, each of which makes the dispatcher call ``fn()``."""

@@ -112,8 +112,9 @@ class Service:
                     end: Callable[[Any], None] = served.end_task
                     if on_streams:
                         result, end = devices.on_current_streams(line, result, end)
-                    cancel = self.executor.run_coroutine(result, end)
-                    self._endpoint.when(letter.announce, cancel)
+                    task = self.executor.run_coroutine(result, end)
+                    forget = self._endpoint.when(letter.announce, task.cancel)
+                    task.add_done_callback(lambda _: forget())
                     if letter.mailbox != CALLS:
                         ended.wait()  # one at a time
                     return

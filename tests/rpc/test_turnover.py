@@ -1,0 +1,120 @@
+"""Workers that come and go by the thousand: what they leave with those that stay is bounded."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections import Counter
+
+import psutil
+import pytest
+import torch
+
+from shoal.rpc import Agent, RRef, barrier, call, current, holds, join, leases, links
+from tests.rpc import handlers
+from tests.rpc.crew import Thing
+from tests.rpc.handlers import PATIENCE
+from tests.rpc.stage import SECRET, Stage
+from tests.support.waiting import until
+
+#: workers in each of four rounds
+MANY = 50 if os.environ.get("STRESS") == "short" else 500
+
+
+@pytest.fixture(autouse=True)
+def _short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of the dead is soon as much as it ever gets."""
+    for module in (holds, call):
+        monkeypatch.setattr(module, "LEASE", 0.1)
+    monkeypatch.setattr(links, "_REMEMBERED", 2)
+    monkeypatch.setattr(barrier, "_MANY", 2)
+    monkeypatch.setattr(leases, "_REMEMBERED", 2)
+
+
+def kept(agent: Agent) -> Counter[str]:
+    """How many things each container of an agent's has."""
+    parts = (agent, agent.links, agent.references, agent.references.ledger, agent.endpoint, agent.executor)
+    return Counter(
+        {
+            f"{type(part).__name__}.{name}": len(value)
+            for part in (*parts, agent._barriers)
+            for name, value in vars(part).items()
+            if hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+        }
+    )
+
+
+def visit(meeting: Stage, a: Agent, name: str) -> None:
+    """Be a worker for a moment, which does what workers do; ``a`` keeps a reference until it has gone."""
+    with join(name, url=meeting.url, secret=SECRET, timeout=PATIENCE) as worker:
+        there, back = a.peer(name), worker.peer("a")
+        assert there.call(handlers.async_double, torch.ones(3)).wait().tolist() == [2, 2, 2]
+        assert back.call(handlers.async_double, 2).wait() == 4
+        back.post(handlers.async_double, 2)
+        outlives = there.remote(Thing, 1)
+        assert outlives.rpc_sync().get() == 1
+        mine = back.remote(Thing, 2)
+        assert (back.call(get, mine).wait(), there.call(get, outlives).wait()) == (2, 1)
+        assert back.actor(Thing, 3).get().wait() == 3
+        assert back.call(own).wait().rpc_sync().get() == 4
+        arrived = there.call(come, ["a", name])
+        a.barrier(["a", name])
+        arrived.wait()
+    del outlives
+
+
+def get(ref: RRef[Thing]) -> int:
+    value: int = ref.rpc_sync().get()
+    return value
+
+
+def own() -> RRef[Thing]:
+    return RRef(Thing(4), current().agent)
+
+
+def come(names: list[str]) -> None:
+    current().agent.barrier(names)
+
+
+def settled(a: Agent) -> Counter[str]:
+    """What ``a`` keeps when all leases are over."""
+
+    def pending() -> tuple[object, ...]:  # its connection to itself has two ends
+        return (
+            a.references._losses,
+            a.endpoint._timers,
+            [peer.name for peer in a.peers()],
+            a.stats()["peers"] > 2,
+        )
+
+    until(lambda: not any(pending()), pending)
+    gc.collect()
+    return kept(a)
+
+
+def test_workers_that_have_gone_leave_nothing_with_those_that_stay(meeting: Stage, a: Agent) -> None:
+    for number in range(5):
+        visit(meeting, a, f"guest {number}")
+    before = settled(a)
+    for number in range(5, 15):
+        visit(meeting, a, f"guest {number}")
+    until(lambda: not settled(a) - before, lambda: str(settled(a) - before))
+    assert meeting.store.list_keys("") == ["default/0/rpc/workers/name/a"]
+
+
+@pytest.mark.stress
+def test_thousands_of_workers_come_and_go_in_constant_memory(meeting: Stage, a: Agent) -> None:
+    process, numbers = psutil.Process(), itertools.count()
+
+    def come_and_go() -> tuple[int, int, int]:
+        for number in itertools.islice(numbers, MANY):
+            visit(meeting, a, f"guest {number}")
+        settled(a)
+        return process.num_fds(), len(gc.get_objects()), process.memory_info().rss
+
+    first, *_, before, after = [come_and_go() for _ in range(4)]
+    print(f"descriptors, objects and bytes: {first}, {before}, {after}")
+    assert after[0] == before[0]
+    assert after[1] - before[1] < MANY / 10
+    assert after[2] - before[2] < 2_000 * MANY
