@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from shoal import wire
 from shoal.errors import (
     AgentClosed,
     RemoteError,
     UnknownWorker,
     UsageError,
+    WireError,
     WorkerLost,
 )
 from shoal.rpc import Agent, Peer
@@ -93,6 +95,58 @@ def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
         future.wait(PATIENCE)
     assert b.call(handlers.echo, 1).wait() == 1
     b.call(handlers.note, "x").wait()
+
+
+def incoming(agent: Agent, name: str) -> list[int]:
+    """The connections for the calls of a worker, as the one that is called has them."""
+    lines = list(agent.links._lines.values())
+    return [each.number for each in lines if each.worker.name == name and not (each.calls or each.ended)]
+
+
+def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
+    meeting: Stage, a: Agent
+) -> None:
+    """It would be taken after what was sent later: a method out of its order, a hold after its end."""
+    b = meeting.join("b")
+    log = a.peer("b").actor(Log)
+    log.note(1).wait()
+    old = a.line("b", PATIENCE)
+    letter, _ = a.endpoint.post.hold(old.number, log._mailbox, 0, None)
+    (before,) = incoming(b, "a")
+    del a.links._out["b"]  # as if its end were known here, and had yet to be heard there
+    log.note(2).wait()
+    (after,) = incoming(b, "a")
+    assert before < after
+    assert letter.wait(PATIENCE)
+    assert letter.error()[0] == letter.LOST
+    assert log.noted().wait() == [1, 2]
+
+
+def test_an_introduction_that_comes_late_replaces_nothing(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b")
+    early = a.links._hello(b.worker.incarnation, {})
+    pending = blocked(a.peer("b"), "go")
+    lines = incoming(b, "a")
+    with wire.connect_unix(
+        b.worker.unix, secret=a.links._secret, purpose="rpc", timeout=PATIENCE
+    ) as connection:
+        wire.introduce(connection, early, PATIENCE)
+        with pytest.raises(WireError, match="closed"):
+            connection.recv(PATIENCE)
+    assert incoming(b, "a") == lines
+    handlers.note("go", 3)
+    assert pending.wait() == 3
+
+
+class Log:
+    def __init__(self) -> None:
+        self._noted: list[int] = []
+
+    def note(self, value: int) -> None:
+        self._noted.append(value)
+
+    def noted(self) -> list[int]:
+        return self._noted
 
 
 @pytest.mark.parametrize("end", ["leaves", "dies", "is cut off and leaves"])

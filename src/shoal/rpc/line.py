@@ -27,6 +27,7 @@ class Hello(msgspec.Struct):
         to: the incarnation that the connection is for; "" in the answer.
         main: the program that the process runs, "" if it has no file.
         restricted: whether it sends and takes plain values only.
+        nth: how many times this worker has introduced itself; orders the connections that it makes.
         devices: the caller's device for each device of the callee that its calls use; of the calling side.
         refused: why there is no connection; of the answer.
     """
@@ -36,6 +37,7 @@ class Hello(msgspec.Struct):
     to: str
     main: str
     restricted: bool
+    nth: int
     devices: dict[str, str] = {}
     refused: str = ""
 
@@ -53,6 +55,7 @@ class Line:
         ended: whether it is lost.
         devices: where the tensors of devices go; None: they are not sent.
         calls: whether the calls on it are made at this end.
+        nth: orders those that the other end has made.
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class Line:
         "calls",
         "devices",
         "ended",
+        "nth",
         "number",
         "plain",
         "received",
@@ -76,6 +80,7 @@ class Line:
         plain: bool,
         devices: DeviceMap | None,
         calls: bool,
+        nth: int,
     ) -> None:
         self.agent = agent
         self.plain = plain
@@ -87,6 +92,7 @@ class Line:
         self.ended = False
         self.devices = devices
         self.calls = calls
+        self.nth = nth
 
     def target(self, x: torch.Tensor) -> torch.device:
         """The device of ``x`` at the other end.

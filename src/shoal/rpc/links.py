@@ -10,6 +10,7 @@ they are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import socket
@@ -87,6 +88,9 @@ class Links:
         self._device_maps = device_maps
         self._lost = lost
         self._lock = threading.RLock()
+        #: told when a connection has ended
+        self._over = threading.Condition(self._lock)
+        self._introductions = itertools.count()
         #: held while a connection to the name is made; those that nobody uses go
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._out: dict[str, Line] = {}
@@ -246,26 +250,49 @@ class Links:
             return line
 
     def _hello(self, to: str, devices: dict[str, str], refused: str = "") -> Hello:
-        return Hello(self._me, self._place, to, main_program(), self._restricted, devices, refused)
+        nth = next(self._introductions)
+        return Hello(self._me, self._place, to, main_program(), self._restricted, nth, devices, refused)
 
     def _attach(self, connection: Connection, theirs: Hello, devices: DeviceMap | None, calls: bool) -> Line:
         """Hand the connection to the endpoint."""
         same = theirs.worker.process == self._me.process
         same = same or bool(theirs.main and theirs.main == main_program())
         plain = self._restricted or theirs.restricted
-        line = Line(self._agent, theirs.worker, same, plain, None if plain else devices, calls)
+        line = Line(self._agent, theirs.worker, same, plain, None if plain else devices, calls, theirs.nth)
         pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
         with self._lock:
             if self._closed:
                 raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+            if not calls:
+                self._end_earlier(line)
             line.number = self._endpoint.attach(connection.detach(), pid, partial(self._forget, line))
             self._lines[line.number] = line
         return line
+
+    def _end_earlier(self, line: Line) -> None:
+        """End the connections that a worker has given up which makes ``line`` in their place.
+
+        They may not be known to have ended here: what came on them after what comes on ``line`` would be a
+        method out of its order, or a hold after its end.
+        """
+
+        def others() -> list[Line]:
+            lines = [each for each in self._lines.values() if not each.calls]
+            return [each for each in lines if each.worker.incarnation == line.worker.incarnation]
+
+        while earlier := [each for each in others() if not each.ended and each.nth < line.nth]:
+            for each in earlier:
+                self._endpoint.post.sever(each.number)
+            if not self._over.wait(wire.HANDSHAKE_TIMEOUT):
+                raise WireError(f"an earlier connection of {line.worker.name!r} does not end")
+        if any(each.nth > line.nth for each in others()):
+            raise WireError(f"{line.worker.name!r} has connected anew since")
 
     def _forget(self, line: Line) -> None:
         """The connection has ended; letters that came on it may still have to be handled."""
         with self._lock:
             line.ended = True
+            self._over.notify_all()
             if self._out.get(line.worker.name) is line:
                 del self._out[line.worker.name]
             self._ended.append(line.number)
