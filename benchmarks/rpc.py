@@ -6,11 +6,13 @@
 In each round every library has its turn between two fresh processes, one of which calls functions of the
 other: one that does nothing and one that returns a tensor of 20 x 20, call after call; many calls at once, of
 one thread and of four; and one that takes 64 MB.  ``shoal tcp`` and ``torch tcp`` are kept from what only
-processes of one host have.  ``floor`` sends the same bytes through bare sockets and memory.  Ray and Monarch,
-actors both, run in environments of their own, which need torch too, and only if those are named.
+processes of one host have.  ``floor`` sends the same bytes through bare sockets and memory: rpc_floor.py says
+how.  Ray and Monarch, actors both, run in environments of their own, which need torch too, and only if those
+are named.
 
-The figures and the ratios of shoal's medians to torch's go to standard output and, with --out, as JSON into a
-file; --picture draws them.  Figures of one machine say little about another; run it where nothing else runs.
+The figures, the ratios of shoal's medians to torch's, and how many times each is as good as its bar
+(rpc_bars.py) go to standard output and, with --out, as JSON into a file; --picture draws the figures.
+Figures of one machine say little about another; run it where nothing else runs.
 """
 
 from __future__ import annotations
@@ -20,12 +22,10 @@ import dataclasses
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +34,9 @@ from typing import Any
 import torch
 import torch.distributed.rpc as torch_rpc
 import torch.multiprocessing as mp
-from rpc_figures import LARGE, SMALL, Library, Work, measure, times
+from rpc_bars import against_bars
+from rpc_figures import LARGE, SMALL, Library, Work, measure
+from rpc_floor import floor
 
 import shoal
 
@@ -99,6 +101,9 @@ def main() -> int:
             *(f"{what} {value:.2f}" for what, value in figures.items()),
             sep="  ",
         )
+    bars = against_bars(medians)
+    for bar, ratio in bars.items():
+        print(f"{bar}: {ratio:.2f} {'met' if ratio >= 1 else 'MISSED'}")
     if options.out is not None:
         settings = {
             "versions": {"shoal": shoal.__version__, "torch": torch.__version__},
@@ -106,7 +111,13 @@ def main() -> int:
             "cores": len(os.sched_getaffinity(0)),
             **dataclasses.asdict(work),
         }
-        result = {"settings": settings, "rounds": rounds, "medians": medians, "ratios to torch": ratios}
+        result = {
+            "settings": settings,
+            "rounds": rounds,
+            "medians": medians,
+            "ratios to torch": ratios,
+            "times as good as the bars": bars,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if options.picture is not None:
         draw(medians, options.picture)
@@ -178,26 +189,9 @@ def write(begin: Callable[..., Callable[[], Any]], work: Work, out: str) -> None
 
 
 def bare_sockets(number: int, folder: str, work: Work, out: str) -> None:
-    """Send the bytes of a call without arguments, and 64 MB, through sockets and from memory to memory."""
-    place = Path(folder)
-    if number == 1:
-        for kind in ("unix", "tcp"):
-            with listening(kind, place) as listener, listener.accept()[0] as stream:
-                answer(stream)
-        return
-    figures: Figures = {}
-    large = torch.zeros(LARGE, dtype=torch.uint8)
-    body = large.numpy()
-    for kind in ("unix", "tcp"):
-        with connected(kind, place) as stream:
-            figures |= measure(Library(lambda stream=stream: ping(stream, b"\0" * 160)), _only_latency(work))
-            taken = times(lambda stream=stream: ping(stream, body), work.large + 1)[1:]
-            figures[f"64 MB over {kind} [ms]"] = statistics.median(taken) * 1e3
-        figures |= {f"{kind} {what}": figures.pop(what) for what in list(figures) if what.startswith("no-op")}
-    other = torch.ones_like(large)
-    taken = times(lambda: lambda: other.copy_(large), work.large + 1)[1:]
-    figures["64 MB in memory [ms]"] = statistics.median(taken) * 1e3
-    Path(out).write_text(json.dumps(figures))
+    figures = floor(number, Path(folder), work)
+    if number == 0:
+        Path(out).write_text(json.dumps(figures))
 
 
 OVER: dict[str, Callable[[int, str, Work, str], None]] = {
@@ -207,59 +201,6 @@ OVER: dict[str, Callable[[int, str, Work, str], None]] = {
     "torch tcp": over_torch_tcp,
     "floor": bare_sockets,
 }
-
-
-# -- the floor ----------------------------------------------------------------------------------
-
-
-def _only_latency(work: Work) -> Work:
-    return dataclasses.replace(work, pipelined=0)
-
-
-def listening(kind: str, place: Path) -> socket.socket:
-    """A listener that the other process finds by a file."""
-    if kind == "unix":
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(place / "socket"))
-        listener.listen()
-    else:
-        listener = socket.create_server(("127.0.0.1", 0))
-        ready = place / "port.new"
-        ready.write_text(str(listener.getsockname()[1]))
-        ready.rename(place / "port")
-    return listener
-
-
-def connected(kind: str, place: Path) -> socket.socket:
-    while True:  # until the other one listens
-        try:
-            if kind == "tcp":
-                stream = socket.create_connection(("127.0.0.1", int((place / "port").read_text())))
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return stream
-            stream = socket.socket(socket.AF_UNIX)
-            stream.connect(str(place / "socket"))
-            return stream
-        except (FileNotFoundError, ConnectionRefusedError):
-            time.sleep(0.01)
-
-
-def ping(stream: socket.socket, body: Any) -> Callable[[], Any]:
-    """Send a length and a body; what is returned waits for the answer."""
-    stream.sendall(len(body).to_bytes(8, "little"))
-    stream.sendall(body)
-    return lambda: stream.recv(1)
-
-
-def answer(stream: socket.socket) -> None:
-    """Answer each body with a byte until the other end closes."""
-    memory = memoryview(bytearray(LARGE))
-    memory[:] = bytes(LARGE)  # mapped before anything is timed
-    while head := stream.recv(8, socket.MSG_WAITALL):
-        left = int.from_bytes(head, "little")
-        while left:
-            left -= stream.recv_into(memory[:left])
-        stream.sendall(b"\1")
 
 
 # -- actors -------------------------------------------------------------------------------------

@@ -50,10 +50,30 @@ def test_calls_are_timed_between_two_workers(
 def test_the_floor_sends_the_same_through_bare_sockets(
     tmp_path: Path, rpc: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rpc, "LARGE", 2**16)
+    monkeypatch.setattr("rpc_floor.LARGE", 2**16)
     figures = played(rpc, "floor", tmp_path)
-    assert {f"{kind} no-op [us, p50]" for kind in ("unix", "tcp")} <= set(figures)
-    assert {f"64 MB {how} [ms]" for how in ("over unix", "over tcp", "in memory")} <= set(figures)
+    assert set(figures) == {
+        *(f"{kind} no-op [us, p{p}]" for kind in ("unix", "tcp") for p in (10, 50, 99)),
+        *(f"64 MB over {kind}, {how} [ms]" for kind in ("unix", "tcp") for how in ("warm", "fresh")),
+        "64 MB to shared memory, warm [ms]",
+    }
+    assert all(value > 0 for value in figures.values())
+
+
+def test_a_figure_is_so_many_times_as_good_as_its_bar(rpc: ModuleType) -> None:
+    ratios = rpc.against_bars(
+        {
+            "shoal": {"1 caller [calls/s]": 30_000.0, "64 MB [ms]": 20.0},
+            "shoal tcp": {"64 MB [ms]": 20.0, "no-op [us, p50]": 300.0},
+            "floor": {"64 MB over tcp, warm [ms]": 16.0, "64 MB to shared memory, warm [ms]": 8.0},
+        }
+    )
+    assert {what: round(ratio, 9) for what, ratio in ratios.items()} == {
+        "shoal: 1 caller [calls/s] at least 20,000": 1.5,
+        "shoal: 64 MB [ms] at most 1.25 of floor 64 MB to shared memory, warm [ms]": 0.5,
+        "shoal tcp: 64 MB [ms] at most 1.25 of floor 64 MB over tcp, warm [ms]": 1.0,
+        "shoal tcp: no-op [us, p50] at most 150": 0.5,
+    }
 
 
 def test_an_environment_of_its_own_gives_its_figures(tmp_path: Path, rpc: ModuleType) -> None:
