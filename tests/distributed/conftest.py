@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -10,7 +11,7 @@ from .pool import Pool
 
 
 @pytest.fixture(scope="package")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def ranks() -> Iterator[Pool]:
     """Four ranks with a default group."""
-    with Pool(4, tmp_path_factory.mktemp("distributed")) as pool:
+    with closing(Pool()) as pool:
         yield pool

@@ -30,6 +30,7 @@ def attach(dumps: Connection) -> None:
     Args:
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
+    gc.freeze()  # or a garbage collection looks at all of torch, and copies the pages that ranks share
     # The fork server ends with the process that runs the tests, and its ranks with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
@@ -51,7 +52,6 @@ def run_rank(
         reports: takes one tuple ``(kind, pickled value or exception, traceback, moment)``.
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
-    gc.freeze()  # or a garbage collection looks at all of torch, and copies the pages that ranks share
     attach(dumps)
     os.environ.update(environment)
     torch.set_num_threads(1)
