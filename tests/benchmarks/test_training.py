@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from tests.support.quick_launcher import QuickLauncher
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONTENDERS = ["alone", "shoal", "shoal@0.001", "gloo", "gloo-copying"]
@@ -28,16 +29,26 @@ def figures() -> ModuleType:
     return training_figures
 
 
-def _benchmark(*options: str) -> None:
-    script = str(ROOT / "benchmarks" / "training.py")
-    command = [sys.executable, script, "--models", "tiny", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert not result.stderr, result.stderr
+@pytest.fixture
+def benchmark(launcher: QuickLauncher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``benchmarks/training.py`` with a small model; its ranks have torch already."""
+    import training  # type: ignore[import-not-found]
+
+    def ranks(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:5] == ["-m", "shoal", "run", "-n"]
+        code, out, err = launcher.run(int(command[5]), *command[6:])
+        return subprocess.CompletedProcess(command, code, out + err)
+
+    def run(*options: str) -> None:
+        monkeypatch.setattr(training.subprocess, "run", ranks)
+        monkeypatch.setattr("sys.argv", ["training.py", "--models", "tiny", "--ranks", "2", *options])
+        assert training.main() == 0
+
+    return run
 
 
-def test_it_races_every_contender_and_leaves_a_record(tmp_path: Path) -> None:
-    _benchmark("--ranks", "2", "--seconds", "0.1", "--contenders", *CONTENDERS, "--out", str(tmp_path))
+def test_it_races_every_contender_and_leaves_a_record(benchmark: Callable[..., None], tmp_path: Path) -> None:
+    benchmark("--seconds", "0.1", "--contenders", *CONTENDERS, "--out", str(tmp_path))
     (race,) = json.loads((tmp_path / "training.json").read_text())["races"]
     assert (race["task"], race["ranks"], race["parameters"]) == ("tiny", 2, 6)
     for kind in ("wall", "cpu"):
@@ -50,9 +61,9 @@ def test_it_races_every_contender_and_leaves_a_record(tmp_path: Path) -> None:
     assert (tmp_path / "training.png").stat().st_size > 0
 
 
-def test_the_timeline_of_a_step_is_drawn(tmp_path: Path) -> None:
+def test_the_timeline_of_a_step_is_drawn(benchmark: Callable[..., None], tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
-    _benchmark("--ranks", "2", "--timeline", str(picture))
+    benchmark("--timeline", str(picture))
     assert picture.stat().st_size > 0
 
 

@@ -141,6 +141,7 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.update(env)
     failure_report._line = failure_report._inherited()
     sys.argv[:] = argv
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     python = ctypes.pythonapi
     # It ends the process after SystemExit.
     program = f"import runpy; runpy.run_path({argv[0]!r}, run_name='__main__')"
