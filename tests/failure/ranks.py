@@ -27,16 +27,6 @@ SIZES = (1, 700, 30_000, 400_000, 3_000_000)
 #: seconds until a rank that nothing happens to gives up
 PATIENCE = 40.0
 
-#: the ways that tensors take, as options of ``run_threads`` and ``processes``
-TOPOLOGIES = ("shm", "tcp", "hierarchical")
-
-
-def topology_options(topology: str, size: int) -> dict[str, Any]:
-    """Options that make one machine a host, a network, or several hosts of which one has two ranks."""
-    if topology == "hierarchical":
-        return {"hosts": ["a", "b", "a", "b"][:size] if size > 2 else ["a", "b"]}
-    return {"transport": topology}
-
 
 @dataclass
 class Report:

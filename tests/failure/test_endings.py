@@ -21,10 +21,11 @@ from shoal import ANY_SOURCE, GroupAborted, GroupClosed, OperationTimeout, PeerL
 from shoal.errors import GroupError
 from shoal.testing import no_leaks, processes, run_processes, run_threads
 from shoal.testing.faults import hush, sever
+from tests.support.topologies import TOPOLOGIES, topology_options
 from tests.support.waiting import until
 
 from ..support.programs import run_program
-from .ranks import PATIENCE, TOPOLOGIES, left_behind, topology_options
+from .ranks import PATIENCE, left_behind
 
 SIZE = 3
 ENDED = "rank 1 has left without closing the group: its program has ended"

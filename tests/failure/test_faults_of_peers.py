@@ -21,8 +21,9 @@ from shoal.errors import AuthenticationError, GroupError, StoreError, StoreTimeo
 from shoal.rendezvous import job_record
 from shoal.store import TCPStore, TCPStoreServer
 from shoal.testing import no_leaks, run_threads
+from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .ranks import PATIENCE, TOPOLOGIES, topology_options
+from .ranks import PATIENCE
 
 SECRET = "a secret of this test"
 

@@ -22,8 +22,9 @@ import torch
 
 from shoal import ForkedProcess, Future, ProcessGroup
 from shoal.testing import no_leaks, processes, run_processes, run_threads
+from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .ranks import PATIENCE, TOPOLOGIES, descriptors, mappings, quiet_fork, topology_options
+from .ranks import PATIENCE, descriptors, mappings, quiet_fork
 
 SIZE = 3
 #: children of each rank while it works

@@ -19,17 +19,9 @@ import torch
 from shoal import PeerLost, ProcessGroup
 from shoal.errors import StoreTimeout
 from shoal.testing import Ranks, no_leaks, processes
+from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .ranks import (
-    PATIENCE,
-    TOPOLOGIES,
-    Report,
-    fork_worker,
-    left_behind,
-    topology_options,
-    work_until_killed_at,
-    work_until_lost,
-)
+from .ranks import PATIENCE, Report, fork_worker, left_behind, work_until_killed_at, work_until_lost
 
 #: seconds from a death until every survivor has raised; on an idle machine it takes milliseconds
 PROMISE = 10.0

@@ -16,8 +16,9 @@ import torch
 from shoal import PeerLost, ProcessGroup
 from shoal.errors import StoreTimeout
 from shoal.testing import Ranks, no_leaks, processes
+from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .ranks import PATIENCE, TOPOLOGIES, topology_options
+from .ranks import PATIENCE
 
 #: seconds without a word until a rank is given up
 HEARTBEAT = 0.4

@@ -11,8 +11,7 @@ import torch
 from shoal.future import Future, wait_all
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
-
-from .worlds import TOPOLOGIES, topology_options
+from tests.support.topologies import TOPOLOGIES, topology_options
 
 ROUNDS = 300
 BURST = 20

@@ -15,8 +15,7 @@ import torch
 from shoal import Future, GroupClosed
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
-
-from .worlds import TOPOLOGIES, topology_options
+from tests.support.topologies import TOPOLOGIES, topology_options
 
 #: seconds that a close may take which waits in vain; a close that does not is far from it
 LONG = 60.0

@@ -19,10 +19,10 @@ import pytest
 
 from shoal import Future, GroupAborted, ProcessGroup
 from shoal.testing import no_leaks, run_processes
+from tests.support.topologies import topology_options
 
 from .cases import Case, all_cases, check_case, finish_case, part, start_case
 from .reference import op_of, raw
-from .worlds import topology_options
 
 pytestmark = [
     pytest.mark.concurrency,

@@ -10,8 +10,9 @@ import torch
 from shoal.errors import GroupAborted, GroupError, OperationTimeout
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
+from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .worlds import TOPOLOGIES, Worlds, topology_options
+from .worlds import Worlds
 
 PATIENCE = 20.0
 

@@ -10,9 +10,10 @@ import torch
 from shoal.errors import CollectiveMismatch, GroupClosed, UsageError
 from shoal.group import ProcessGroup
 from shoal.spec import ReduceOp
+from tests.support.topologies import TOPOLOGIES, topology_options
 
 from .reference import data, identical
-from .worlds import TOPOLOGIES, Worlds, topology_options
+from .worlds import Worlds
 
 SIZE = 3
 

@@ -11,8 +11,9 @@ import torch
 from shoal.errors import UsageError
 from shoal.future import wait_all
 from shoal.group import ProcessGroup
+from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .worlds import TOPOLOGIES, Worlds, topology_options
+from .worlds import Worlds
 
 SIZE = 3
 

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.group import ProcessGroup
+from tests.support.topologies import TOPOLOGIES, topology_options
 
 from .reference import agree, data, identical, reduced
-from .worlds import TOPOLOGIES, Worlds, topology_options
+from .worlds import Worlds
 
 SIZE = 3
 relaxed = settings(

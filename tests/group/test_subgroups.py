@@ -8,9 +8,10 @@ import torch
 from shoal.errors import GroupAborted, GroupClosed, StoreTimeout, UsageError
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
+from tests.support.topologies import TOPOLOGIES, topology_options
 
 from .null_backend import NullBackend, null_group
-from .worlds import TOPOLOGIES, Worlds, topology_options
+from .worlds import Worlds
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

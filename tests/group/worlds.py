@@ -13,21 +13,6 @@ from typing import Any
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
 
-#: What makes one machine look like shared memory, a network, or several hosts of several ranks.
-TOPOLOGIES = ("shm", "tcp", "hierarchical")
-
-
-def topology_options(topology: str, size: int) -> dict[str, Any]:
-    """Options of ``run_threads`` for one of :data:`TOPOLOGIES` on the native backend."""
-    if topology == "tcp":
-        return {"transport": "tcp"}
-    if topology == "hierarchical":
-        # Three ranks interleaved, four and eight in unequal halves of neighbours.
-        return {
-            "hosts": ["a", "b", "a"] if size == 3 else [("a", "b")[r > size // 2 - 1] for r in range(size)]
-        }
-    return {}
-
 
 class World:
     """``size`` ranks as threads, waiting for :meth:`run`; a context manager."""
