@@ -392,10 +392,19 @@ void bind_post(nb::module_& m) {
           nb::arg("budget"), nb::arg("heartbeat"))
       .def(
           "attach",
-          [](Endpoint& self, int fd, int pid, std::int64_t ticket) {
-            return self.use().attach(fd, pid, ticket);
+          [](Endpoint& self, int fd, int pid, std::int64_t ticket, int memory) {
+            try {
+              return self.use().attach(fd, pid, ticket, memory);
+            } catch (const BadMemory& error) {
+              PyErr_SetString(PyExc_ConnectionError, error.what());
+            } catch (const OutOfMemory& error) {
+              PyErr_SetString(PyExc_ConnectionError, error.what());
+            }
+            throw nb::python_error();
           },
-          nb::arg("fd"), nb::arg("pid"), nb::arg("ticket"))
+          nb::arg("fd"), nb::arg("pid"), nb::arg("ticket"), nb::arg("memory") = -1)
+      .def_prop_ro("lends", [](Endpoint& self) { return self.use().lends(); })
+      .def("memory", [](Endpoint& self) { return self.use().memory(); })
       .def(
           "drop", [](Endpoint& self, int peer, std::string why) { self.use().drop(peer, std::move(why)); },
           nb::arg("peer"), nb::arg("why"))
@@ -456,6 +465,7 @@ void bind_post(nb::module_& m) {
              result["made"] = stats.made;
              result["queued"] = stats.queued;
              result["granted"] = stats.granted;
+             result["lent"] = stats.lent;
              return result;
            })
       .def(

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kPunch = 64 << 20;  // bytes given back to the system at a time
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW, kSeals = kSizeSeals | F_SEAL_SEAL;
 // Consecutive blocks whose distance is a power of two collide in the caches; one page more avoids it.
 constexpr std::size_t kColourFrom = 16 * kPage;
 
@@ -32,15 +32,15 @@ std::string reason(const char* what) { return std::string(what) + ": " + std::st
 
 }  // namespace
 
-Mapping::Mapping(int fd, std::size_t length) : length_(length) {
+Mapping::Mapping(int fd, std::size_t length, Forks forks) : length_(length) {
   struct stat info{};
   const int seals = fcntl(fd, F_GET_SEALS);
-  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || fstat(fd, &info) != 0 ||
+  if (seals < 0 || (seals & kSizeSeals) != kSizeSeals || fstat(fd, &info) != 0 ||
       static_cast<std::uint64_t>(info.st_size) != length)
     throw BadMemory("the shared memory is not a sealed memfd of " + std::to_string(length) + " bytes");
   void* at = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (at == MAP_FAILED) throw OutOfMemory(reason("cannot map shared memory"));
-  madvise(at, length, MADV_DONTFORK);
+  if (forks == kLeftOut) madvise(at, length, MADV_DONTFORK);
   base_ = static_cast<std::byte*>(at);
 }
 
@@ -82,8 +82,9 @@ std::size_t Arena::warm() const {
 
 std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
   const std::size_t size = rounded(bytes);
-  const std::uint64_t offset = take(bytes, commit);
-  if (!commit) return offset;
+  bool whole = false;
+  const std::uint64_t offset = take(bytes, commit, whole);
+  if (!commit || whole) return offset;
   auto populate = [&] {
     int rc;
     do rc = fallocate(fd_, 0, static_cast<off_t>(offset), static_cast<off_t>(size));
@@ -95,12 +96,12 @@ std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
   }
   if (populate()) return offset;
   const std::string why = reason("cannot allocate shared memory");
-  release(offset);
+  put_back(offset, false);
   throw OutOfMemory(why + " (" + std::to_string(bytes) + " bytes)");
 }
 
-// Marks a range as taken; its pages may be missing.
-std::uint64_t Arena::take(std::size_t bytes, bool commit) {
+// Marks a range as taken; pages of it may be missing, unless it is `whole`.
+std::uint64_t Arena::take(std::size_t bytes, bool commit, bool& whole) {
   const std::size_t size = rounded(bytes);
   std::lock_guard lock(mutex_);
   if (commit && in_use_ + size > limit_)
@@ -113,25 +114,28 @@ std::uint64_t Arena::take(std::size_t bytes, bool commit) {
     std::size_t rest = it->second - size;
     free_.erase(it);
     if (rest > 0) free_[offset + size] = rest;
-    taken_[offset] = size;
+    taken_[offset] = {size, commit};
     if (commit) in_use_ += size;
-    cool(offset, size);
+    whole = cool(offset, size);
     return offset;
   }
   throw OutOfMemory("the reserved " + std::to_string(capacity() >> 20) +
                     " MiB of shared memory hold no free range of " + std::to_string(bytes) + " bytes");
 }
 
-void Arena::release(std::uint64_t offset) {
+void Arena::release(std::uint64_t offset) { put_back(offset, true); }
+
+// The pages of a committed range are all there, unless they could not be `populated`.
+void Arena::put_back(std::uint64_t offset, bool populated) {
   if (fd_ < 0) return;  // in a forked child, where the lock may never be released
   std::lock_guard lock(mutex_);
   auto found = taken_.find(offset);
   if (found == taken_.end() || abandoned_.contains(offset)) return;
-  std::size_t size = found->second;
+  const auto [size, committed] = found->second;
   taken_.erase(found);
-  in_use_ -= size < in_use_ ? size : in_use_;
+  if (committed) in_use_ -= size;
   give_back(offset, size);
-  warm_[offset] = {size, now_ns()};
+  warm_[offset] = {size, now_ns(), committed && populated};
 }
 
 // Under the lock: a range is free again.
@@ -150,18 +154,21 @@ void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
   }
 }
 
-// Under the lock: the range is no longer one whose pages are free.
-void Arena::cool(std::uint64_t offset, std::size_t bytes) {
+// Under the lock: the range is no longer one whose pages are free.  Whether it has all of them.
+bool Arena::cool(std::uint64_t offset, std::size_t bytes) {
   const std::uint64_t end = offset + bytes;
+  std::size_t there = 0;
   auto it = warm_.lower_bound(offset);
   if (it != warm_.begin() && std::prev(it)->first + std::prev(it)->second.bytes > offset) --it;
   while (it != warm_.end() && it->first < end) {
     const std::uint64_t first = it->first, last = first + it->second.bytes;
-    const std::int64_t since = it->second.since;
+    const Warm warm = it->second;
+    if (warm.whole) there += std::min(last, end) - std::max(first, offset);
     it = warm_.erase(it);
-    if (first < offset) warm_[first] = {offset - first, since};
-    if (last > end) warm_[end] = {last - end, since};
+    if (first < offset) warm_[first] = {offset - first, warm.since, warm.whole};
+    if (last > end) warm_[end] = {last - end, warm.since, warm.whole};
   }
+  return there == bytes;
 }
 
 // Nobody can take the range while its pages go.

@@ -29,11 +29,12 @@ class BadMemory : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// One mapping of a memfd, ours or a peer's.  Not inherited by forked children.
+// One mapping of a memfd, ours or a peer's.
 class Mapping {
  public:
+  enum Forks { kLeftOut, kInherited };  // by forked children
   // Throws BadMemory if the memfd has another size or could still be cut, which would end us with a SIGBUS.
-  Mapping(int fd, std::size_t length);
+  Mapping(int fd, std::size_t length, Forks forks = kLeftOut);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -90,23 +91,29 @@ class Arena {
   void disown();
 
  private:
+  struct Taken {
+    std::size_t bytes = 0;
+    bool committed = false;
+  };
   struct Warm {
     std::size_t bytes = 0;
     std::int64_t since = 0;
+    bool whole = false;  // no page is missing
   };
-  std::uint64_t take(std::size_t bytes, bool commit);
+  std::uint64_t take(std::size_t bytes, bool commit, bool& whole);
+  void put_back(std::uint64_t offset, bool populated);
   void give_back(std::uint64_t offset, std::size_t bytes);
-  void cool(std::uint64_t offset, std::size_t bytes);
+  bool cool(std::uint64_t offset, std::size_t bytes);
 
   int fd_ = -1;
   std::size_t limit_;
   std::unique_ptr<Mapping> mapping_;
   // Never held during a system call: whoever releases memory may hold the lock of an interpreter.
   mutable std::mutex mutex_;
-  std::map<std::uint64_t, std::size_t> free_;   // offset -> bytes, coalesced
-  std::map<std::uint64_t, std::size_t> taken_;  // offset -> bytes
-  std::map<std::uint64_t, Warm> warm_;          // parts of free_ that still have pages
-  std::set<std::uint64_t> abandoned_;           // offsets of taken ranges that never return
+  std::map<std::uint64_t, std::size_t> free_;  // offset -> bytes, coalesced
+  std::map<std::uint64_t, Taken> taken_;       // by offset
+  std::map<std::uint64_t, Warm> warm_;         // parts of free_ that still have pages
+  std::set<std::uint64_t> abandoned_;          // offsets of taken ranges that never return
   std::size_t in_use_ = 0;
 };
 

@@ -12,7 +12,9 @@ namespace shoal {
 namespace {
 
 // Whether the sender has sent the message's first frame only.
-bool partial(const FrameHeader& header) { return header.code == kWithheld || header.payload < header.total; }
+bool partial(const FrameHeader& header) {
+  return header.code == kWithheld || (header.code != kLent && header.payload < header.total);
+}
 
 std::shared_ptr<std::byte> memory_of(std::uint64_t bytes) {
   auto* memory = new (std::nothrow) std::byte[bytes > 0 ? bytes : 1];
@@ -92,6 +94,13 @@ Destination Arrivals::on_header(const FrameHeader& header) {
     current_ = begin(header);
   }
   piece->whole = current_;
+  if (header.code == kLent) {  // taken even if nobody wants it, so that it returns
+    const char* flaw = "lent memory, and shares none";
+    if (peer_.borrowed)
+      piece->memory = peer_.borrowed->take(header.loan.place, header.loan.number, header.total, flaw);
+    if (!piece->memory) peer_.link.refuse(flaw);
+    return {nullptr, piece};
+  }
   if (current_->dropped) return {nullptr, piece};
   // Parts are granted in the order in which they come.
   const bool queue = header.total > kEager && !waiting_.empty();
@@ -163,6 +172,7 @@ void Arrivals::complete(Arriving& whole) {
   Letter& letter = *whole.letter;
   if (const char* flaw = unfold(letter, whole.apart)) return peer_.link.refuse(flaw);
   whole.complete = true;
+  whole.apart.clear();  // `current_` may be this letter for long
   letter.owner = peer_.shared_from_this();
   calls_.erase(letter.call);
   if (letter.verb() == Verb::kReply || letter.verb() == Verb::kFailure) {
@@ -195,6 +205,7 @@ void Arrivals::advance_mailbox(std::uint32_t mailbox) {
 void Arrivals::give_up(Arriving& whole) {
   if (whole.dropped || whole.complete) return;
   whole.dropped = true;
+  whole.apart.clear();
   Letter& letter = *whole.letter;
   letter.grants.clear();
   if (letter.verb() == Verb::kCall) {

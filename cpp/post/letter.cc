@@ -12,7 +12,7 @@
 namespace shoal {
 
 Posting compose(const LetterFields& fields, std::span<const std::byte> head,
-                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep, Lender* lender, int peer) {
   if (parts.size() > std::numeric_limits<std::uint16_t>::max())
     throw std::invalid_argument("a letter has at most 65,535 parts, got " + std::to_string(parts.size()));
   if (head.size() > std::numeric_limits<std::uint32_t>::max())
@@ -44,8 +44,16 @@ Posting compose(const LetterFields& fields, std::span<const std::byte> head,
       apart->header.step = static_cast<std::uint32_t>(posting.messages.size() - 1);
       apart->header.letter.verb = Verb::kPart;
       apart->header.total = parts[i].bytes;
-      apart->data = parts[i].data;
-      apart->keep = keep;
+      if (lender != nullptr && parts[i].bytes > kLendFrom)
+        apart->loan = lender->lend(peer, parts[i].data, parts[i].bytes);
+      if (apart->loan) {
+        apart->header.code = kLent;
+        apart->header.loan.place = apart->loan->place;
+        apart->header.loan.number = apart->loan->number;
+      } else {
+        apart->data = parts[i].data;
+        apart->keep = keep;
+      }
       posting.messages.push_back(std::move(apart));
     } else {
       std::fill(begin + at, begin + layout::aligned(at), std::byte{0});
@@ -64,7 +72,7 @@ const char* unfold(Letter& letter, const std::vector<Part>& apart) {
   const LetterFields& fields = letter.header.letter;
   std::vector<std::uint64_t> sizes;
   for (const Part& part : apart) sizes.push_back(part.bytes);
-  if (const char* flaw = flaw_of_parts(letter.header, letter.body.get(), sizes, 0)) return flaw;
+  if (const char* flaw = flaw_of_parts(letter.header, letter.body.get(), sizes)) return flaw;
   std::uint64_t at = layout::head_at(fields) + fields.head;
   std::size_t next = 0;
   letter.parts.reserve(fields.parts);

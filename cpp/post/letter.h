@@ -13,6 +13,7 @@
 #include "base/tickets.h"
 #include "post/budget.h"
 #include "post/latch.h"
+#include "post/lending.h"
 #include "transport/letter.h"
 #include "transport/link.h"
 
@@ -32,6 +33,7 @@ struct PartToSend {
 struct Parcel : Outgoing {
   std::unique_ptr<std::byte[]> own;
   std::shared_ptr<void> keep;
+  std::unique_ptr<Lender::Loan> loan;  // of a part that is lent
 };
 
 // A letter to send: the message of the letter itself, then one for each part that travels apart.
@@ -40,9 +42,10 @@ struct Posting {
   std::uint64_t bytes = 0;  // of the copied memory
 };
 
-// Throws std::bad_alloc, and std::invalid_argument for what no letter can hold.
+// Long parts are lent to `peer`, as long as there is room, unless `lender` is null.  Throws std::bad_alloc,
+// and std::invalid_argument for what no letter can hold.
 Posting compose(const LetterFields& fields, std::span<const std::byte> head,
-                std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep, Lender* lender, int peer);
 
 // -- received -------------------------------------------------------------------------------------
 

@@ -39,7 +39,10 @@ void Peer::transmit(Posting& posting, const CallPtr& call) {
     }
     for (auto& message : posting.messages) message->header.channel = call->number;
   }
-  for (auto& message : posting.messages) link.send(message);
+  for (auto& message : posting.messages) {
+    if (message->loan) message->loan->sent();
+    link.send(message);
+  }
   if (!call) return;
   std::erase_if(posting.messages, [](const auto& message) { return message->done.load(); });
   if (posting.messages.empty()) return;

@@ -38,7 +38,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
   SocketLink link;
   Arrivals arrivals;  // the post's thread only
   int pidfd = -1;
-  bool local = false;  // on this host: its process is watched, no heartbeats are needed
+  std::shared_ptr<Borrowed> borrowed;  // the memory that it shares
+  std::shared_ptr<Lender> lender;      // what we lend to it
+  bool local = false;                  // on this host: its process is watched, no heartbeats are needed
 
   // -- sending ------------------------------------------------------------------------------------
 

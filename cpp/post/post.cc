@@ -1,5 +1,6 @@
 #include "post/post.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -61,6 +62,10 @@ Post::Post(Options options)
     close_all({&epoll_, &wakeup_});
     throw;
   }
+  try {
+    lender_ = std::make_shared<Lender>(options.budget, [this] { wake(); });
+  } catch (const OutOfMemory&) {  // everything goes through sockets
+  }
   add_post(this);
   heartbeat_.start(now_ns());
   thread_ = new std::thread([this] {
@@ -78,6 +83,9 @@ void Post::disown() {
     peer->link.disown();
     close_all({&peer->pidfd});
   }
+  for (auto& [id, pidfd] : departed_) close_all({&pidfd});
+  departed_.clear();
+  if (lender_) lender_->disown();
   close_all({&epoll_, &wakeup_});
 }
 
@@ -88,21 +96,27 @@ void Post::wake() {
 
 // -- peers ------------------------------------------------------------------------------------------
 
-int Post::attach(int fd, int pid, std::int64_t ticket) {
+int Post::attach(int fd, int pid, std::int64_t ticket, int memory) {
   std::lock_guard lock(peers_mutex_);
   const int id = ++last_peer_;
   int pidfd = -1;
+  std::shared_ptr<Borrowed> borrowed;
   try {
     if (closed()) throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
+    if (memory >= 0) borrowed = memories_.open(memory);
     if (pid > 0) pidfd = open_pidfd(pid);  // without one the end of the connection has to do
     if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(id));
   } catch (...) {
-    close_all({&fd, &pidfd});
+    close_all({&fd, &pidfd, &memory});
     throw;
   }
+  close_all({&memory});
   auto peer = std::make_shared<Peer>(*this, *this, id, fd, epoll_, ticket);
   peer->local = pid > 0;
   peer->pidfd = pidfd;
+  peer->borrowed = std::move(borrowed);
+  // What is lent to a process whose end nobody sees might never return.
+  if (peer->borrowed && pidfd >= 0) peer->lender = lender_;
   peers_.emplace(id, peer);
   wake();  // heartbeats may begin now
   return id;
@@ -160,7 +174,7 @@ void Post::lose(Peer& gone, std::string why) {
     if (losses_.size() > kLosses) losses_.erase(losses_.begin());
     peers_.erase(peer->id);
     // Under the lock, so that a fork finds each descriptor either open and here or closed.
-    close_all({&peer->pidfd});
+    if (peer->pidfd >= 0) departed_.emplace(peer->id, std::exchange(peer->pidfd, -1));
     peer->link.close();
   }
   peer->arrivals.clear();
@@ -170,7 +184,31 @@ void Post::lose(Peer& gone, std::string why) {
   for (const CallPtr& call : pending)
     if (call->claim()) ended(*peer, call, closed() ? CallEnd::kClosed : CallEnd::kLost, why, nullptr);
   for (auto& handling : handled) handling->unwant(tickets_);
+  settle(peer->id, false);
   tickets_.add(peer->ticket);
+}
+
+int Post::memory() {
+  const auto from = lender();
+  return from ? checked(fcntl(from->fd(), F_DUPFD_CLOEXEC, 0), "fcntl") : -1;
+}
+
+std::shared_ptr<Lender> Post::lender() {
+  std::lock_guard lock(peers_mutex_);
+  return lender_;
+}
+
+// Takes back what a lost peer has not taken, or everything if its process has `ended`, and stops watching the
+// process once it has nothing of ours.
+void Post::settle(int id, bool ended) {
+  const auto from = lender();
+  if (from) ended ? from->ended(id) : from->lost(id);
+  if (from && from->owes(id)) return;
+  std::lock_guard lock(peers_mutex_);
+  auto found = departed_.find(id);
+  if (found == departed_.end()) return;
+  close_all({&found->second});
+  departed_.erase(found);
 }
 
 // -- calls ------------------------------------------------------------------------------------------
@@ -213,7 +251,7 @@ CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::b
                       std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
                       bool no_room) {
   return begin(id, deadline, no_room, [&](Peer& peer, const CallPtr& call) {
-    return peer.submit(compose(fields, head, parts, std::move(keep)), call);
+    return peer.submit(compose(fields, head, parts, std::move(keep), peer.lender.get(), id), call);
   });
 }
 
@@ -225,7 +263,8 @@ CallPtr Post::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no
 bool Post::fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
                 std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
   const auto peer = find(call.peer);
-  return peer && peer->fill(call, compose(fields, head, parts, std::move(keep)));
+  return peer &&
+         peer->fill(call, compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id));
 }
 
 void Post::give_up(const CallPtr& call, std::string why) {
@@ -239,16 +278,21 @@ void Post::give_up(const CallPtr& call, std::string why) {
 bool Post::send(int id, const LetterFields& fields, std::span<const std::byte> head,
                 std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
   const auto peer = find(id);
-  return peer && !closed() && peer->submit(compose(fields, head, parts, std::move(keep)), nullptr);
+  return peer && !closed() &&
+         peer->submit(compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id), nullptr);
 }
 
 bool Post::reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
                  std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
   if (!letter.handling || letter.handling->state() != Handling::kRunning) return false;
-  Posting posting = compose(fields, head, parts, std::move(keep));  // what cannot be sent was not answered
-  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return false;
   const auto peer = find(letter.peer);
-  if (!peer) return false;
+  if (!peer) {
+    letter.handling->advance(Handling::kRunning, Handling::kAnswered);
+    return false;
+  }
+  // What cannot be sent was not answered.
+  Posting posting = compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id);
+  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return false;
   peer->answered(letter.call);
   if (letter.handling->cancelled()) return false;
   return peer->reply(std::move(posting), letter.call);
@@ -294,6 +338,7 @@ Post::Stats Post::stats() {
   }
   stats.letters = inbox_.waiting();
   stats.granted = budget_->used();
+  if (const auto from = lender()) stats.lent = from->lent();
   return stats;
 }
 
@@ -329,11 +374,18 @@ void Post::close(std::int64_t deadline) {
   delete std::exchange(thread_, nullptr);
   for (auto& peer : peers) peer->link.drain(deadline);
   budget_->forget();
+  {
+    std::lock_guard lock(peers_mutex_);
+    if (lender_) lender_->forget();
+    lender_.reset();  // receivers keep what they have, and take what is on its way to them
+  }
   for (auto& peer : peers) lose(*peer, "the post was closed");
   peers.clear();
   tickets_.close();
   std::lock_guard lock(posts_mutex);
   std::erase(posts, this);
+  for (auto& [id, pidfd] : departed_) close_all({&pidfd});
+  departed_.clear();
   close_all({&epoll_, &wakeup_});
 }
 

@@ -25,6 +25,7 @@
 #include "base/tickets.h"
 #include "post/budget.h"
 #include "post/inbox.h"
+#include "post/lending.h"
 #include "post/letter.h"
 #include "post/peer.h"
 
@@ -44,8 +45,12 @@ class Post final : public FrameSink, public Correspondence {
   bool foreign() const;
   bool closed() const { return closing_.load(std::memory_order_acquire); }
 
-  // Takes the descriptor `fd`.  Throws std::system_error.
-  int attach(int fd, int pid, std::int64_t ticket);
+  // Whether there is memory to lend to peers, and a new descriptor of it, or -1; throws std::system_error.
+  bool lends() { return lender() != nullptr; }
+  int memory();
+  // Takes the descriptors `fd` and `memory`, the one of what the peer lends, or -1 if the two share none.
+  // Throws std::system_error, BadMemory and OutOfMemory.
+  int attach(int fd, int pid, std::int64_t ticket, int memory = -1);
   void drop(int peer, std::string why);
   std::optional<std::string> lost(int peer);
 
@@ -79,7 +84,7 @@ class Post final : public FrameSink, public Correspondence {
 
   struct Stats {
     std::size_t peers, calls, letters, handled;
-    std::uint64_t made, queued, granted;
+    std::uint64_t made, queued, granted, lent;
   };
   Stats stats();
   void sever(int peer);
@@ -125,6 +130,9 @@ class Post final : public FrameSink, public Correspondence {
   void beat(std::int64_t now);
   void look_after_inbox(std::int64_t now);
   std::string why_lost(int peer);
+  std::shared_ptr<Lender> lender();
+  void settle(int departed, bool ended);
+  void tidy(std::int64_t now);
 
   const Options options_;
   const unsigned generation_;
@@ -142,6 +150,9 @@ class Post final : public FrameSink, public Correspondence {
   int last_peer_ = 0;
   std::unordered_map<int, std::string> dropped_;  // why the post drops a peer that is still there
   std::map<int, std::string> losses_;
+  std::map<int, int> departed_;  // peers that are lost and may still use what we lent: their pidfds
+  Memories memories_;
+  std::shared_ptr<Lender> lender_;  // until the post is closed
 
   std::mutex deadlines_mutex_;
   std::map<std::pair<std::int64_t, std::uint64_t>, CallPtr> deadlines_;

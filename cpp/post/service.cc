@@ -78,6 +78,7 @@ std::int64_t Post::next_wake() {
   }
   if (const std::int64_t since = inbox_.neglect().since; since != 0 && watch_ticket_ >= 0)
     at = std::min(at, std::max(since, last_watch_) + patience_);
+  if (const auto from = lender()) at = std::min(at, from->tidy_at());
   std::lock_guard lock(deadlines_mutex_);
   if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
   // The deadline of a call that has ended stays the time to wake at: that of the next call is later, and
@@ -103,6 +104,7 @@ void Post::run() {
         continue;
       }
       const auto peer = find(static_cast<int>(what & 0xffffffffULL));
+      if (!peer && (what & kPidfd)) settle(static_cast<int>(what & 0xffffffffULL), true);
       if (!peer) continue;
       if (what & kPidfd) {
         // What it had sent before still counts.
@@ -119,6 +121,7 @@ void Post::run() {
     expire(now);
     beat(now);
     look_after_inbox(now);
+    tidy(now);
   }
 }
 
@@ -235,6 +238,18 @@ void Post::beat(std::int64_t now) {
     if (std::string silence = heartbeat_.silence(peer->link.last_heard(), now); !silence.empty())
       lose(*peer, std::move(silence));
   }
+}
+
+void Post::tidy(std::int64_t now) {
+  const auto from = lender();
+  if (!from || now < from->tidy_at()) return;
+  from->tidy(now);
+  std::vector<int> departed;
+  {
+    std::lock_guard lock(peers_mutex_);
+    for (auto& [id, pidfd] : departed_) departed.push_back(id);
+  }
+  for (int id : departed) settle(id, false);
 }
 
 void Post::watch(std::int64_t ticket, std::int64_t patience) {

@@ -34,7 +34,7 @@ struct Limits {
 const Limits* limits_of(FrameType type) {
   //                       codes      payload      member channel message total     step   content
   static constexpr Limits kTable[] = {
-      {{0, kWithheld}, kEager, true, true, true, kLongest, true, Content::kCallOrShape, Between::kAll},
+      {{0, kLent}, kEager, true, true, true, kLongest, true, Content::kCallOrShape, Between::kAll},
       {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage, Between::kAll},
       {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing, Between::kAll},  // grant
       {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},                    // query
@@ -57,7 +57,6 @@ const Limits* limits_of(FrameType type) {
       {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // cancel
       {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // ask
       {{0, 1}, kTextLimit, false, true, false, 0, false, Content::kNothing, Between::kPosts},   // tell
-      {{0, 0}, 0, false, false, false, kLongest, false, Content::kNothing, Between::kPosts},    // return
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;
@@ -79,13 +78,14 @@ const char* flaw_of_call(const FrameHeader& header) {
 }
 
 const char* flaw_of_message(const FrameHeader& header, const LinkState& link) {
-  const bool withheld = header.code == kWithheld;
-  const std::uint64_t due = withheld ? 0 : std::min<std::uint64_t>(header.total, kEager);
+  const bool nothing = header.code == kWithheld || header.code == kLent;
+  const std::uint64_t due = nothing ? 0 : std::min<std::uint64_t>(header.total, kEager);
   if (header.payload != due) return "a message that is not cut as messages are";
   if (header.message != link.next_message) return "a message out of turn";
-  if (!withheld && link.unread + header.payload + kHeaderCharge > kUnreadLimit)
+  if (!nothing && link.unread + header.payload + kHeaderCharge > kUnreadLimit)
     return "more than its window has room for";
   if (link.letters != nullptr) return flaw_of_letter(header, *link.letters);
+  if (header.code == kLent) return "a message in memory that it has not lent";
   if ((header.channel & kPointToPoint) == 0) return flaw_of_call(header);
   if (header.step != 0) return "a step of a message that has none";
   return flaw_of_shape(header.shape, header.total);

@@ -49,9 +49,9 @@ const char* flaw_of_shape(const Shape& shape, std::uint64_t total);
 const char* flaw_of_letter(const FrameHeader& header, const LetterState& state);
 
 // The same for the table of a letter's parts, once all of them are there: the letter's header, its payload,
-// the bytes of the parts that came apart in their order, and the bytes of the sender's arena (0: none).
+// and the bytes of the parts that came apart in their order.
 const char* flaw_of_parts(const FrameHeader& header, const std::byte* payload,
-                          const std::vector<std::uint64_t>& apart, std::uint64_t arena);
+                          const std::vector<std::uint64_t>& apart);
 
 // The longest part of a text of at most `limit` bytes that ends with a whole character (UTF-8).
 std::size_t clipped(const char* text, std::size_t bytes, std::size_t limit);

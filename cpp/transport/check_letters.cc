@@ -23,9 +23,10 @@ const char* flaw_of_letter(const FrameHeader& header, const LetterState& state) 
   if (letter.verb == Verb::kPart) {
     if (state.parts_due == 0) return "a part of no letter";
     if (header.channel != state.call || header.step != state.next_part) return "another part than the next";
-    if (!all_zero(fields + sizeof(Verb), fields + sizeof(LetterFields))) return "bytes in what is reserved";
-    return nullptr;
+    const std::size_t used = header.code == kLent ? offsetof(LoanFields, place) : sizeof(LetterFields);
+    return all_zero(fields + sizeof(Verb), fields + used) ? nullptr : "bytes in what is reserved";
   }
+  if (header.code == kLent) return "a letter in lent memory, where only parts may be";
   if (state.parts_due != 0) return "a letter before the parts of the last one";
   if (header.step != 0) return "a step of a letter, which has none";
   if (letter.apart > letter.parts) return "a letter with more parts apart than parts";
@@ -42,7 +43,7 @@ const char* flaw_of_letter(const FrameHeader& header, const LetterState& state) 
 }
 
 const char* flaw_of_parts(const FrameHeader& header, const std::byte* payload,
-                          const std::vector<std::uint64_t>& apart, std::uint64_t arena) {
+                          const std::vector<std::uint64_t>& apart) {
   const LetterFields& letter = header.letter;
   std::uint64_t end = layout::head_at(letter) + letter.head;
   std::size_t next = 0;
@@ -55,8 +56,8 @@ const char* flaw_of_parts(const FrameHeader& header, const std::byte* payload,
       end = layout::aligned(end);
       if (entry.bytes > header.total || end > header.total - entry.bytes) return "a part beyond its letter";
       end += entry.bytes;
-    } else if (entry.place >= arena || entry.bytes > arena - entry.place) {
-      return "a part beyond the memory that it lent";
+    } else {
+      return "a part that is nowhere";
     }
   }
   if (next != apart.size()) return "a part that its letter does not name";

@@ -26,7 +26,10 @@ constexpr int kMaxDims = 8;
 constexpr std::uint64_t kUnreadLimit = 8 << 20;  // bytes of a link that may be unread at its receiver
 constexpr std::uint64_t kHeaderCharge = 256;     // what a message is charged beyond its payload
 constexpr std::uint64_t kLongest = 1ULL << 48;   // bytes of a message: no address space holds more
-constexpr std::uint16_t kWithheld = 1;           // code of a kMessage that waits for a grant as a whole
+
+// The code of a kMessage.
+constexpr std::uint16_t kWithheld = 1;  // it waits for a grant as a whole
+constexpr std::uint16_t kLent = 2;      // its payload lies in memory that the sender shares (LoanFields)
 
 enum class Kind : std::uint8_t {
   kAllReduce = 1,
@@ -141,10 +144,19 @@ struct LetterFields {
 };
 static_assert(sizeof(LetterFields) == 24);
 
+// A kPart that is kLent: where in its sender's memory it lies, and which loan it is (post/lending.h).
+struct LoanFields {
+  Verb verb{};
+  std::uint8_t reserved[7] = {};
+  std::uint64_t place = 0;
+  std::uint64_t number = 0;
+};
+static_assert(sizeof(LoanFields) == sizeof(LetterFields));
+
 struct FrameHeader {
   std::uint32_t magic = kFrameMagic;
   FrameType type{};
-  std::uint16_t code = 0;     // kBroken: the error code; calls: Knowledge; kMessage: kWithheld or 0
+  std::uint16_t code = 0;     // kBroken: the error code; calls: Knowledge; kMessage: kWithheld, kLent or 0
   std::uint32_t payload = 0;  // bytes that follow
   std::uint32_t source = 0;   // rank in the group
   std::uint64_t group = 0;
@@ -157,6 +169,7 @@ struct FrameHeader {
     Fingerprint call;
     Shape shape;
     LetterFields letter;
+    LoanFields loan;
   };
   FrameHeader() : shape() {}
 };

@@ -11,7 +11,7 @@ constexpr std::size_t kReadBatch = 16;                    // frames delivered be
 constexpr std::uint64_t kCreditBatch = kUnreadLimit / 2;  // bytes given back with one frame
 
 std::uint64_t charge_of(const FrameHeader& header) {
-  return header.code == kWithheld ? 0 : header.payload + kHeaderCharge;
+  return header.code == kWithheld || header.code == kLent ? 0 : header.payload + kHeaderCharge;
 }
 
 }  // namespace
@@ -52,16 +52,17 @@ Link::Item Link::first_chunk(const std::shared_ptr<Outgoing>& message) {
   Item item;
   message->begun = true;
   message->header.type = FrameType::kMessage;
-  const std::uint64_t bytes = std::min<std::uint64_t>(message->header.total, kEager);
-  const bool withheld = lent_ + bytes + kHeaderCharge > kUnreadLimit;
+  const bool lent = message->header.code == kLent;
+  const std::uint64_t bytes = lent ? 0 : std::min<std::uint64_t>(message->header.total, kEager);
+  const bool withheld = !lent && lent_ + bytes + kHeaderCharge > kUnreadLimit;
   item.bytes = withheld ? 0 : static_cast<std::size_t>(bytes);
   item.header = message->header;
-  item.header.code = withheld ? kWithheld : 0;
+  if (!lent) item.header.code = withheld ? kWithheld : 0;
   item.header.payload = static_cast<std::uint32_t>(item.bytes);
   item.data = message->data;
   item.message = message;
   message->cursor = item.bytes;
-  item.last = !withheld && message->cursor == message->header.total;
+  item.last = lent || (!withheld && message->cursor == message->header.total);
   lent_ += charge_of(item.header);
   return item;
 }

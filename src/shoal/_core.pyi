@@ -337,7 +337,18 @@ class Post:
             heartbeat: seconds of silence after which a peer without a pid counts as lost.
         """
 
-    def attach(self, fd: int, pid: int, ticket: int) -> int:
+    @property
+    def lends(self) -> bool:
+        """Whether there is memory that parts over 64 KiB are lent from."""
+
+    def memory(self) -> int:
+        """A new descriptor, the caller's, of the memory that parts are lent from; -1: there is none.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+
+    def attach(self, fd: int, pid: int, ticket: int, memory: int = -1) -> int:
         """Add a peer; its name here, an integer that is never used again.
 
         Args:
@@ -346,9 +357,11 @@ class Post:
             pid: of a peer on this host whose death is watched, else 0.
             ticket: appears among the completions once when the peer is lost, leaves or is dropped, after
                 everything that it had sent can be taken and its pending calls have ended.
+            memory: a descriptor of the peer's :meth:`memory`, which the post takes over too, where both
+                ends have exchanged them: large parts are then lent in both directions; -1: none are.
 
         Raises:
-            ConnectionError: the post is closed.
+            ConnectionError: the post is closed, or the memory is no memfd whose size is sealed.
             OSError: no descriptor is left.
         """
 
@@ -479,7 +492,7 @@ class Post:
         """
 
     def stats(self) -> dict[str, int]:
-        """What is held: peers, calls, letters not taken, calls handled, bytes queued, and bytes granted.
+        """What is held: peers, calls, letters not taken, calls handled, bytes queued, granted, and lent.
 
         And ``made``: how many calls were ever made to the peers that are there.
         """

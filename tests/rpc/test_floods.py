@@ -64,7 +64,7 @@ def test_a_flood_of_letters_stops_at_its_sender(meeting: Stage, a: Agent, tmp_pa
 
 def test_large_parts_that_nobody_takes_wait_at_their_sender(meeting: Stage, a: Agent) -> None:
     limit = 16 * MIB
-    b = meeting.join("b", handlers=1, memory=limit)
+    b = meeting.join("b", handlers=1, memory=limit, host_id="elsewhere")  # on one host they would be lent
     running = a.peer("b").call(handlers.blocked, "go on")
     handlers.wait_for("go on runs")
     x = torch.ones(MIB // 2)  # 2 MiB

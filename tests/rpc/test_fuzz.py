@@ -97,7 +97,9 @@ class Attack:
     def introduced(self, choose: random.Random) -> socket.socket:
         """A connection on which letters are expected."""
         with contextlib.closing(self.proved(choose)) as connection:
-            wire.introduce(connection, self.evil.links._hello(self.target.worker.incarnation, {}), PATIENCE)
+            hello = self.evil.links._hello(self.target.worker.incarnation, {})
+            hello.lends = False  # or descriptors were expected
+            wire.introduce(connection, hello, PATIENCE)
             sock = socket.socket(fileno=connection.detach())
         sock.settimeout(PATIENCE)
         return sock

@@ -125,6 +125,7 @@ def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
 def test_an_introduction_that_comes_late_replaces_nothing(meeting: Stage, a: Agent) -> None:
     b = meeting.join("b")
     early = a.links._hello(b.worker.incarnation, {})
+    early.lends = False  # or descriptors were expected
     pending = blocked(a.peer("b"), "go")
     lines = incoming(b, "a")
     with wire.connect_unix(

@@ -28,6 +28,7 @@ class Hello(msgspec.Struct):
         main: the program that the process runs, "" if it has no file.
         restricted: whether it sends and takes plain values only.
         nth: how many times this worker has introduced itself; orders the connections that it makes.
+        lends: whether it shares memory with workers of its host.
         devices: the caller's device for each device of the callee that its calls use; of the calling side.
         refused: why there is no connection; of the answer.
     """
@@ -38,6 +39,7 @@ class Hello(msgspec.Struct):
     main: str
     restricted: bool
     nth: int
+    lends: bool
     devices: dict[str, str] = {}
     refused: str = ""
 

@@ -243,31 +243,52 @@ class Links:
                 raise UsageError(f"{self._who(worker.name)} refuses a connection: {theirs.refused}")
             if theirs.worker.incarnation != worker.incarnation:
                 raise WireError(f"{theirs.worker.name!r} answers in the place of {worker.name!r}")
-            line = self._attach(connection, theirs, devices, True)
+            line = self._attach(connection, theirs, devices, True, self._left(deadline))
             with self._lock:
                 if not line.ended:
                     self._out[worker.name] = line
             return line
 
     def _hello(self, to: str, devices: dict[str, str], refused: str = "") -> Hello:
-        nth = next(self._introductions)
-        return Hello(self._me, self._place, to, main_program(), self._restricted, nth, devices, refused)
+        nth, restricted = next(self._introductions), self._restricted
+        return Hello(
+            self._me, self._place, to, main_program(), restricted, nth, self._lends, devices, refused
+        )
 
-    def _attach(self, connection: Connection, theirs: Hello, devices: DeviceMap | None, calls: bool) -> Line:
-        """Hand the connection to the endpoint."""
+    @property
+    def _lends(self) -> bool:
+        """Whether this worker shares memory; one that is restricted does not trust the others with it."""
+        return self._endpoint.post.lends and not self._restricted
+
+    def _attach(
+        self, connection: Connection, theirs: Hello, devices: DeviceMap | None, calls: bool, timeout: float
+    ) -> Line:
+        """Hand the connection to the endpoint, with the memory that the other end lends from if both do."""
         same = theirs.worker.process == self._me.process
         same = same or bool(theirs.main and theirs.main == main_program())
         plain = self._restricted or theirs.restricted
         line = Line(self._agent, theirs.worker, same, plain, None if plain else devices, calls, theirs.nth)
         pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
-        with self._lock:
-            if self._closed:
-                raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
-            if not calls:
-                self._end_earlier(line)
-            line.number = self._endpoint.attach(connection.detach(), pid, partial(self._forget, line))
-            self._lines[line.number] = line
+        lost = partial(self._forget, line)
+        with contextlib.ExitStack() as undo:
+            memory = self._exchange(connection, timeout) if theirs.lends and self._lends else None
+            if memory is not None:
+                undo.callback(memory.close)
+            with self._lock:
+                if self._closed:
+                    raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+                if not calls:
+                    self._end_earlier(line)
+                undo.pop_all()
+                fd = -1 if memory is None else memory.fd
+                line.number = self._endpoint.attach(connection.detach(), pid, lost, fd)
+                self._lines[line.number] = line
         return line
+
+    def _exchange(self, connection: Connection, timeout: float) -> wire.SharedMemory | None:
+        """Share memory with the other end: what it lends from; None over TCP."""
+        with open(self._endpoint.memory(), "rb", buffering=0) as mine:
+            return wire.share_memory(connection, mine.fileno(), timeout)
 
     def _end_earlier(self, line: Line) -> None:
         """End the connections that a worker has given up which makes ``line`` in their place.
@@ -337,4 +358,4 @@ class Links:
         with contextlib.closing(connection), contextlib.suppress(ShoalError):
             theirs = wire.be_introduced(connection, Hello, answer, wire.HANDSHAKE_TIMEOUT)
             if devices:
-                self._attach(connection, theirs, devices[0], False)
+                self._attach(connection, theirs, devices[0], False, wire.HANDSHAKE_TIMEOUT)

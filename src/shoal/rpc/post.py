@@ -90,17 +90,35 @@ class Endpoint:
         """Call ``fn()`` each time a call has waited for ``patience`` seconds and no thread is free."""
         self.post.watch(self.lasting(fn), patience)
 
-    def attach(self, fd: int, pid: int, lost: Callable[[], None]) -> int:
-        """Take over the connection ``fd``; ``lost()`` is called once when the peer is lost or leaves.
+    def memory(self) -> int:
+        """A new descriptor of the memory that is lent to peers, for the caller to close.
 
         Raises:
-            RpcError: the endpoint is closed.
+            RpcError: there is none, or the endpoint is closed.
+            OutOfResources: no descriptor is left.
+        """
+        try:
+            fd = self.post.memory()
+        except OSError as error:
+            raise OutOfResources(f"worker {self._name!r} cannot share its memory: {error}") from error
+        if fd < 0:
+            raise RpcError(f"worker {self._name!r} has no memory to share")
+        return fd
+
+    def attach(self, fd: int, pid: int, lost: Callable[[], None], memory: int = -1) -> int:
+        """Take over the connection ``fd``; ``lost()`` is called once when the peer is lost or leaves.
+
+        Args:
+            memory: the descriptor, taken over too, of what the peer lends; -1: the two share none.
+
+        Raises:
+            RpcError: the endpoint is closed, or the peer's memory cannot be used.
             OutOfResources: no descriptor is left.
         """
         ticket = next(self._tickets)
         self._callbacks[ticket] = lost
         try:
-            return self.post.attach(fd, pid, ticket)
+            return self.post.attach(fd, pid, ticket, memory)
         except BaseException as error:
             self._callbacks.pop(ticket, None)
             if isinstance(error, ConnectionError):

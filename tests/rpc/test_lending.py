@@ -1,0 +1,280 @@
+"""Large parts between workers of one host: the receiver's tensors lie in memory that the sender lends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shoal._core import Post
+from shoal.errors import RpcError, WorkerLost
+from shoal.rpc import Agent
+from shoal.rpc.post import Endpoint
+from shoal.testing import faults, no_leaks
+from tests.rpc import handlers
+from tests.rpc.handlers import PATIENCE
+from tests.rpc.stage import Stage
+from tests.rpc.test_standstills import hold_gil
+
+#: elements of float32; a lent part is longer than 64 KiB
+LARGE = 100_000
+
+
+@pytest.fixture
+def meeting() -> Iterator[Stage]:
+    handlers.noted.clear()
+    with Stage() as meeting:
+        yield meeting
+        handlers.noted.clear()
+
+
+@pytest.fixture
+def a(meeting: Stage) -> Agent:
+    return meeting.join("a", timeout=PATIENCE)
+
+
+def lent(agent: Agent) -> int:
+    return agent.stats()["lent"]
+
+
+def becomes(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def keep(key: str, x: torch.Tensor) -> None:
+    handlers.note(key, x)
+
+
+def kept_sum(key: str) -> float:
+    return float(handlers.noted[key].sum())
+
+
+def drop(key: str) -> None:
+    del handlers.noted[key]
+
+
+def made(value: float) -> torch.Tensor:
+    return torch.full((LARGE,), value)
+
+
+def views(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the two share memory, and may be written to."""
+    x += 1
+    return bool(y[0] == 2)
+
+
+def test_what_is_lent_is_the_receivers_own_and_returns(meeting: Stage, a: Agent) -> None:
+    meeting.join("b")
+    b, x = a.peer("b"), torch.ones(LARGE)
+    assert b.call(views, x, x.view(10, -1)[0]).wait()
+    assert x.sum() == LARGE  # the sender's memory is another
+    y = b.call(handlers.echo, x).wait()
+    y += 1
+    assert lent(meeting.join("c")) == 0
+    assert b.call(torch.sum, y).wait() == 2 * LARGE
+    assert x.sum() == LARGE
+    for value in range(100):
+        assert b.call(torch.sum, torch.full((LARGE,), float(value))).wait() == value * LARGE
+    becomes(lambda: lent(a) == 0)
+
+
+def test_a_result_outlives_the_worker_that_lent_it(meeting: Stage, a: Agent) -> None:
+    meeting.start("b")
+    x = a.peer("b").call(made, 3.0).wait()
+    meeting.kill("b")
+    meeting.processes["b"].join(PATIENCE)
+    x += 1
+    assert x.sum() == 4 * LARGE
+
+
+def test_a_dead_worker_returns_what_was_lent_to_it(meeting: Stage, a: Agent) -> None:
+    meeting.start("b")
+    b = a.peer("b")
+    b.call(keep, "x", torch.ones(LARGE)).wait()
+    assert lent(a) > 4 * LARGE
+    meeting.kill("b")
+    becomes(lambda: lent(a) == 0)
+
+
+def test_a_worker_that_is_cut_off_keeps_what_it_has(meeting: Stage, a: Agent) -> None:
+    meeting.join("b", timeout=PATIENCE)
+    b = a.peer("b")
+    b.call(keep, "x", torch.ones(LARGE)).wait()
+    before = lent(a)
+    a.endpoint.post.sever(a.line("b", PATIENCE).number)
+    becomes(lambda: not a.links.connected(b._agent.directory.look("b").incarnation))  # type: ignore[union-attr]
+    for _ in range(10):
+        assert b.call(torch.sum, torch.zeros(LARGE)).wait() == 0
+    assert b.call(kept_sum, "x").wait() == LARGE
+    assert lent(a) >= before
+    b.call(drop, "x").wait()
+    becomes(lambda: lent(a) == 0)
+
+
+def test_parts_take_the_socket_while_a_worker_keeps_all_that_is_lent(meeting: Stage) -> None:
+    a = meeting.join("a", timeout=PATIENCE, memory=4 << 20)
+    meeting.join("b", timeout=PATIENCE)
+    b = a.peer("b")
+    for index in range(20):
+        b.call(keep, f"{index}", torch.full((LARGE,), float(index))).wait()
+    assert 3 << 20 < lent(a) <= 4 << 20
+    for index in range(20):
+        assert b.call(kept_sum, f"{index}").wait() == index * LARGE
+    huge = torch.ones(2_000_000)
+    assert b.call(torch.sum, huge).wait() == len(huge)
+    for index in range(20):
+        b.call(drop, f"{index}").wait()
+    becomes(lambda: lent(a) == 0)
+
+
+def test_a_reply_that_nobody_wants_returns(meeting: Stage, a: Agent) -> None:
+    b = meeting.join("b")
+    future = a.peer("b").call(handlers.wait_for, "x")
+    a.peer("b").call(handlers.pid).wait()
+    future.cancel()
+    for _ in range(20):
+        late = a.peer("b").call(made, 1.0)
+        late.cancel()
+    a.peer("b").call(handlers.pid).wait()
+    handlers.note("x", torch.ones(LARGE))
+    becomes(lambda: b.stats()["handled"] == 0 and lent(b) == 0)
+
+
+def test_a_forked_child_reads_what_its_parent_received(meeting: Stage, a: Agent) -> None:
+    meeting.join("b", timeout=PATIENCE)
+    b = a.peer("b")
+    x = b.call(made, 5.0).wait()
+    end, begin = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(begin)
+            os.read(end, 1)  # until the parent has let go of its own and had others
+            code = int(x.sum() != 5 * LARGE)
+            del x
+        finally:
+            os._exit(code)
+    os.close(end)
+    del x
+    for _ in range(5):
+        assert b.call(made, 7.0).wait().sum() == 7 * LARGE
+    os.close(begin)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_what_is_on_its_way_outlives_an_agent_that_leaves() -> None:
+    a, b = (Endpoint(name, 1 << 20, 30.0) for name in "ab")
+    x = torch.arange(LARGE, dtype=torch.float32)
+    begin, left = socket.socketpair()
+    right, end = socket.socketpair()
+    with left, right:
+        peer = a.attach(begin.detach(), os.getpid(), lambda: None, b.memory())
+        b.attach(end.detach(), os.getpid(), lambda: None, a.memory())
+        a.post.post(peer, 0, b"head", [(x.data_ptr(), 4 * LARGE)], x, PATIENCE)
+        a.close(1.0)
+        left.settimeout(PATIENCE)
+        while data := left.recv(1 << 20):
+            assert len(data) < 4 * LARGE
+            right.sendall(data)
+        letters = b.post.take(0, PATIENCE, 1)
+        assert letters is not None
+        (letter,) = letters
+        assert torch.equal(torch.frombuffer(letter.parts[0], dtype=torch.float32), x)
+    b.close(0.0)
+
+
+@pytest.mark.parametrize("how", ["stopped", "without Python"])
+def test_others_are_lent_to_while_one_lets_nothing_go(meeting: Stage, how: str) -> None:
+    a = meeting.join("a", timeout=PATIENCE, memory=4 << 20)
+    pid = meeting.start("b")
+    meeting.join("c", timeout=PATIENCE)
+    b, c, x = a.peer("b"), a.peer("c"), torch.ones(LARGE)
+    b.call(keep, "x", x).wait()
+    if how == "stopped":
+        faults.stop(pid)
+    else:
+        held = b.call(hold_gil, 1.0)
+    pending = [b.call(torch.sum, x) for _ in range(20)]  # more than fits
+    for value in range(20):
+        assert c.call(torch.sum, torch.full((LARGE,), float(value))).wait() == value * LARGE
+        assert lent(a) <= 4 << 20
+    if how == "stopped":
+        faults.resume(pid)
+    else:
+        held.wait()
+    assert [future.wait() for future in pending] == [LARGE] * 20
+    assert b.call(kept_sum, "x").wait() == LARGE
+    b.call(drop, "x").wait()
+    becomes(lambda: lent(a) == 0)
+
+
+def test_what_a_worker_lent_and_was_lent_returns_when_it_is_killed_between(meeting: Stage, a: Agent) -> None:
+    came: list[torch.Tensor] = []
+
+    def exchange(name: str) -> None:
+        try:
+            while True:
+                came.append(a.peer(name).call(handlers.echo, torch.ones(10 * LARGE)).wait())
+                del came[:-3]
+        except RpcError:  # it is lost, or cannot be connected to any more
+            return
+
+    def use(name: str) -> None:
+        meeting.start(name)
+        a.peer(name).call(handlers.pid).wait()
+        threads = [threading.Thread(target=exchange, args=(name,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        becomes(lambda: len(came) > 0)
+        meeting.kill(name)
+        for thread in threads:
+            thread.join()
+        assert all(bool((x == 1).all()) for x in came)
+        came.clear()
+        becomes(lambda: lent(a) == 0)
+        meeting.processes[name].join(PATIENCE)
+        meeting.processes[name].close()
+
+    use("b0")
+    with no_leaks():
+        for index in range(1, 4):
+            use(f"b{index}")
+
+
+def test_memory_that_could_be_cut_is_refused() -> None:
+    with no_leaks():
+        post = Post.make(1 << 20, 10.0)
+        unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+        os.ftruncate(unsealed, 1 << 20)
+        for memory in (unsealed, os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)):
+            ends = socket.socketpair()
+            with ends[1], pytest.raises(ConnectionError, match="memfd"):
+                post.attach(ends[0].detach(), os.getpid(), 1, memory)
+        post.close(1.0)
+
+
+def test_nothing_of_lent_memory_is_left_behind() -> None:
+    def use() -> None:
+        handlers.noted.clear()
+        with Stage() as meeting:
+            a = meeting.join("a", timeout=PATIENCE)
+            meeting.join("b", timeout=PATIENCE)
+            pid = meeting.start("c")
+            x = a.peer("b").call(handlers.echo, torch.ones(LARGE)).wait()
+            a.peer("c").call(keep, "x", x).wait()
+            meeting.kill("c")
+            with pytest.raises(WorkerLost, match=f"process {pid}"):
+                a.peer("c").call(handlers.wait_for, "y").wait()
+
+    use()  # what stays for ever comes with the first use
+    with no_leaks():
+        use()
