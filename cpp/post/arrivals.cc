@@ -177,8 +177,9 @@ void Arrivals::complete(Arriving& whole) {
   calls_.erase(letter.call);
   if (letter.verb() == Verb::kReply || letter.verb() == Verb::kFailure) {
     letter.taken();
-    if (CallPtr call = peer_.pending(letter.call); call && call->claim())
-      post_.ended(peer_, call, CallEnd::kNone, "", std::move(whole.letter));
+    const LetterPtr reply = std::move(whole.letter);  // nobody keeps it if the call has ended meanwhile
+    if (CallPtr call = peer_.pending(reply->call); call && call->claim())
+      post_.ended(peer_, call, CallEnd::kNone, "", reply);
     return;
   }
   if (letter.handling) letter.handling->advance(Handling::kArriving, Handling::kQueued);
