@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.rpc import Agent
+from shoal.testing import Agents
 from shoal.testing.processes import preload
 from tests.rpc import handlers
-from tests.rpc.stage import Stage
 from tests.support.frozen import frozen
 
 preload("tests.rpc.crew", "encodings.idna")  # a worker that is killed at once must not import for long
@@ -20,13 +20,13 @@ def _frozen() -> Iterator[None]:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Stage]:
+def meeting() -> Iterator[Agents]:
     """A place where the test's agents meet."""
     handlers.noted.clear()
-    with Stage() as meeting:
+    with Agents() as meeting:
         yield meeting
 
 
 @pytest.fixture
-def a(meeting: Stage) -> Agent:
+def a(meeting: Agents) -> Agent:
     return meeting.join("a", timeout=handlers.PATIENCE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import random
 import re
 import threading
@@ -21,12 +20,11 @@ import torch
 
 from shoal.errors import AgentClosed, RpcError, WorkerLost
 from shoal.future import Future, pool
-from shoal.rpc import Agent, Peer, RRef, call, current, executor, holds, join
+from shoal.rpc import Agent, Peer, RRef, call, current, executor, holds
 from shoal.store import tcp
+from shoal.testing import Agents
 from shoal.testing.leaks import inventory
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import SECRET, Stage, leaving
-from tests.support.frozen import frozen
 
 #: seconds that the holds of a dead worker last here: longer than others need to take up what it passed on
 LEASE = 2.0
@@ -60,41 +58,25 @@ def hasten(
     tcp._KEPT = kept
 
 
-def live(url: str, name: str, how: dict[str, Any]) -> None:
-    """Be a worker until it is killed, or somebody calls :func:`stage.leave`."""
-    hasten()
-    torch.set_num_threads(1)
-    with join(name, url=url, secret=SECRET, timeout=PATIENCE, **how):
-        leaving.wait()
-
-
-def live_silently(url: str, name: str, how: dict[str, Any]) -> None:
-    """The same, with less patience for those who are silent."""
-    os.environ["SHOAL_HEARTBEAT_TIMEOUT"] = str(how.pop("silence"))
-    live(url, name, how)
-
-
-def survive(url: str, name: str, how: dict[str, Any]) -> None:
-    with frozen():
-        live(url, name, how)
-
-
-class Crew(Stage):
+class Crew(Agents):
     """A store, three workers that live, and victims."""
 
     def __init__(self) -> None:
-        super().__init__()
-        was = holds.LEASE, call.LEASE, executor._IDLE, pool._idle_seconds, tcp._KEPT
-        self.callback(hasten, *was)
+        self._was = holds.LEASE, call.LEASE, executor._IDLE, pool._idle_seconds, tcp._KEPT
         hasten()
+        super().__init__()
         self._victims = 0
         self._spare: tuple[str, dict[str, Any]] | None = None
         for name in "bc":
-            self.start(name, target=survive)
+            self.start(name, prepare=hasten, timeout=PATIENCE)
         self.a = self.join("a", timeout=PATIENCE)
         self.peers = {name: self.a.peer(name) for name in SURVIVORS}
         for name in SURVIVORS:  # each has a connection to each from now on, and a loop
             self.ask(name, meet, SURVIVORS)
+
+    def close(self, *, graceful: bool = False) -> None:
+        super().close(graceful=graceful)
+        hasten(*self._was)
 
     def ask(self, name: str, fn: Callable[..., Any], *args: Any) -> Any:
         """What ``fn`` gives at a survivor."""
@@ -113,8 +95,7 @@ class Crew(Stage):
         self._victims += 1
         name = f"v{self._victims % 2}"
         how: dict[str, Any] = {"host_id": "elsewhere"} if self._victims % 4 > 1 else {}
-        self.bury(name)
-        self.start(name, target=live, **how)
+        self.start(name, prepare=hasten, timeout=PATIENCE, **how)
         self._spare = name, how
 
     def kill_at(self, name: str) -> float:
@@ -122,13 +103,6 @@ class Crew(Stage):
         at = time.monotonic()
         self.kill(name)
         return at
-
-    def bury(self, name: str) -> None:
-        """Take note of the end of a worker's process, if there was one of the name."""
-        if (process := self.processes.pop(name, None)) is not None:
-            process.join(PATIENCE)
-            assert process.exitcode is not None, f"{name} is still alive"
-            process.close()
 
     def standing(self) -> dict[str, dict[str, Any]]:
         """What each survivor has, of itself and of others."""

@@ -27,6 +27,7 @@ from shoal.errors import (
 )
 from shoal.future import Future
 from shoal.rpc import Agent, Peer
+from shoal.testing import Agents
 from tests.rpc.device_handlers import (
     SlowTable,
     Table,
@@ -47,7 +48,6 @@ from tests.rpc.device_handlers import (
     slow_table_soon,
     stream_name,
 )
-from tests.rpc.stage import Stage
 from tests.support import pretend_device
 from tests.support.fake_streams import FakeStream
 from tests.support.pretend_device import PretendRuntime, is_pretend, memory_of
@@ -384,7 +384,7 @@ def an_exception_with_a_tensor_of_a_device_is_told_in_words(a: Agent, b: Peer) -
 
 
 def a_worker_that_is_closed_gives_held_calls_up(a: Agent, b: Peer) -> None:
-    with Stage() as own:
+    with Agents() as own:
         own.join("other")
         short = own.join("short", device_maps={"other": {"pretend:0": "pretend:0"}})
         other = short.peer("other")
@@ -457,7 +457,7 @@ def main() -> None:
     runtime.host_memory = host_memory  # type: ignore[method-assign]
     same, back = {"pretend:0": "pretend:0"}, {"pretend:0": "cpu"}
     maps = {"b": same, "going": same, "to device": {"cpu": "pretend:0"}, "to CPU": back}
-    with Stage() as stage:
+    with Agents() as stage:
         a = stage.join("a", device_maps={**maps, "too few": {"pretend:0": "pretend:7"}})
         for name in ("b", "going", "to device", "to CPU", "unmapped", "too few"):
             stage.join(name)

@@ -20,18 +20,18 @@ from shoal.errors import (
 )
 from shoal.rpc import Agent, Peer
 from shoal.rpc.executor import CALLS
+from shoal.testing import Agents
 from tests.rpc import handlers
-from tests.rpc.stage import Stage
 
 PATIENCE = handlers.PATIENCE
 
 
 @pytest.fixture(scope="module", params=["threads", "threads, TCP", "processes", "processes, TCP"])
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest) -> Iterator[Agents]:
     """Workers ``a``, an agent of this process, and ``b``."""
     other: dict[str, Any] = {"host_id": "elsewhere"} if "TCP" in request.param else {}
     handlers.noted.clear()
-    with Stage() as stage:
+    with Agents() as stage:
         stage.a = stage.join("a", timeout=PATIENCE)
         if "processes" in request.param:
             stage.start("b", timeout=PATIENCE, **other)
@@ -293,7 +293,7 @@ def test_calls_are_in_torchs_profiler_at_both_ends(stage: Any, b: Peer) -> None:
     b.call(torch.sub, torch.ones(2), 1).wait()
     times = {event.key: event.count for event in run.key_averages() if event.key.startswith("rpc:")}
     # One is the call; where the handler is a thread of this process, the other one is the handler.
-    assert times == {"rpc:torch.add(a->b)": 1 if stage.processes else 2}
+    assert times == {"rpc:torch.add(a->b)": 1 if stage.pids else 2}
 
 
 def test_the_threads_of_handlers_do_not_pile_up(a: Agent) -> None:

@@ -10,7 +10,7 @@ import torch
 import shoal
 from shoal.errors import UsageError
 from shoal.rpc.device_maps import DeviceMap, checked, checked_pairs, inverse
-from tests.rpc.stage import Stage
+from shoal.testing import Agents
 
 CUDA = [torch.device("cuda", index) for index in range(3)]
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_a_worker_says_which_devices_of_a_callers_map_it_lacks() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are such devices here")
 def test_joining_with_a_map_of_devices_that_are_not_here_leaves_nothing(tmp_path: Any) -> None:
-    with Stage() as stage:
+    with Agents() as stage:
         with pytest.raises(UsageError, match="there is no cuda:0 at this worker"):
             shoal.rpc.join("a", store=stage.store, secret="x", device_maps={"b": {"cuda:0": "cuda:0"}})
         assert stage.store.num_keys() == 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shoal.rpc import Agent
+from shoal.testing import Agents
 from tests.rpc.device_handlers import double, echo, kinds
 from tests.rpc.on_device import SCENES
-from tests.rpc.stage import Stage
 from tests.support.programs import run_program
 
 
@@ -41,7 +41,7 @@ CUDA = {"cuda:0": "cuda:0"}
 
 @pytest.fixture(params=["threads", "processes"])
 def agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
-    with Stage() as stage:
+    with Agents() as stage:
         if request.param == "threads":
             stage.join("b")
         else:

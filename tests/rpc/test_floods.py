@@ -12,8 +12,8 @@ import torch
 
 from shoal.errors import CallTimeout, WorkerLost
 from shoal.rpc import Agent, Peer
+from shoal.testing import Agents
 from tests.rpc import handlers
-from tests.rpc.stage import Stage
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -32,12 +32,12 @@ def post_all(peer: Peer, letter: bytes) -> None:
         peer.post(len, letter)
 
 
-def resident(meeting: Stage, name: str) -> int:
+def resident(meeting: Agents, name: str) -> int:
     """Bytes that a worker's process occupies."""
-    return int(psutil.Process(meeting.processes[name].pid).memory_info().rss)
+    return int(psutil.Process(meeting.pids[name]).memory_info().rss)
 
 
-def test_a_flood_of_letters_stops_at_its_sender(meeting: Stage, a: Agent, tmp_path: Path) -> None:
+def test_a_flood_of_letters_stops_at_its_sender(meeting: Agents, a: Agent, tmp_path: Path) -> None:
     meeting.start("b", handlers=1)
     b = a.peer("b")
     patient = b.options(timeout=120)
@@ -62,7 +62,7 @@ def test_a_flood_of_letters_stops_at_its_sender(meeting: Stage, a: Agent, tmp_pa
     until(lambda: not a.stats()["queued"])
 
 
-def test_large_parts_that_nobody_takes_wait_at_their_sender(meeting: Stage, a: Agent) -> None:
+def test_large_parts_that_nobody_takes_wait_at_their_sender(meeting: Agents, a: Agent) -> None:
     limit = 16 * MIB
     b = meeting.join("b", handlers=1, memory=limit, host_id="elsewhere")  # on one host they would be lent
     running = a.peer("b").call(handlers.blocked, "go on")
@@ -79,7 +79,7 @@ def test_large_parts_that_nobody_takes_wait_at_their_sender(meeting: Stage, a: A
     until(lambda: not b.stats()["granted"])
 
 
-def test_a_flood_of_replies_stays_within_the_memory_of_whoever_called(meeting: Stage) -> None:
+def test_a_flood_of_replies_stays_within_the_memory_of_whoever_called(meeting: Agents) -> None:
     limit = 16 * MIB
     meeting.start("b", memory=limit)
     a = meeting.join("a", timeout=60, memory=limit)

@@ -24,11 +24,10 @@ from shoal.errors import ShoalError, WaitTimeout
 from shoal.rpc.call import FAILURE, FUNCTION
 from shoal.rpc.codec import encode
 from shoal.rpc.post import Endpoint
-from shoal.testing import no_leaks
+from shoal.testing import Agents, no_leaks
 from shoal.wire import Connection, Handshake
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 from tests.support.waiting import until
 
 FEW = 200
@@ -45,7 +44,7 @@ class Attack:
         evil: an agent whose secret and name the attacker uses.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Agents) -> None:
         self.target = stage.join("target", timeout=PATIENCE)
         self.evil = stage.join("evil", timeout=PATIENCE)
         self._honest = stage.join("honest", timeout=PATIENCE).peer("target")
@@ -107,7 +106,7 @@ class Attack:
 
 @pytest.fixture
 def attack() -> Iterator[Attack]:
-    with Stage() as stage, Attack(stage) as attack:
+    with Agents() as stage, Attack(stage) as attack:
         attack.evil.peer("target").call(handlers.echo, 1).wait()
         yield attack
 
@@ -306,7 +305,7 @@ def test_a_malformed_reply_fails_its_call_alone(attack: Attack, amount: int) -> 
 
 def test_an_attack_leaves_nothing_behind() -> None:
     def use() -> None:
-        with Stage() as stage, Attack(stage) as attack:
+        with Agents() as stage, Attack(stage) as attack:
             choose = random.Random(3)
             frames = captured()
             for _ in range(20):

@@ -11,9 +11,9 @@ from shoal import Future
 from shoal.errors import WorkerLost
 from shoal.rpc import Agent, Peer, RRef, call, holds
 from shoal.rpc.leases import Ledger
+from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 from tests.rpc.test_references import Table, become, keep, let_go, pull, use_kept
 
 
@@ -59,7 +59,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent]]:
     handlers.noted.clear()
     for each in (holds, call):
         monkeypatch.setattr(each, "LEASE", 0.2)
-    with Stage() as stage:
+    with Agents() as stage:
         yield stage.join("owner", timeout=PATIENCE), stage.join("holder", timeout=PATIENCE)
 
 
@@ -157,7 +157,7 @@ def come_late(key: str) -> Any:
 
 
 def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Stage() as stage:
+    with Agents() as stage:
         stage.start("holder")
         owner = stage.join("owner", timeout=PATIENCE)
         holder = owner.peer("holder")

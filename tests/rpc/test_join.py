@@ -11,8 +11,7 @@ import torch
 import shoal
 from shoal.errors import AuthenticationError, CallTimeout, UsageError
 from shoal.rpc import join
-from shoal.testing import no_leaks, run_threads
-from tests.rpc.stage import Stage
+from shoal.testing import Agents, no_leaks, run_threads
 
 
 def test_the_ranks_of_a_group_are_workers_by_rank_and_by_name() -> None:
@@ -47,7 +46,7 @@ def _meet_in_a_file(url: str) -> None:
 
 
 def test_who_has_another_secret_does_not_join() -> None:
-    with Stage() as stage, pytest.raises(AuthenticationError):
+    with Agents() as stage, pytest.raises(AuthenticationError):
         join("a", url=stage.url, secret="another")
 
 
@@ -68,7 +67,7 @@ def test_what_cannot_be_right_is_refused(arguments: dict[str, object], words: st
 
 
 def test_a_call_whose_time_is_up_before_it_is_connected_is_late_and_its_worker_not_lost() -> None:
-    with Stage() as stage:
+    with Agents() as stage:
         a = stage.join("a")
         stage.join("b")
         connecting = a.links._making.setdefault("b", threading.Lock())  # as if another call were

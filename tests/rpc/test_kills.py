@@ -16,7 +16,7 @@ import torch
 from shoal.rpc import Peer
 from shoal.testing import no_leaks
 from tests.rpc import crew as work
-from tests.rpc import handlers, stage
+from tests.rpc import handlers
 from tests.rpc.crew import SURVIVORS, Crew, Pulse, Thing, outcome
 from tests.rpc.handlers import PATIENCE
 
@@ -93,7 +93,7 @@ def owner(trial: Trial) -> None:
     trial.kill(0.01)
     for future in made:
         trial.lost(outcome(future), may=("",))
-    trial.crew.processes[trial.name].join(PATIENCE)
+    trial.crew.outcome(trial.name)
     for ref in refs:
         trial.lost(outcome(ref.rpc_async().get()))
     trial.lost(outcome(actor.get()))
@@ -149,12 +149,12 @@ def joining(trial: Trial) -> None:
     crew = trial.crew
     for _ in range(2):  # the name may be claimed by then, or not yet
         crew.kill(trial.name)
-        crew.bury(trial.name)
-        crew.start(trial.name, target=work.live)
+        crew.outcome(trial.name)
+        crew.start(trial.name, prepare=work.hasten, timeout=PATIENCE)
         time.sleep(trial.choose.uniform(0.0, 0.1))
     crew.kill(trial.name)
-    crew.bury(trial.name)
-    pid = crew.start(trial.name, target=work.live)
+    crew.outcome(trial.name)
+    pid = crew.start(trial.name, prepare=work.hasten, timeout=PATIENCE)
     assert crew.a.peer(trial.name, timeout=PATIENCE).call(handlers.pid).wait() == pid
     trial.kill(0.0)
 
@@ -164,7 +164,7 @@ def closing(trial: Trial) -> None:
     refs = [trial.peer.remote(Thing, 1)]
     trial.peer.post(work.call_until_closed, 1)
     trial.peer.call(handlers.pid).wait()
-    trial.peer.post(stage.leave)
+    trial.crew.leave(trial.name)
     trial.kill(0.1)
     for future in futures:
         trial.lost(outcome(future), may=("",))

@@ -23,10 +23,9 @@ from shoal.errors import (
     WorkerLost,
 )
 from shoal.rpc import Agent, Peer
-from shoal.testing import no_leaks
-from tests.rpc import handlers, stage
+from shoal.testing import Agents, no_leaks
+from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 
 FAR = {"host_id": "elsewhere"}
 
@@ -47,7 +46,7 @@ def blocked_only(peer: Peer, key: str) -> Any:
 
 @pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
 def test_the_death_of_a_worker_ends_its_calls_and_no_others(
-    meeting: Stage, a: Agent, how: dict[str, Any]
+    meeting: Agents, a: Agent, how: dict[str, Any]
 ) -> None:
     lost: list[str] = []
     heard = threading.Event()
@@ -68,7 +67,7 @@ def test_the_death_of_a_worker_ends_its_calls_and_no_others(
     assert fine.wait() == 7
     assert heard.wait(PATIENCE)
     assert lost == ["b"]
-    meeting.processes["b"].join(PATIENCE)
+    meeting.outcome("b")
     with pytest.raises(WorkerLost, match=rf"worker 'a': 'b' \(process {pid}\)"):
         b.call(handlers.pid).wait()
     assert not b.alive
@@ -85,7 +84,7 @@ def test_the_death_of_a_worker_ends_its_calls_and_no_others(
 
 @pytest.mark.parametrize("how", [{}, FAR], ids=["same host", "TCP"])
 def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
-    meeting: Stage, a: Agent, how: dict[str, Any]
+    meeting: Agents, a: Agent, how: dict[str, Any]
 ) -> None:
     meeting.join("b", **how)
     b = a.peer("b")
@@ -104,7 +103,7 @@ def incoming(agent: Agent, name: str) -> list[int]:
 
 
 def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
-    meeting: Stage, a: Agent
+    meeting: Agents, a: Agent
 ) -> None:
     """It would be taken after what was sent later: a method out of its order, a hold after its end."""
     b = meeting.join("b")
@@ -122,7 +121,7 @@ def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
     assert log.noted().wait() == [1, 2]
 
 
-def test_an_introduction_that_comes_late_replaces_nothing(meeting: Stage, a: Agent) -> None:
+def test_an_introduction_that_comes_late_replaces_nothing(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
     early = a.links._hello(b.worker.incarnation, {})
     early.lends = False  # or descriptors were expected
@@ -151,7 +150,7 @@ class Log:
 
 
 @pytest.mark.parametrize("end", ["leaves", "dies", "is cut off and leaves"])
-def test_who_serves_stays_until_another_worker_has_ended(meeting: Stage, a: Agent, end: str) -> None:
+def test_who_serves_stays_until_another_worker_has_ended(meeting: Agents, a: Agent, end: str) -> None:
     if end == "dies":
         meeting.start("chief")
     else:
@@ -175,7 +174,7 @@ def test_who_serves_stays_until_another_worker_has_ended(meeting: Stage, a: Agen
     serving.join()
 
 
-def test_who_serves_stays_until_its_agent_is_closed(meeting: Stage, a: Agent) -> None:
+def test_who_serves_stays_until_its_agent_is_closed(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
     serving = threading.Thread(target=b.serve, daemon=True)
     serving.start()
@@ -186,7 +185,7 @@ def test_who_serves_stays_until_its_agent_is_closed(meeting: Stage, a: Agent) ->
         meeting.join("c", timeout=0.05).serve(until="nobody")
 
 
-def test_a_value_of_too_many_parts_is_refused_and_ends_no_thread(meeting: Stage, a: Agent) -> None:
+def test_a_value_of_too_many_parts_is_refused_and_ends_no_thread(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     many = [torch.ones(1) for _ in range(70_000)]
     with pytest.raises(UsageError, match=r"len at 'b': 70000 tensors .*; at most 65535 go along"):
@@ -204,7 +203,7 @@ def close() -> None:
     current().agent.close()
 
 
-def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Stage, a: Agent) -> None:
+def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b", handlers=1)
     running = blocked_only(a.peer("b"), "go")
     queued = [a.peer("b").call(handlers.note, f"queued {i}") for i in range(5)]
@@ -222,7 +221,7 @@ def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Stage, a:
     assert not [key for key in handlers.noted if key.startswith("queued")]
 
 
-def test_a_name_is_free_again_when_its_worker_has_left(meeting: Stage, a: Agent) -> None:
+def test_a_name_is_free_again_when_its_worker_has_left(meeting: Agents, a: Agent) -> None:
     with pytest.raises(UsageError, match=r"name='a' is not unique"):
         meeting.join("a")
     first = meeting.join("b")
@@ -236,7 +235,7 @@ def test_a_name_is_free_again_when_its_worker_has_left(meeting: Stage, a: Agent)
     assert b.call(handlers.echo, 3).wait() == 3
 
 
-def test_who_is_not_there_is_waited_for_and_then_told(meeting: Stage, a: Agent) -> None:
+def test_who_is_not_there_is_waited_for_and_then_told(meeting: Agents, a: Agent) -> None:
     late = threading.Timer(0.1, meeting.join, ["late"])
     late.start()
     assert a.peer("late").call(handlers.echo, 1).wait() == 1
@@ -249,7 +248,7 @@ def test_who_is_not_there_is_waited_for_and_then_told(meeting: Stage, a: Agent) 
         a.peer(1.5)  # type: ignore[arg-type]
 
 
-def test_closing_lets_handlers_finish(meeting: Stage, a: Agent) -> None:
+def test_closing_lets_handlers_finish(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
     future = blocked(a.peer("b"), "go")
     closing = threading.Thread(target=b.close)
@@ -260,7 +259,7 @@ def test_closing_lets_handlers_finish(meeting: Stage, a: Agent) -> None:
     assert not closing.is_alive()
 
 
-def test_closing_without_grace_does_not_wait_for_what_handlers_do(meeting: Stage, a: Agent) -> None:
+def test_closing_without_grace_does_not_wait_for_what_handlers_do(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
     future = blocked(a.peer("b"), "never")
     closing = threading.Thread(target=b.close, kwargs={"timeout": 4 * PATIENCE, "graceful": False})
@@ -272,14 +271,14 @@ def test_closing_without_grace_does_not_wait_for_what_handlers_do(meeting: Stage
     handlers.note("never")
 
 
-def test_a_handler_may_close_its_agent(meeting: Stage, a: Agent) -> None:
+def test_a_handler_may_close_its_agent(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     future = a.peer("b").call(close)
     with pytest.raises(WorkerLost):
         future.wait(PATIENCE)
 
 
-def test_a_closed_agent_refuses_and_its_calls_end(meeting: Stage, a: Agent) -> None:
+def test_a_closed_agent_refuses_and_its_calls_end(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     b = a.peer("b")
     future = blocked(b, "never")
@@ -298,7 +297,7 @@ def test_a_closed_agent_refuses_and_its_calls_end(meeting: Stage, a: Agent) -> N
     handlers.note("never")
 
 
-def test_closing_never_takes_longer_than_it_may(meeting: Stage, a: Agent) -> None:
+def test_closing_never_takes_longer_than_it_may(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
     future = blocked(a.peer("b"), "never")
     b.close(0.5)
@@ -310,7 +309,7 @@ def test_closing_never_takes_longer_than_it_may(meeting: Stage, a: Agent) -> Non
 def test_nothing_is_left_behind() -> None:
     def use() -> None:
         handlers.noted.clear()
-        with Stage() as meeting:
+        with Agents() as meeting:
             a, b = meeting.join("a"), meeting.join("b", **FAR)
             assert a.peer("b").call(torch.add, torch.ones(100_000), 1).wait().sum() == 200_000
             assert b.peer("a").call(handlers.async_double, 2).wait() == 4
@@ -323,7 +322,7 @@ def test_nothing_is_left_behind() -> None:
         use()
 
 
-def test_a_stranger_is_not_heard(meeting: Stage, a: Agent) -> None:
+def test_a_stranger_is_not_heard(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     with socket.create_connection((a.worker.address, a.worker.port)) as stranger:
         stranger.sendall(b"\x80\x05" * 1000)
@@ -332,16 +331,15 @@ def test_a_stranger_is_not_heard(meeting: Stage, a: Agent) -> None:
             meeting.join("c", memory=-1)
 
 
-def test_an_exit_ends_the_callee_and_not_the_caller(meeting: Stage, a: Agent) -> None:
+def test_an_exit_ends_the_callee_and_not_the_caller(meeting: Agents, a: Agent) -> None:
     meeting.start("b")
     b = a.peer("b")
     with pytest.raises((RemoteError, WorkerLost), match=r"SystemExit: 3|was lost"):
         b.call(sys.exit, 3).wait()
-    meeting.processes["b"].join(PATIENCE)
-    assert not meeting.processes["b"].is_alive()
+    assert meeting.outcome("b").exitcode is not None
 
 
-def test_workers_wait_for_one_another(meeting: Stage, a: Agent) -> None:
+def test_workers_wait_for_one_another(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     b = a.peer("b")
     for _ in range(3):
@@ -357,7 +355,7 @@ def test_workers_wait_for_one_another(meeting: Stage, a: Agent) -> None:
 
 
 @pytest.mark.concurrency
-def test_barriers_leave_no_keys(meeting: Stage, a: Agent) -> None:
+def test_barriers_leave_no_keys(meeting: Agents, a: Agent) -> None:
     names = ["a", "b", "c"]
     agents = [a, *(meeting.join(name, timeout=PATIENCE) for name in names[1:])]
     wrong: list[Exception] = []
@@ -388,7 +386,7 @@ def test_barriers_leave_no_keys(meeting: Stage, a: Agent) -> None:
     assert all_come(agents[1:], 1) == [], "those of a worker that gave up go too"
 
 
-def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Stage, a: Agent) -> None:
+def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Agents, a: Agent) -> None:
     def both() -> None:
         there = a.peer("b").call(barrier, ["a", "b"])
         a.barrier(["a", "b"])
@@ -411,9 +409,8 @@ def barrier(names: list[str]) -> None:
     current().agent.barrier(names)
 
 
-def test_a_worker_leaves_in_good_order(meeting: Stage, a: Agent) -> None:
+def test_a_worker_leaves_in_good_order(meeting: Agents, a: Agent) -> None:
     assert meeting.start("b") != os.getpid()
-    a.peer("b").call(stage.leave).wait()
-    meeting.processes["b"].join(PATIENCE)
-    assert meeting.processes["b"].exitcode == 0
+    meeting.leave("b")
+    assert meeting.outcome("b").exitcode == 0
     assert a.peers() == []

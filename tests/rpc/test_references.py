@@ -14,9 +14,9 @@ import torch
 from shoal import Future
 from shoal.errors import CallTimeout, RpcError, UsageError, WorkerLost
 from shoal.rpc import Agent, Peer, RRef, async_execution, current
+from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 from tests.support.waiting import until
 
 living: set[int] = set()
@@ -123,7 +123,7 @@ def peer_name(peer: Peer) -> str:
 def agents() -> Iterator[tuple[Agent, Peer, Peer]]:
     """``a`` here, ``b`` and ``c`` in processes of their own."""
     handlers.noted.clear()
-    with Stage() as stage:
+    with Agents() as stage:
         for name in "bc":
             stage.start(name, timeout=PATIENCE)
         a = stage.join("a", timeout=PATIENCE)
@@ -319,14 +319,14 @@ def test_errors_name_the_method_of_an_object_and_not_what_calls_it(b: Peer) -> N
 
 def test_with_its_owner_an_object_is_gone(agents: tuple[Agent, Peer, Peer]) -> None:
     a = agents[0]
-    with Stage() as stage:
+    with Agents() as stage:
         stage.start("d")
         e = stage.join("e", timeout=PATIENCE)
         d = e.peer("d")
         ref, actor = d.remote(Table), d.actor(Table)
         assert pull(ref) == [0, 0]
         stage.kill("d")
-        stage.processes["d"].join(PATIENCE)
+        stage.outcome("d")
         with pytest.raises(WorkerLost):
             ref.to_here()
         stage.start("d")

@@ -14,8 +14,8 @@ import torch
 from shoal import Future
 from shoal.errors import RemoteError, RpcError, UsageError
 from shoal.rpc import Agent, RRef, async_execution, codec, current
+from shoal.testing import Agents
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 from tests.rpc.test_plain import mutated
 
 
@@ -50,9 +50,9 @@ SERVE = {
 
 
 @pytest.fixture(scope="module", params=["same host", "TCP"])
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest) -> Iterator[Agents]:
     """Workers ``a`` and ``r``, the restricted one."""
-    with Stage() as stage:
+    with Agents() as stage:
         how = {"host_id": "elsewhere"} if request.param == "TCP" else {}
         stage.a = stage.join("a", timeout=PATIENCE)
         stage.r = stage.join("r", timeout=PATIENCE, serve=SERVE, **how)
@@ -130,7 +130,7 @@ def test_a_restricted_worker_calls_no_function_either(stage: Any, a: Agent) -> N
 
 
 @pytest.mark.parametrize("serve", [3, ["score"], {"score": 1}, {"": score}, {1: score}])
-def test_what_cannot_be_served_is_refused(stage: Stage, serve: Any) -> None:
+def test_what_cannot_be_served_is_refused(stage: Agents, serve: Any) -> None:
     with pytest.raises(UsageError, match=r"serve=.*: expected functions by the names"):
         stage.join("x", serve=serve)
 

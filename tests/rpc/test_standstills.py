@@ -12,12 +12,11 @@ import pytest
 
 from shoal.errors import CallTimeout, ForkedProcess, WorkerLost
 from shoal.rpc import Agent, Peer, current
-from shoal.testing import faults
+from shoal.testing import Agents, faults
 from tests.failure.ranks import quiet_fork
 from tests.rpc import crew, handlers
 from tests.rpc.crew import Thing
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 
 FAR = {"host_id": "elsewhere"}
 #: seconds of silence after which a worker of another host counts as lost
@@ -31,9 +30,10 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_HEARTBEAT_TIMEOUT", str(SILENCE))
 
 
-def start(meeting: Stage, a: Agent, how: dict[str, Any]) -> Peer:
+def start(meeting: Agents, a: Agent, how: dict[str, Any]) -> Peer:
     """``b``, which is connected."""
-    meeting.start("b", target=crew.live_silently, silence=SILENCE, **how)
+    env = {"SHOAL_HEARTBEAT_TIMEOUT": str(SILENCE)}
+    meeting.start("b", env=env, prepare=crew.hasten, timeout=PATIENCE, **how)
     b = a.peer("b")
     b.call(handlers.pid).wait()
     return b
@@ -41,11 +41,11 @@ def start(meeting: Stage, a: Agent, how: dict[str, Any]) -> Peer:
 
 @far_and_near
 def test_who_stands_still_for_a_moment_answers_when_it_goes_on(
-    meeting: Stage, a: Agent, how: dict[str, Any]
+    meeting: Agents, a: Agent, how: dict[str, Any]
 ) -> None:
     b = start(meeting, a, how)
     line = a.line("b", PATIENCE)
-    pid = meeting.processes["b"].pid
+    pid = meeting.pids["b"]
     for _ in range(5):
         faults.stop(pid)
         futures = [b.call(handlers.echo, i) for i in range(20)]
@@ -56,11 +56,11 @@ def test_who_stands_still_for_a_moment_answers_when_it_goes_on(
     assert a.line("b", PATIENCE) is line
 
 
-def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Stage, a: Agent) -> None:
+def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Agents, a: Agent) -> None:
     b = start(meeting, a, {})
     line, ref = a.line("b", PATIENCE), b.remote(Thing, 3)
     assert ref.rpc_sync().get() == 3
-    pid = meeting.processes["b"].pid
+    pid = meeting.pids["b"]
     faults.stop(pid)
     with pytest.raises(CallTimeout, match="its post does not answer"):
         b.options(timeout=1.5 * SILENCE).call(handlers.echo, 1).wait()
@@ -71,11 +71,11 @@ def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Stage, 
     assert a.line("b", PATIENCE) is line
 
 
-def test_a_host_that_stands_still_for_too_long_is_lost_and_comes_again(meeting: Stage, a: Agent) -> None:
+def test_a_host_that_stands_still_for_too_long_is_lost_and_comes_again(meeting: Agents, a: Agent) -> None:
     b = start(meeting, a, FAR)
     ref = b.remote(Thing, 3)
     assert ref.rpc_sync().get() == 3
-    pid = meeting.processes["b"].pid
+    pid = meeting.pids["b"]
     faults.stop(pid)
     with pytest.raises(WorkerLost, match="nothing was heard from its host for") as caught:
         b.call(handlers.echo, 1).wait()
@@ -96,7 +96,7 @@ def hold_gil(seconds: float) -> None:
     "seconds", [1.5 * SILENCE, pytest.param(15.0, marks=pytest.mark.stress)], ids=["3 s", "15 s"]
 )
 def test_a_worker_that_runs_no_python_lives(
-    meeting: Stage, a: Agent, how: dict[str, Any], seconds: float
+    meeting: Agents, a: Agent, how: dict[str, Any], seconds: float
 ) -> None:
     b = start(meeting, a, how)
     line = a.line("b", PATIENCE)
@@ -150,7 +150,7 @@ def fork_and_use() -> list[str]:
 
 @far_and_near
 def test_a_forked_child_uses_nothing_and_hides_no_death(
-    meeting: Stage, a: Agent, how: dict[str, Any]
+    meeting: Agents, a: Agent, how: dict[str, Any]
 ) -> None:
     b = start(meeting, a, how)
     raised = b.call(fork_and_use).wait()

@@ -10,15 +10,15 @@ import pytest
 from shoal.errors import ShoalError, UsageError, WorkerLost
 from shoal.rpc import Agent, current, join
 from shoal.store import TCPStoreServer
+from shoal.testing import Agents
 from shoal.testing.processes import fork_server
 from tests.rpc import crew, handlers
 from tests.rpc.crew import Thing
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import SECRET, Stage
 
 
 def serve_store(told: object) -> None:
-    server = TCPStoreServer(secret=SECRET.encode()).start()
+    server = TCPStoreServer(secret=b"a secret").start()
     told.send(server.url)  # type: ignore[attr-defined]
     threading.Event().wait()
 
@@ -33,7 +33,7 @@ def test_calls_go_on_when_the_store_has_died() -> None:
     send.close()
     url = receive.recv()
     receive.close()
-    a, b = (join(name, url=url, secret=SECRET, timeout=PATIENCE) for name in "ab")
+    a, b = (join(name, url=url, secret="a secret", timeout=PATIENCE) for name in "ab")
     ref = a.peer("b").remote(Thing, 5)
     assert ref.rpc_sync().get() == 5
     lost: list[str] = []
@@ -60,7 +60,7 @@ def test_calls_go_on_when_the_store_has_died() -> None:
     assert time.monotonic() - began < PATIENCE
 
 
-def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Stage) -> None:
+def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Agents) -> None:
     a = meeting.join("a", timeout=PATIENCE)
     wrong: list[str] = []
 
@@ -75,7 +75,7 @@ def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Stage
             except Exception as error:
                 wrong.append(repr(error))
 
-    meeting.start("v", target=crew.live)
+    meeting.start("v", prepare=crew.hasten, timeout=PATIENCE)
     for _ in range(3):
         v = a.peer("v")
         pid = v.call(handlers.pid).wait()
@@ -85,8 +85,8 @@ def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Stage
         for each in users:
             each.start()
         meeting.kill("v")
-        meeting.processes["v"].join(PATIENCE)
-        again = meeting.start("v", target=crew.live)
+        meeting.outcome("v")
+        again = meeting.start("v", prepare=crew.hasten, timeout=PATIENCE)
         assert again != pid
         assert a.peer("v", timeout=PATIENCE).call(handlers.pid).wait() == again
         fresh = a.peer("v").remote(Thing, 2)
@@ -102,11 +102,11 @@ def test_an_old_reference_never_reaches_a_new_process_of_the_name(meeting: Stage
 claimed: list[Agent] = []
 
 
-def claim(url: str, name: str) -> bool:
+def claim(url: str, secret: str, name: str) -> bool:
     """Join under a name; whether it was free."""
     current()
     try:
-        claimed.append(join(name, url=url, secret=SECRET))
+        claimed.append(join(name, url=url, secret=secret))
     except UsageError:
         return False
     return True
@@ -117,13 +117,16 @@ def leave_again() -> None:
 
 
 @pytest.mark.parametrize("races", [15, pytest.param(100, marks=pytest.mark.stress)])
-def test_of_two_processes_that_claim_a_name_at_once_one_gets_it(meeting: Stage, races: int) -> None:
+def test_of_two_processes_that_claim_a_name_at_once_one_gets_it(meeting: Agents, races: int) -> None:
     for name in "bc":
-        meeting.start(name, target=crew.live)
+        meeting.start(name, prepare=crew.hasten, timeout=PATIENCE)
     a = meeting.join("a", timeout=PATIENCE)
     peers = [a.peer(name) for name in "bc"]
     for _ in range(races):
-        got = [future.wait() for future in [peer.call(claim, meeting.url, "one") for peer in peers]]
+        got = [
+            future.wait()
+            for future in [peer.call(claim, meeting.url, meeting.secret, "one") for peer in peers]
+        ]
         assert sorted(got) == [False, True]
         winner = peers[got.index(True)]
         assert a.peer("one").call(handlers.pid).wait() == winner.call(handlers.pid).wait()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shoal.rpc import Agent, RRef, barrier, call, current, holds, join, leases, links
+from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.crew import Thing
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import SECRET, Stage
 from tests.support.waiting import until
 
 #: workers in each of four rounds
@@ -45,9 +45,9 @@ def kept(agent: Agent) -> Counter[str]:
     )
 
 
-def visit(meeting: Stage, a: Agent, name: str) -> None:
+def visit(meeting: Agents, a: Agent, name: str) -> None:
     """Be a worker for a moment, which does what workers do; ``a`` keeps a reference until it has gone."""
-    with join(name, url=meeting.url, secret=SECRET, timeout=PATIENCE) as worker:
+    with join(name, url=meeting.url, secret=meeting.secret, timeout=PATIENCE) as worker:
         there, back = a.peer(name), worker.peer("a")
         assert there.call(handlers.async_double, torch.ones(3)).wait().tolist() == [2, 2, 2]
         assert back.call(handlers.async_double, 2).wait() == 4
@@ -93,7 +93,7 @@ def settled(a: Agent) -> Counter[str]:
     return kept(a)
 
 
-def test_workers_that_have_gone_leave_nothing_with_those_that_stay(meeting: Stage, a: Agent) -> None:
+def test_workers_that_have_gone_leave_nothing_with_those_that_stay(meeting: Agents, a: Agent) -> None:
     for number in range(5):
         visit(meeting, a, f"guest {number}")
     before = settled(a)
@@ -104,7 +104,7 @@ def test_workers_that_have_gone_leave_nothing_with_those_that_stay(meeting: Stag
 
 
 @pytest.mark.stress
-def test_thousands_of_workers_come_and_go_in_constant_memory(meeting: Stage, a: Agent) -> None:
+def test_thousands_of_workers_come_and_go_in_constant_memory(meeting: Agents, a: Agent) -> None:
     process, numbers = psutil.Process(), itertools.count()
 
     def come_and_go() -> tuple[int, int, int]:

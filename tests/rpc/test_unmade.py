@@ -12,9 +12,9 @@ import pytest
 from shoal.errors import CallCancelled, RpcError, UsageError, WorkerLost
 from shoal.rpc import Agent, RRef, call, holds
 from shoal.rpc.leases import Ledger
+from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 from tests.rpc.test_holds import Late
 from tests.rpc.test_references import become
 
@@ -44,7 +44,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent, Agent
     made.clear()
     monkeypatch.setattr(holds, "LEASE", 0.2)
     monkeypatch.setattr(call, "LEASE", 0.2)
-    with Stage() as stage:
+    with Agents() as stage:
         owner = stage.join("owner", timeout=PATIENCE, handlers=1)
         maker, user = (stage.join(name, timeout=PATIENCE) for name in ("maker", "user"))
         for agent in (maker, user):

@@ -216,6 +216,11 @@ class Agent:
         """Counts of peers, calls, letters, bytes and threads that it holds, and of calls made by it."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has begun."""
+        return self._closed
+
     def leaks(self) -> list[str]:
         """The objects that this worker keeps for others, in words: what made each one, and who holds it."""
         names = {worker.incarnation: worker.name for worker in self.directory.workers()}

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from ..errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ..future import Future, pool
-from ..wording import in_words
+from ..wording import counted, in_words
 from .current import current
 from .directory import Worker
 from .leases import LEASE, Ledger, Owned
@@ -231,6 +231,16 @@ class References:
         with self.ledger.lock:
             held = list(self._held.values())
         return sum(each.created is not None and not each.created.done() for each in held)
+
+    def standing(self) -> list[str]:
+        """What this worker has of others' objects, in words."""
+        with self.ledger.lock:
+            held = [(ident, each.account.owner.name, each.objects) for ident, each in self._held.items()]
+            pinned = sum(map(len, self._pinned.values()))
+        found = [f"holds {counted(n, 'reference')} to {ident} of {owner!r}" for ident, owner, n in held]
+        if pinned:
+            found.append(f"keeps {counted(pinned, 'reference')} until they have arrived")
+        return found
 
     def lost(self, worker: Worker) -> None:
         """A connection to or from ``worker`` has ended."""

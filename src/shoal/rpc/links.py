@@ -175,6 +175,11 @@ class Links:
             lines = list(self._lines.values())
         return any(line.worker.incarnation == incarnation and not line.ended for line in lines)
 
+    def with_worker(self, name: str) -> list[Line]:
+        """The connections to and from a worker, also to those that had its name before."""
+        with self._lock:
+            return [line for line in self._lines.values() if line.worker.name == name and not line.ended]
+
     def ended(self, number: int) -> bool:
         """Whether the connection ``number`` is lost."""
         line = self._lines.get(number)

@@ -8,12 +8,23 @@
     assert run_threads(sums, 4) == [12.0] * 4
 
 ``run_threads`` takes milliseconds and shows almost everything; ``run_processes`` and ``processes`` are for
-what only processes show: their death, signals, forks.  ``docs/testing.md`` has more.
+what only processes show: their death, signals, forks.  ``run_agents`` and ``Agents`` are the same for workers
+of ``shoal.rpc``.  ``docs/testing.md`` has more.
 """
 
+from .agents import Agents, run_agents
 from .leaks import no_leaks
 from .outcome import Outcome
 from .processes import Ranks, processes, run_processes
 from .threads import run_threads
 
-__all__ = ["Outcome", "Ranks", "no_leaks", "processes", "run_processes", "run_threads"]
+__all__ = [
+    "Agents",
+    "Outcome",
+    "Ranks",
+    "no_leaks",
+    "processes",
+    "run_agents",
+    "run_processes",
+    "run_threads",
+]

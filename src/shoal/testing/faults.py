@@ -3,7 +3,8 @@
     with processes(fn, 3) as ranks:
         ranks.kill(1)
 
-The functions here take process ids; the methods of :class:`~shoal.testing.Ranks` take ranks.
+The functions here take process ids; the methods of :class:`~shoal.testing.Ranks` take ranks, those of
+:class:`~shoal.testing.Agents` names of workers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import psutil
 
 from ..group import ProcessGroup
+from ..rpc import Agent
 
 #: number of the system call pidfd_getfd, the same on all machines (Linux 5.6)
 _PIDFD_GETFD = 438
@@ -59,10 +62,13 @@ def delay(pid: int, seconds: float) -> threading.Timer:
     return timer
 
 
-def cut(pid: int, other: int) -> int:
+def cut(pid: int, other: int, *, local: bool = False) -> int:
     """Break all TCP connections between two processes of this machine, as a network would.
 
     Both sides see the end of the stream at once.  Needs the right to trace ``pid``, which a parent has.
+
+    Args:
+        local: the unix sockets between them too, by which workers of RPC on one host call one another.
 
     Returns:
         the number of connections that were cut.
@@ -74,26 +80,40 @@ def cut(pid: int, other: int) -> int:
         for connection in psutil.Process(pid).net_connections("tcp")
         if connection.raddr and connection.raddr in theirs and connection.fd >= 0
     ]
+    if local:
+        copies += _unix_sockets(pid, other)
     for copy in copies:
         with copy, contextlib.suppress(OSError):  # the other side may have closed it
             copy.shutdown(socket.SHUT_RDWR)
     return len(copies)
 
 
-def sever(group: ProcessGroup, rank: int) -> None:
-    """Cut the connection from this member of ``group`` to another one, as a broken cable would.
+def sever(whose: ProcessGroup | Agent, other: int | str) -> int:
+    """Cut the connections of a member of a group, or of an agent, to another, as a broken cable would.
 
     Args:
-        group: of a backend that can do so; native can.
-        rank: the other end, numbered in ``group``.
+        whose: a group of a backend that can do so (native can), or an agent.
+        other: the other end: its rank in the group, or its name as a worker.
+
+    Returns:
+        the number of connections that were cut.
     """
-    backend: Any = group._backend
-    backend.sever(group._links.ranks.index(group.ranks[rank]))
+    if isinstance(whose, Agent):
+        lines = whose.links.with_worker(str(other))
+        for line in lines:
+            whose.endpoint.post.sever(line.number)
+        return len(lines)
+    backend: Any = whose._backend
+    backend.sever(whose._links.ranks.index(whose.ranks[int(other)]))
+    return 1
 
 
-def hush(group: ProcessGroup, silent: bool = True) -> None:
+def hush(whose: ProcessGroup | Agent, silent: bool = True) -> None:
     """Send no heartbeats to other hosts (or send them again), as a host that hangs."""
-    backend: Any = group._backend
+    if isinstance(whose, Agent):
+        whose.endpoint.post.hush(silent)
+        return
+    backend: Any = whose._backend
     backend.hush(silent)
 
 
@@ -108,6 +128,24 @@ def die_at(group: ProcessGroup, point: str) -> None:
     """
     backend: Any = group._backend
     backend.die_at(point)
+
+
+def _unix_sockets(pid: int, other: int) -> list[socket.socket]:
+    """Copies of the unix sockets of ``pid`` that ``other`` connected to, or listened for."""
+    found = []
+    for connection in psutil.Process(pid).net_connections("unix"):
+        if connection.fd < 0 or connection.type != socket.SOCK_STREAM:
+            continue
+        copy = socket.socket(fileno=_descriptor_of(pid, connection.fd))
+        try:
+            raw = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except OSError:  # nobody is at the other end
+            raw = bytes(struct.calcsize("3i"))
+        if struct.unpack("3i", raw)[0] == other:
+            found.append(copy)
+        else:
+            copy.close()
+    return found
 
 
 def _descriptor_of(pid: int, descriptor: int) -> int:

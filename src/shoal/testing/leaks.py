@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from ..future import pool
+from ..rpc import Agent
 
 #: seconds in which threads and processes that are ending must have ended
 _PATIENCE = 5.0
@@ -57,6 +58,21 @@ def ignoring() -> Iterator[None]:
 def inventory() -> set[str]:
     """The resources of this process, with a description for each."""
     return {*_threads(), *_descriptors(), *_mappings(), *_shared_files(), *_children()}
+
+
+def left_at(agent: Agent) -> set[str]:
+    """What a worker has because of others, in words: objects, references, calls.
+
+    A call that is answered as this is asked counts.
+    """
+    stats, name = agent.stats(), agent.name
+    found = {f"worker {name!r} keeps {each}" for each in agent.leaks()}
+    found |= {f"worker {name!r} {each}" for each in agent.references.standing()}
+    for count, what in (("calls", "waits for calls"), ("letters", "has calls that wait for a thread"),
+                        ("handled", "serves calls")):  # fmt: skip
+        if stats[count]:
+            found.add(f"worker {name!r} {what}: {stats[count]}")
+    return found
 
 
 def _threads() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The outcome of one rank, and the error that shows those of all ranks."""
+"""The outcome of one rank or worker, and the error that shows those of all."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from ..wording import counted
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one rank ended.  Exactly one of the four is the case when nothing else is set: ``value``.
+    """How one rank, or one worker of RPC, ended.
+
+    Exactly one of the four is the case when nothing else is set: ``value``.
 
     Attributes:
-        rank: which one.
+        rank: which one; -1 for a worker.
         value: what the function returned.
         error: the exception that it raised, or a RemoteError with its text if it cannot be pickled.
         traceback: the exception's traceback as text.
         exitcode: of a process that ended without reporting: its exit code, or minus the signal.
         stacks: where a rank was that did not end before the deadline.
         at: moment of the report on the monotonic clock; the smallest failed first.
+        worker: its name; "" for a rank.
     """
 
     rank: int
@@ -34,6 +37,12 @@ class Outcome:
     exitcode: int | None = None
     stacks: str | None = None
     at: float = 0.0
+    worker: str = ""
+
+    @property
+    def who(self) -> str:
+        """``rank 1``, or ``worker 'ps'``."""
+        return f"worker {self.worker!r}" if self.worker else f"rank {self.rank}"
 
     @property
     def ok(self) -> bool:
@@ -43,12 +52,12 @@ class Outcome:
     def describe(self) -> str:
         """The outcome in words."""
         if self.stacks is not None:
-            return f"rank {self.rank} was still running at the deadline:\n{self.stacks}"
+            return f"{self.who} was still running at the deadline:\n{self.stacks}"
         if self.error is not None:
-            return f"rank {self.rank} raised:\n{self.traceback}"
+            return f"{self.who} raised:\n{self.traceback}"
         if self.exitcode is not None:
-            return f"rank {self.rank} {_ending(self.exitcode)}"
-        return f"rank {self.rank} returned"
+            return f"{self.who} {_ending(self.exitcode)}"
+        return f"{self.who} returned"
 
 
 def _ending(exitcode: int) -> str:
@@ -61,10 +70,10 @@ def _ending(exitcode: int) -> str:
     return f"was ended by {name}"
 
 
-def failed(rank: int, error: BaseException, at: float) -> Outcome:
-    """The outcome of a rank whose function raised ``error``."""
+def failed(rank: int, error: BaseException, at: float, worker: str = "") -> Outcome:
+    """The outcome of a rank or worker whose function raised ``error``."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Outcome(rank, error=error, traceback=text, at=at)
+    return Outcome(rank, error=error, traceback=text, at=at, worker=worker)
 
 
 def reported(rank: int, kind: str, raw: bytes, text: str, at: float) -> Outcome:
@@ -91,6 +100,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     bad = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.at)
     if not bad:
         return [outcome.value for outcome in outcomes]
-    head = f"{len(bad)} of {counted(len(outcomes), 'rank')} failed, rank {bad[0].rank} first\n"
+    kind = "worker" if bad[0].worker else "rank"
+    head = f"{len(bad)} of {counted(len(outcomes), kind)} failed, {bad[0].who} first\n"
     text = "\n".join(f"{'-' * 80}\n{outcome.describe().rstrip()}" for outcome in bad)
     raise RemoteError(f"{head}{text}") from bad[0].error

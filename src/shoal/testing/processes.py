@@ -16,6 +16,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.forkserver import ensure_running
 from types import TracebackType
@@ -100,20 +101,14 @@ class Ranks:
     ) -> None:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
-        try:
-            payload = pickle.dumps((fn, args, prepare))
-        except Exception as error:
-            raise UsageError(
-                f"{fn!r} and its arguments cannot be pickled ({error}); the function must stand at the top "
-                "level of a module"
-            ) from error
+        payload = pickled_work(fn, args, prepare)
         self._outcomes: dict[int, Outcome] = {}
         secret = secrets.token_hex(16)
         self._server = TCPStoreServer(secret=secret.encode(), records=job_record(size)).start()
         self._client = TCPStore(self._server.host, self._server.port, secret.encode(), timeout=timeout)
         self.store: Store = PrefixStore("store", room_of(root_of(self._client, "default", 0), 0))
         options = {"backend": backend, "timeout": timeout if op_timeout is None else op_timeout, **options}
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Child] = []
         try:
             for rank in range(size):
                 environment = {
@@ -129,7 +124,7 @@ class Ranks:
                     environment["SHOAL_HOST_ID"] = hosts[rank]
                     environment["SHOAL_LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
                     environment["SHOAL_LOCAL_SIZE"] = str(hosts.count(hosts[rank]))
-                self._ranks.append(_Rank(rank, payload, environment, options))
+                self._ranks.append(Child(f"rank {rank}", run_rank, payload, environment, options))
         except BaseException:
             self.close()
             raise
@@ -163,28 +158,20 @@ class Ranks:
         Returns:
             each rank's :class:`Outcome`, in rank order.
         """
-        running = {rank.process.sentinel: rank for rank in self._ranks if rank.rank not in self._outcomes}
-        while running:
-            # A report may be longer than the pipe holds: it has to be taken while the rank still runs.
-            waits: list[Any] = [rank.reports for rank in running.values() if rank.report is None]
-            waits += running
-            ready = connection.wait(waits, self._deadline.remaining())
-            if not ready:
-                break
-            for rank in list(running.values()):
-                if rank.reports in ready:
-                    rank.read_report()
-                if rank.process.sentinel in ready:
-                    rank.process.join()
-                    self._outcomes[rank.rank] = rank.outcome()
-                    del running[rank.process.sentinel]
-        self._give_up(list(running.values()))
-        return [self._outcomes[rank.rank] for rank in self._ranks]
+        running = [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
+        late = await_ends(running, self._deadline)
+        stacks = give_up(late)
+        for number, rank in enumerate(self._ranks):
+            if rank in stacks:
+                self._outcomes[number] = Outcome(number, stacks=stacks[rank], at=time.monotonic())
+            elif number not in self._outcomes:
+                self._outcomes[number] = rank.outcome(number)
+        return [self._outcomes[number] for number in range(len(self._ranks))]
 
     def close(self) -> None:
         """Kill the ranks that still run, and release everything."""
         for rank in self._ranks:
-            rank.end()
+            rank.close()
         self._client.close()
         self._server.close()
 
@@ -199,74 +186,127 @@ class Ranks:
     ) -> None:
         self.close()
 
-    def _give_up(self, late: Sequence[_Rank]) -> None:
-        for rank in late:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, DUMP_SIGNAL)
-        for rank in late:
-            stacks = rank.read_stacks() or "(no stacks: it is stopped, or does not answer signals)"
-            self._outcomes[rank.rank] = Outcome(rank.rank, stacks=stacks, at=time.monotonic())
-            rank.end()
-
 
 def processes(fn: Callable[..., Any], size: int, *args: Any, **how: Any) -> Ranks:
     """Start ``fn(group, *args)`` on ``size`` ranks that are processes; see :class:`Ranks`."""
     return Ranks(fn, size, *args, **how)
 
 
-class _Rank:
-    """One rank's process and the pipes that lead to it."""
+def pickled_work(
+    fn: Callable[..., Any] | None, args: tuple[Any, ...], prepare: Callable[[], None] | None
+) -> bytes:
+    """What a process has to do.
 
-    def __init__(
-        self, rank: int, payload: bytes, environment: Mapping[str, str], options: Mapping[str, Any]
-    ) -> None:
-        self.rank = rank
+    Raises:
+        UsageError: it cannot be sent there.
+    """
+    try:
+        return pickle.dumps((fn, args, prepare))
+    except Exception as error:
+        raise UsageError(
+            f"{fn!r} and its arguments cannot be pickled ({error}); the function must stand at the top "
+            "level of a module"
+        ) from error
+
+
+class Child:
+    """A process of a test, which the fork server makes, and the pipes that lead from it.
+
+    Args:
+        name: of the process.
+        target: called there with ``args``, a pipe for its one report ``(kind, pickled value or exception,
+            traceback, moment)``, and one for the stacks that ``DUMP_SIGNAL`` asks for.
+    """
+
+    def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
         self.report: tuple[str, bytes, str, float] | None = None
         self.reports, reports = connection.Pipe(duplex=False)
         self._dumps, dumps = connection.Pipe(duplex=False)
-        self.process = fork_server().Process(
-            target=run_rank, args=(payload, environment, options, reports, dumps), name=f"rank {rank}"
-        )
+        self.process = fork_server().Process(target=target, args=(*args, reports, dumps), name=name)
         try:
             self.process.start()
         finally:
-            # Only the rank holds these ends now, so that its end shows.
+            # Only the process holds these ends now, so that its end shows.
             reports.close()
             dumps.close()
         self.pid = self.process.pid or 0
-        self._ended = False
+        self._closed = False
 
     def read_report(self) -> None:
-        """Take the report, or the end of a rank that sends none."""
+        """Take the report, or the end of a process that sends none."""
         try:
             self.report = self.reports.recv()
         except (EOFError, OSError):
             self.report = ("none", b"", "", time.monotonic())
 
-    def outcome(self) -> Outcome:
-        """The outcome of the rank, which has ended."""
+    def has_reported(self) -> bool:
+        """Whether its report has been taken."""
+        return self.report is not None and self.report[0] != "none"
+
+    def outcome(self, rank: int = -1, worker: str = "") -> Outcome:
+        """The outcome of the rank or worker, which has reported or ended."""
         if self.report is None:
             self.read_report()
         kind, raw, text, at = self.report or ("none", b"", "", 0.0)
         if kind == "none":
-            return Outcome(self.rank, exitcode=self.process.exitcode, at=at)
-        return reported(self.rank, kind, raw, text, at)
+            self.process.join(_END_TIME)
+            return Outcome(rank, exitcode=self.process.exitcode, at=at, worker=worker)
+        return replace(reported(rank, kind, raw, text, at), worker=worker)
 
     def read_stacks(self) -> str:
-        """The stacks that the rank writes, until it has been silent for a while."""
+        """The stacks that the process writes, until it has been silent for a while."""
         return read_stacks(self._dumps)
 
-    def end(self) -> None:
-        """Kill the rank if it still runs, and close the pipes."""
-        if self._ended:
+    def close(self) -> None:
+        """Kill the process if it still runs, and close the pipes."""
+        if self._closed:
             return
-        self._ended = True
+        self._closed = True
         if self.process.is_alive():
             faults.kill(self.pid)
         self.process.join(_END_TIME)
         self.process.close()
         self.reports.close()
         self._dumps.close()
+
+
+def await_ends(children: Sequence[Child], deadline: Deadline, *, reports: bool = False) -> list[Child]:
+    """Wait until all have ended; those that have not when time is up.
+
+    Args:
+        reports: a process that has reported counts as ended.
+    """
+    running = {child.process.sentinel: child for child in children}
+    for sentinel in [key for key, child in running.items() if reports and child.has_reported()]:
+        del running[sentinel]
+    while running:
+        # A report may be longer than the pipe holds: it has to be taken while the process still runs.
+        waits: list[Any] = [child.reports for child in running.values() if child.report is None]
+        waits += running
+        ready = connection.wait(waits, deadline.remaining())
+        if not ready:
+            break
+        for child in list(running.values()):
+            if child.reports in ready:
+                child.read_report()
+            if child.process.sentinel in ready:
+                child.process.join()
+            elif not (reports and child.has_reported()):
+                continue
+            del running[child.process.sentinel]
+    return list(running.values())
+
+
+def give_up(late: Sequence[Child]) -> dict[Child, str]:
+    """Kill processes that are late; where each one was."""
+    stacks = {}
+    for child in late:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, DUMP_SIGNAL)
+    for child in late:
+        stacks[child] = child.read_stacks() or "(no stacks: it is stopped, or does not answer signals)"
+        child.close()
+    return stacks
 
 
 def read_stacks(dumps: connection.Connection) -> str:

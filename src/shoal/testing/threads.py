@@ -142,16 +142,19 @@ class _Rank:
             self.outcome = outcome
 
 
+def stack_of(thread: threading.Thread) -> str:
+    """Where a thread is."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(it is just ending)"
+
+
 def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
     """Show where everybody is, then end them."""
     print(f"run_threads: not all ranks returned within {in_seconds(timeout)}; all stacks:", file=sys.stderr)
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
-    frames = sys._current_frames()
     late = [rank for rank in ranks if rank.outcome is None]
     for rank in late:
-        frame = frames.get(rank.thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "(it is just ending)"
-        rank.outcome = Outcome(rank.rank, stacks=stack, at=time.monotonic())
+        rank.outcome = Outcome(rank.rank, stacks=stack_of(rank.thread), at=time.monotonic())
     for rank in ranks:
         if rank.group is not None:
             rank.group.world.abort(f"run_threads gave up after {in_seconds(timeout)}")

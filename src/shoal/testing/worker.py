@@ -1,13 +1,15 @@
-"""The main function of a rank that is a process.  The fork server imports it, and torch with it, once."""
+"""The main functions of processes that are ranks or workers; the fork server imports them once."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -18,6 +20,8 @@ import torch
 
 from ..backend.registry import backend_factory
 from ..initialize import init
+from ..rpc import Agent, join
+from .leaks import left_at
 
 #: asks a rank for its threads' stacks
 DUMP_SIGNAL = signal.SIGUSR2
@@ -68,6 +72,51 @@ def run_rank(
         report = ("error", pickled(error), traceback.format_exc(), time.monotonic())
     reports.send(report)
     reports.close()
+
+
+def run_worker(
+    name: str,
+    payload: bytes,
+    environment: Mapping[str, str],
+    settings: Mapping[str, Any],
+    orders: Connection,
+    reports: Connection,
+    dumps: Connection,
+) -> None:
+    """Join the other workers, call the function, report what came of it, and serve until told to leave.
+
+    Args:
+        name: of the worker.
+        payload, environment, reports, dumps: as for :func:`run_rank`; without a function there is no report.
+        settings: of ``shoal.rpc.join``.
+        orders: see :func:`_obey`.
+    """
+    attach(dumps)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        fn, args, prepare = pickle.loads(payload)
+        if prepare is not None:
+            prepare()
+        gc.freeze()  # torch's many objects: looking for what is left would take long
+        with join(name, **settings) as agent:
+            leaving = threading.Event()
+            threading.Thread(target=_obey, args=(agent, orders, leaving), daemon=True).start()
+            if fn is not None:
+                reports.send(("value", pickle.dumps(fn(agent, *args)), "", time.monotonic()))
+            leaving.wait()
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # nobody waits any more
+            reports.send(("error", pickled(error), traceback.format_exc(), time.monotonic()))
+        raise SystemExit(1) from None
+
+
+def _obey(agent: Agent, orders: Connection, leaving: threading.Event) -> None:
+    """Do what the test's process asks for: tell what is left of calls and objects, or leave."""
+    with contextlib.suppress(EOFError, OSError):
+        while orders.recv() != "leave":
+            orders.send(sorted(left_at(agent)))
+    leaving.set()
 
 
 def pickled(error: BaseException) -> bytes:

@@ -1,0 +1,399 @@
+"""Workers of RPC in tests: agents of this process, with or without a thread of their own, and processes.
+
+They meet in a store of the test's process, and serve calls until the end of the block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from ..errors import UsageError
+from ..rpc import Agent, join
+from ..store import Store, TCPStore, TCPStoreServer
+from ..wire import Deadline
+from . import faults
+from .leaks import left_at
+from .outcome import Outcome, failed, values
+from .processes import Child, await_ends, give_up, pickled_work
+from .threads import stack_of
+from .worker import run_worker
+
+#: seconds in which what is ending must have ended
+_PATIENCE = 5.0
+#: seconds between looks at whether it has
+_PAUSE = 0.005
+
+
+def run_agents(
+    work: Mapping[str, Callable[..., Any] | None],
+    *args: Any,
+    processes: bool = False,
+    timeout: float = 60.0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Run ``work[name](agent, *args)`` at each worker, and collect what it returns.
+
+    A worker serves calls until all functions have returned; one without a function (None) does nothing else.
+
+    Args:
+        work: by the names of workers.
+        args: further arguments of the functions.
+        processes: whether the workers are processes, whose functions stand at the top level of a module; or
+            threads of this one.
+        timeout: seconds until all must have returned.
+        settings: of ``shoal.rpc.join``.
+
+    Returns:
+        The results by name, of those that have a function.
+
+    Raises:
+        RemoteError: at least one raised, ended, or did not return in time; it holds every such worker's
+            traceback, exit code or stacks, the first one first.
+    """
+    with Agents(timeout=timeout) as agents:
+        for name, fn in work.items():
+            if processes:
+                agents.start(name, fn, *args, **settings)
+            elif fn is None:
+                agents.join(name, **settings)
+            else:
+                agents.run(name, fn, *args, **settings)
+        outcomes = agents.outcomes()
+        return dict(zip(outcomes, values(list(outcomes.values())), strict=True))
+
+
+class Agents:
+    """Workers of one test, while it does things to them.
+
+        with Agents() as workers:
+            a = workers.join("a")                    # an agent of this process
+            workers.start("ps")                      # a process, which serves
+            workers.run("b", train, "ps")            # train(agent, "ps") in a thread
+            assert a.peer("ps").call(os.getpid).wait() == workers.pids["ps"]
+            workers.kill("ps")
+            assert workers.outcome("ps").exitcode == -signal.SIGKILL
+
+    Workers stay until the end of the block, also when their function has returned; then processes are killed,
+    and agents are closed.  One whose function raises closes its agent at once, as after a crash; the block
+    raises what nobody has asked the outcome of.
+
+    Args:
+        timeout: seconds that an outcome is waited for; then the stacks of the worker are the outcome.
+
+    Attributes:
+        url, secret: where the workers meet, for others that join.
+        store: what is there.
+        pids: process id of each worker that is a process.
+    """
+
+    def __init__(self, *, timeout: float = 60.0) -> None:
+        self.secret = secrets.token_hex(16)
+        self.pids: dict[str, int] = {}
+        self._timeout = timeout
+        self._local: dict[str, Agent] = {}
+        self._workers: dict[str, _Thread | _Process] = {}
+        self._asked: set[str] = set()
+        self._server = TCPStoreServer(secret=self.secret.encode()).start()
+        self.url = self._server.url
+        try:
+            self.store: Store = TCPStore(self._server.host, self._server.port, self.secret.encode())
+        except BaseException:
+            self._server.close()
+            raise
+
+    def join(self, name: str, **settings: Any) -> Agent:
+        """An agent of this process, as ``shoal.rpc.join`` makes it; closed at the end of the block."""
+        self._local[name] = agent = join(name, **self._settings(settings))
+        return agent
+
+    def run(self, name: str, fn: Callable[..., Any], *args: Any, **settings: Any) -> Agent:
+        """Call ``fn(agent, *args)`` in a thread of this process, with an agent of its own; the agent.
+
+        Args:
+            name: of the worker.
+            settings: of ``shoal.rpc.join``.
+        """
+        agent = self.join(name, **settings)
+        self._workers[name] = _Thread(agent, fn, args)
+        return agent
+
+    def start(
+        self,
+        name: str,
+        fn: Callable[..., Any] | None = None,
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] | None = None,
+        **settings: Any,
+    ) -> int:
+        """Start a worker that is a process, in some milliseconds; its process id.
+
+        Args:
+            name: of the worker; one that has died may be started again.
+            fn: called there as ``fn(agent, *args)``; found by its name in its module.  None: it only serves.
+            env: environment variables that it gets.
+            prepare: called there before it joins.
+            settings: of ``shoal.rpc.join``.
+        """
+        payload = pickled_work(fn, args, prepare)
+        there = self._workers.get(name)
+        if isinstance(there, _Process):
+            if there.ends:
+                there.child.process.join(_PATIENCE)
+            if there.child.process.is_alive():
+                raise UsageError(f"worker {name!r} is a process already, and it lives")
+            there.close()
+        worker = _Process(name, payload, dict(env or {}), self._settings(settings), fn is not None)
+        self._workers[name] = worker
+        self.pids[name] = worker.child.pid
+        return worker.child.pid
+
+    # -- what becomes of them ------------------------------------------------------------------
+
+    def outcome(self, name: str) -> Outcome:
+        """Wait until a worker's function has returned, or its process ended; one that is late is killed.
+
+        Returns:
+            what came of it: its ``worker`` is the name.  A process without a function has no ``value`` but an
+            ``exitcode``.
+        """
+        self._asked.add(name)
+        found = self._workers.get(name)
+        if found is None:
+            raise UsageError(
+                f"worker {name!r} has neither a function nor a process whose end could be awaited"
+            )
+        return found.outcome(Deadline(self._timeout))
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """The outcomes of all workers that have a function, by name.
+
+        Once one of them has failed the others get five seconds more: they may wait for it.
+        """
+        working = {name: worker for name, worker in self._workers.items() if worker.works}
+        self._asked.update(working)
+        deadline, failed = Deadline(self._timeout), False
+        while not deadline.expired and not all(worker.has_ended() for worker in working.values()):
+            if not failed and any(worker.has_failed() for worker in working.values()):
+                deadline, failed = Deadline(min(_PATIENCE, deadline.remaining())), True
+            time.sleep(_PAUSE)
+        return {name: worker.outcome(Deadline(0.0)) for name, worker in working.items()}
+
+    def leave(self, name: str) -> None:
+        """Let a worker that is a process close its agent and end; its :meth:`outcome` waits for that."""
+        worker = self._process(name)
+        worker.ends = True
+        with contextlib.suppress(OSError):  # it has ended
+            worker.orders.send("leave")
+
+    # -- harm ----------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """End a worker that is a process at once (SIGKILL)."""
+        worker = self._process(name)
+        worker.ends = True
+        if worker.child.process.is_alive():
+            faults.kill(worker.child.pid)
+
+    def stop(self, name: str) -> None:
+        """Bring a worker that is a process to a standstill (SIGSTOP), and return when it stands still."""
+        faults.stop(self._process(name).child.pid)
+
+    def resume(self, name: str) -> None:
+        """Let a stopped worker go on."""
+        faults.resume(self._process(name).child.pid)
+
+    def delay(self, name: str, seconds: float) -> None:
+        """Bring a worker that is a process to a standstill for ``seconds``; returns at once."""
+        faults.delay(self._process(name).child.pid, seconds)
+
+    def cut(self, name: str, other: str) -> int:
+        """Break all connections between two workers; returns their number.
+
+        What is pending between them fails, and the next call connects anew once its worker has noticed;
+        agents of this process have when this returns.
+        """
+        pairs = [(self._local[one], two) for one, two in ((name, other), (other, name)) if one in self._local]
+        if not pairs:
+            return faults.cut(self._process(name).child.pid, self._process(other).child.pid, local=True)
+        lines = [line for agent, two in pairs for line in agent.links.with_worker(two)]
+        count = faults.sever(*pairs[0])
+        end = time.monotonic() + _PATIENCE
+        while not all(line.ended for line in lines) and time.monotonic() < end:  # and has been noticed
+            time.sleep(_PAUSE)
+        return count
+
+    # -- what is left --------------------------------------------------------------------------
+
+    def left(self) -> set[str]:
+        """What the workers have because of one another, in words: objects, references, calls."""
+        found = set()
+        for agent in self._local.values():
+            if not agent.closed:
+                found |= left_at(agent)
+        for worker in self._workers.values():
+            if isinstance(worker, _Process):
+                found |= worker.left()
+        return found
+
+    @contextlib.contextmanager
+    def no_leaks(self, patience: float = _PATIENCE) -> Iterator[None]:
+        """Fail if the block leaves objects, references or calls at any worker that were not there before.
+
+        Threads, descriptors and memory of this process are for :func:`~shoal.testing.no_leaks`, around all of
+        the workers.  After the death of a worker ``patience`` has to be more than the ten seconds that its
+        holds last.
+
+        Args:
+            patience: seconds that what is ending gets to end.
+
+        Raises:
+            AssertionError: lists what was left.
+        """
+        before = self.left()
+        yield
+        end = time.monotonic() + patience
+        while more := self.left() - before:
+            if time.monotonic() > end:
+                raise AssertionError("left: " + "; ".join(sorted(more)))
+            time.sleep(_PAUSE)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self, *, graceful: bool = False) -> None:
+        """End all workers, and release everything.
+
+        Args:
+            graceful: let agents of this process finish what they do; processes are killed.
+        """
+        with contextlib.ExitStack() as steps:
+            steps.callback(self._server.close)
+            steps.callback(self.store.close)
+            for agent in self._local.values():
+                steps.callback(agent.close, _PATIENCE, graceful=graceful)
+            for worker in self._workers.values():
+                steps.callback(worker.close)
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                rest = [worker for name, worker in self._workers.items() if name not in self._asked]
+                ended = [worker.outcome(Deadline(0.0)) for worker in rest if worker.has_ended()]
+                values([outcome for outcome in ended if outcome.error is not None])
+        finally:
+            self.close(graceful=error is None)
+
+    def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {"url": self.url, "secret": self.secret, **settings}
+
+    def _process(self, name: str) -> _Process:
+        worker = self._workers.get(name)
+        if not isinstance(worker, _Process):
+            where = "an agent of this process" if name in self._local else "not there"
+            raise UsageError(f"worker {name!r} is {where}: only a process can be stopped or killed")
+        return worker
+
+
+class _Thread:
+    """A worker's function in a thread of this process."""
+
+    works = True
+
+    def __init__(self, agent: Agent, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._agent = agent
+        self._outcome: Outcome | None = None
+        # A daemon: a thread that cannot be ended must not keep the test run from ending.
+        self._thread = threading.Thread(
+            target=self._run, args=(fn, args), name=f"worker {agent.name}", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        name = self._agent.name
+        try:
+            value = fn(self._agent, *args)
+        except BaseException as error:
+            self._outcome = failed(-1, error, time.monotonic(), name)
+            self._agent.close(graceful=False)  # as the end of its process would
+        else:
+            self._outcome = Outcome(-1, value, at=time.monotonic(), worker=name)
+
+    def has_ended(self) -> bool:
+        return self._outcome is not None
+
+    def has_failed(self) -> bool:
+        return self._outcome is not None and not self._outcome.ok
+
+    def outcome(self, deadline: Deadline) -> Outcome:
+        self._thread.join(deadline.remaining())
+        if self._outcome is None:
+            at, stack = time.monotonic(), stack_of(self._thread)
+            return Outcome(-1, stacks=stack, at=at, worker=self._agent.name)
+        return self._outcome
+
+    def close(self) -> None:
+        if self._outcome is None:
+            self._agent.close(graceful=False)
+        self._thread.join(_PATIENCE)
+
+
+class _Process:
+    """A worker that is a process."""
+
+    def __init__(
+        self, name: str, payload: bytes, env: dict[str, str], settings: dict[str, Any], works: bool
+    ) -> None:
+        self.works = works
+        #: whether its end has been asked for
+        self.ends = False
+        self._name = name
+        self._given_up: Outcome | None = None
+        self._asking = threading.Lock()
+        self.orders, orders = multiprocessing.Pipe()
+        try:
+            self.child = Child(f"worker {name}", run_worker, name, payload, env, settings, orders)
+        except BaseException:
+            self.orders.close()
+            raise
+        finally:
+            orders.close()
+
+    def has_ended(self) -> bool:
+        return not await_ends([self.child], Deadline(0.0), reports=True)
+
+    def has_failed(self) -> bool:
+        return self.has_ended() and not self.outcome(Deadline(0.0)).ok
+
+    def outcome(self, deadline: Deadline) -> Outcome:
+        if self._given_up is None:
+            late = await_ends([self.child], deadline, reports=True)
+            if not late:
+                return self.child.outcome(worker=self._name)
+            stacks = give_up(late)[self.child]
+            self._given_up = Outcome(-1, stacks=stacks, at=time.monotonic(), worker=self._name)
+        return self._given_up
+
+    def left(self) -> set[str]:
+        with self._asking, contextlib.suppress(EOFError, OSError):  # it has ended, with all that it had
+            self.orders.send("left")
+            return set(self.orders.recv())
+        return set()
+
+    def close(self) -> None:
+        self.child.close()
+        self.orders.close()
