@@ -11,7 +11,7 @@ import torch
 
 from shoal.backend.registry import register_backend, unregister_backend
 from shoal.testing.processes import preload
-from tests.support.quick_launcher import PRELOADED, QuickLauncher
+from tests.support.quick_launcher import QuickLauncher
 from tests.support.store_backend import StoreBackend
 
 # Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
@@ -21,7 +21,11 @@ torch.set_num_threads(1)
 # A shell starts background jobs with Ctrl-C ignored, and a test that interrupts itself would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-preload(*PRELOADED)
+# Whatever has an optimiser imports the compiler, which takes a second in every rank, and so do the digits.
+preload(
+    "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "sklearn.datasets", "sklearn.model_selection",
+)  # fmt: skip
 
 
 def pytest_collection_finish() -> None:

@@ -1,33 +1,31 @@
 """``shoal run`` without the seconds that its ranks take to import torch.
 
-A process imports torch once.  For each job it forks a launcher, whose ranks are forks again, told and
-watched as usual.  A rank runs its script with the interpreter's own way to end: the exception that nobody
-caught is printed, and Python finalizes itself before the process exits.
+A fork of the fork server, which has imported torch, forks a launcher for each job, whose ranks are forks
+again, told and watched as usual.  A rank runs its script with the interpreter's own way to end: the exception
+that nobody caught is printed, and Python finalizes itself before the process exits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-import importlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from shoal.testing.processes import fork_server
+
 #: a job takes a second on an idle machine
 DEADLINE = 60
-
-#: Whatever has an optimiser imports the compiler, which takes a second in every rank, and so do the digits.
-PRELOADED = (
-    "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "sklearn.datasets", "sklearn.model_selection",
-)  # fmt: skip
 
 
 class QuickLauncher:
@@ -35,12 +33,10 @@ class QuickLauncher:
 
     def __init__(self, folder: Path) -> None:
         self._out, self._err = folder / "job.out", folder / "job.err"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.support.quick_launcher import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._jobs, jobs = Pipe()
+        self._process = fork_server().Process(target=serve, args=(jobs,), name="quick launcher")
+        self._process.start()
+        jobs.close()
 
     def run(self, size: int, *command: str, **constants: float) -> tuple[int, str, str]:
         """Run a script and its arguments on ``size`` ranks.
@@ -51,43 +47,36 @@ class QuickLauncher:
         Returns:
             Exit code, stdout, stderr.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        job: dict[str, Any] = {"size": size, "command": command, "out": str(self._out), "err": str(self._err)}
-        job["constants"] = constants
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
+        self._jobs.send((size, command, self._out, self._err, constants))
+        code = self._jobs.recv()
         return code, self._out.read_text(), self._err.read_text()
 
     def __enter__(self) -> QuickLauncher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-        assert self._process.returncode == 0
+        self._jobs.close()
+        self._process.join()
+        assert self._process.exitcode == 0
 
 
-def serve() -> None:
-    """Launch what is asked for on stdin until it ends."""
-    import torch
-
+def serve(jobs: Connection) -> None:
+    """Launch what is asked for until the other end is closed."""
     import shoal.compat.connect
-    import shoal.initialize
     import shoal.launch.run  # noqa: F401
 
-    for module in PRELOADED:
-        importlib.import_module(module)
     torch.set_num_threads(1)
     gc.freeze()  # or each rank walks over all of torch when it ends
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_launch(**json.loads(line)))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            job = jobs.recv()
+            pid = os.fork()
+            if pid == 0:
+                os._exit(_launch(*job))
+            jobs.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _launch(size: int, command: Sequence[str], out: str, err: str, constants: Mapping[str, float]) -> int:
+def _launch(size: int, command: Sequence[str], out: Path, err: Path, constants: Mapping[str, float]) -> int:
     from shoal.launch import process, run, supervisor
 
     for name, value in constants.items():
