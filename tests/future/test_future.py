@@ -14,6 +14,7 @@ import torch
 from shoal.errors import GroupError, InvalidFutureState, UsageError, WaitTimeout
 from shoal.future import Future, collect_all, pool
 from shoal.group.submission import mapped
+from shoal.streams import DeviceEvents
 
 from .sources import InstantSource, ManualSource
 
@@ -344,3 +345,14 @@ def test_what_cannot_be_cancelled_goes_on() -> None:
     source.complete()
     assert future.wait(10) == 1
     assert not future.cancel()
+
+
+def test_a_stop_iteration_in_the_place_of_a_value_is_an_error() -> None:
+    """It ends no iteration but that of whoever calls for the value."""
+    device = DeviceEvents()
+    for future in (
+        Future(InstantSource(), finish=iter([]).__next__),
+        Future(InstantSource(), finish=iter([]).__next__, device=device),
+    ):
+        with pytest.raises(RuntimeError, match=r"\(finish\) raised StopIteration"):
+            future.wait()

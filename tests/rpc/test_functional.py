@@ -160,6 +160,14 @@ def unknown(context: Context) -> None:
         rpc.rpc_sync("w0", torch.jit.script(torch.nn.Identity()))
     with pytest.raises(UsageError, match="graph of autograd"):
         rpc.rpc_sync("w0", torch.add, (torch.ones(1, requires_grad=True) * 2, 1))
+    for wrong, words in (
+        ({"args": 5}, "args=5: expected a tuple"),
+        ({"kwargs": 5}, "kwargs=5: expected a dict"),
+        ({"kwargs": {1: 2}}, "kwargs={1: 2}: expected a dict"),
+    ):
+        for use in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(UsageError, match=words):
+                use("w0", int, **wrong)  # type: ignore[operator]
     assert time.monotonic() - begun < 30, "nobody waited for a worker that is not there"
     rpc.shutdown()
 
@@ -354,6 +362,8 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
             rpc.init_rpc("w0", rpc_backend_options={})  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="num_worker_threads=0: expected a whole number from 1"):
             rpc.init_rpc("w0", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(num_worker_threads=0))
+        with pytest.raises(UsageError, match="rpc_timeout='x': expected a positive number of seconds"):
+            rpc.init_rpc("w0", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(rpc_timeout="x"))  # type: ignore[arg-type]
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/place")
         with pytest.raises(UsageError, match="rank= is missing"):
             rpc.init_rpc("w0", world_size=2, rpc_backend_options=options)

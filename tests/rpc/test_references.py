@@ -66,6 +66,10 @@ class Table:
         return 2 * self.x
 
     @async_execution
+    def no_future(self) -> int:
+        return 1
+
+    @async_execution
     def later(self) -> Future[int]:
         future: Future[int] = Future()
         threading.Timer(0.01, future.set_result, [5]).start()
@@ -83,6 +87,13 @@ class Table:
 
 async def table_async(start: float) -> Table:
     return Table(start)
+
+
+@async_execution
+def table_later(start: float) -> Future[Table]:
+    future: Future[Table] = Future()
+    threading.Timer(0.01, future.set_result, [Table(start)]).start()
+    return future
 
 
 def count() -> int:
@@ -166,6 +177,21 @@ def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:
         ref.local_value()
     assert b.remote(table_async, 3.0).to_here().x.tolist() == [3, 3]
     assert b.remote(handlers.later, 4).to_here() == 4
+
+
+def test_what_has_to_return_a_future_is_refused_without_one(b: Peer) -> None:
+    for use in (b.remote(Table).rpc_async().no_future().wait, b.remote(handlers.no_future).to_here):
+        with pytest.raises(
+            UsageError, match=r"no_future is marked async_execution and returned no .*Future: int"
+        ):
+            use()
+
+
+def test_an_actor_is_made_by_functions_that_need_not_be_waited_for(b: Peer) -> None:
+    assert b.actor(table_later, 3.0).pull().wait().tolist() == [3, 3]
+    for make, words in ((table_async, "is an async def"), (handlers.no_future, "returned no")):
+        with pytest.raises(UsageError, match=words):
+            b.actor(make, *[3.0] * (make is table_async))
 
 
 def test_what_making_an_object_raises_its_users_hear(b: Peer) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from time import monotonic_ns
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from ..errors import InvalidFutureState, UsageError
 from ..streams import DeviceEvents, events_behind
@@ -186,11 +186,11 @@ class FutureState(Generic[T]):
             elif self._device is not None or hasattr(source, "events"):
                 if not claim:
                     claim.extend(starmap(self._finish_on_devices, ((source,),)))
-                value, events = claim[0]
+                value, events = claim[0] if claim else _stopped()
             elif finish is not None:
                 if not claim:
                     claim.extend(starmap(finish, _ONCE))
-                value = claim[0]
+                value = claim[0] if claim else _stopped()
         except BaseException as raised:
             if _is_interrupt(raised):
                 raise
@@ -350,6 +350,11 @@ class FutureState(Generic[T]):
 
 def _is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def _stopped() -> NoReturn:
+    """Raise in the place of a StopIteration, which only ends the iteration that calls ``finish``."""
+    raise RuntimeError("what gives a future its value (finish) raised StopIteration")
 
 
 def without_frames(error: BaseException, count: int) -> BaseException:

@@ -35,7 +35,7 @@ from .current import is_served_by
 from .default import call_timeout
 from .device_maps import DeviceMaps, checked
 from .devices import Watch
-from .directory import Directory, Worker, incarnation
+from .directory import Directory, Worker, incarnation, is_name
 from .executor import PATIENCE, Executor
 from .holds import HOLDS, References, unpin
 from .line import Line
@@ -148,7 +148,7 @@ class Agent:
         """
         self._check_open()
         deadline = Deadline(self.timeout if timeout is None else timeout)
-        if isinstance(worker, bool) or not isinstance(worker, (str, int)):
+        if isinstance(worker, bool) or not (isinstance(worker, int) or is_name(worker)):
             raise UsageError(f"worker {self.name!r}: {worker!r} is no name and no rank of a worker")
         name = worker
         if isinstance(name, int):

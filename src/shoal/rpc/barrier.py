@@ -10,7 +10,7 @@ from ..errors import ShoalError, StoreTimeout, UnknownWorker, UsageError, Worker
 from ..store import Store
 from ..wire import Deadline
 from ..wording import counted, in_seconds
-from .directory import Directory, Worker
+from .directory import Directory, Worker, is_name
 
 #: seconds between looks at whether the others live
 _LOOK = 0.25
@@ -42,7 +42,7 @@ class Barriers:
         me = self._me.name
         found = [worker.name for worker in self._directory.workers()] if names is None else names
         members = [] if isinstance(found, str) else list(set(found))
-        if not members or not all(isinstance(name, str) for name in members):
+        if not members or not all(is_name(name) for name in members):
             raise UsageError(f"worker {me!r}: barrier of {found!r}: expected the names of workers")
         members.sort()
         if me not in members:

@@ -107,13 +107,18 @@ def request(
     """
     number, message = _encoded(line, fn, args, kwargs, shown)
     if line.devices is None:
-        call = endpoint.post.request(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+        try:
+            call = endpoint.post.request(
+                line.number, mailbox, message.head, message.parts, message.keep, timeout
+            )
+        except ValueError as error:  # no letter can hold it
+            raise UsageError(f"{shown} cannot be sent: {error}") from error
         source = _Source(endpoint, line, call, number, shown, timeout)
         future: Future[Any] = Future(source, finish=source.result)
     else:
         call = devices.request(endpoint, line, mailbox, message, timeout, high_priority)
         landing = _Landing(endpoint, line, call, number, shown, timeout, high_priority)
-        future = Future(landing, finish=landing.finish)
+        future = Future(landing, finish=landing.result)
     if message.travellers:
         future.add_done_callback(partial(_let_go, endpoint, message.travellers))
     return future
@@ -165,7 +170,7 @@ def _encoded(
 class _Source:
     """A call, as its future sees it."""
 
-    __slots__ = ("_call", "_endpoint", "_line", "_number", "_shown", "_timeout")
+    __slots__ = ("_call", "_endpoint", "_letter", "_line", "_number", "_shown", "_timeout")
 
     def __init__(
         self, endpoint: Endpoint, line: Line, call: Call, number: int, shown: str, timeout: float | None
@@ -176,6 +181,7 @@ class _Source:
         self._number = number
         self._shown = shown
         self._timeout = timeout
+        self._letter: Letter | None = None
 
     def wait(self, timeout: float | None) -> bool:
         return self._call.wait(timeout)
@@ -217,19 +223,31 @@ class _Source:
             worker.name,
         )
 
-    def result(self, letter: Letter | None = None) -> Any:
-        """The value of the call, which was answered, or what its function raised."""
-        line = self._line
+    def reply(self) -> Letter:
+        """The reply, which can be taken once, and is kept for a :meth:`result` that Ctrl-C cuts off."""
+        letter = self._letter
         if letter is None:
-            letter = self._call.reply()
+            letter = self._letter = self._call.reply()
+        return letter
+
+    def result(self) -> Any:
+        """The value of the call, which was answered, or what its function raised."""
+        line, letter = self._line, self.reply()
         if letter.flags & LEARNED and self._number != NONE:
             line.sent.answered(self._number)
         if letter.failed:
             raise failure(letter, line, self._shown)
-        if line.plain:
-            return plain.decode(letter.head, letter.parts)
         arrived: list[Any] = []
-        value = decode(letter.head, letter.parts, line, arrived)
+        try:
+            if line.plain:
+                return plain.decode(letter.head, letter.parts)
+            value = decode(letter.head, letter.parts, line, arrived)
+        except Exception as error:
+            if not line.plain:  # of its references none is used
+                line.agent.acknowledge(line, self._call.number)
+            raise RpcError(
+                f"{self._shown} has a result that cannot be rebuilt here: {in_words(error)}"
+            ) from error
         if arrived:
             line.agent.acknowledge(line, self._call.number)
         return value
@@ -238,7 +256,7 @@ class _Source:
 class _Landing(_Source):
     """A call on a connection with a map of devices, where tensors of its result may arrive."""
 
-    __slots__ = ("_high_priority", "_letter")
+    __slots__ = ("_high_priority",)
 
     def __init__(
         self,
@@ -252,16 +270,10 @@ class _Landing(_Source):
     ) -> None:
         super().__init__(endpoint, line, call, number, shown, timeout)
         self._high_priority = high_priority
-        self._letter: Letter | None = None
 
     def events(self) -> tuple[DeviceEvents | None, object]:
         """The devices that the result is copied to."""
-        if self._letter is None:
-            self._letter = self._call.reply()
-        return devices.landing(self._line, self._letter, self._high_priority), None
-
-    def finish(self) -> Any:
-        return self.result(self._letter)
+        return devices.landing(self._line, self.reply(), self._high_priority), None
 
 
 def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) -> None:

@@ -76,15 +76,16 @@ def default_agent(operation: str) -> Any:
     return agent
 
 
-def call_timeout(timeout: float | None, unset: float) -> float:
+def call_timeout(timeout: float | None, unset: float, name: str = "timeout") -> float:
     """Seconds that a call may take, from an argument with torch's meaning.
 
     Args:
         timeout: None or -1: ``unset``; 0: no limit.
+        name: of the argument, for the error.
 
     Raises:
         UsageError: it is nothing of this, and no number of seconds.
     """
     if timeout is None or timeout == UNSET:
         return unset
-    return math.inf if timeout == 0 else checked_seconds("timeout", timeout)
+    return math.inf if timeout == 0 else checked_seconds(name, timeout)

@@ -75,7 +75,7 @@ class Watch:
         begun = time.monotonic()
         with self._lock:
             asked, self._waiting = self._waiting, []
-        left = [each for each in asked if not _told(*each)]
+        left = [each for each in asked if not _call_if_occurred(*each)]
         with self._lock:
             self._waiting[:0] = left if not self._closed else ()
             self._asking = bool(self._waiting)
@@ -86,7 +86,7 @@ class Watch:
         self._endpoint.after(max(pause, 4 * spent), partial(self._ask, pause))
 
 
-def _told(events: DeviceEvents, fn: Callable[[Exception | None], None]) -> bool:
+def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], None]) -> bool:
     failure = None
     try:
         if not events.synchronize(None, 0.0):
@@ -162,7 +162,7 @@ def reply(
         else:
             fail(RpcError(f"the device failed before the result was there: {in_words(failure)}"))
 
-    if not _told(done, go):
+    if not _call_if_occurred(done, go):
         line.agent.watch.when(done, go)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from typing import TypeGuard
 
 import msgspec
 
@@ -58,13 +59,18 @@ def incarnation() -> str:
     return secrets.token_hex(8)
 
 
+def is_name(name: object) -> TypeGuard[str]:
+    """Whether ``name`` can name a worker."""
+    return isinstance(name, str) and name.isprintable() and 1 <= len(name.encode()) <= _LONGEST_NAME
+
+
 def checked_name(name: object) -> str:
     """``name``, if it can name a worker.
 
     Raises:
         UsageError: it cannot.
     """
-    if isinstance(name, str) and name.isprintable() and 1 <= len(name.encode()) <= _LONGEST_NAME:
+    if is_name(name):
         return name
     raise UsageError(
         f"name={name!r}: expected 1 to {_LONGEST_NAME} bytes of printable text as a worker's name"

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -75,7 +75,7 @@ def init_rpc(
             raise UsageError(
                 f"init_rpc: RPC is already initialized here, as {there.name!r}; call shutdown first"
             )
-        timeout = call_timeout(options.rpc_timeout, config.RPC_TIMEOUT.get())
+        timeout = call_timeout(options.rpc_timeout, config.RPC_TIMEOUT.get(), "rpc_timeout")
         handlers = max(HANDLERS, checked_count("num_worker_threads", options.num_worker_threads))
         settings = checked_settings(timeout, None, handlers, device_maps=options.device_maps)
         deadline = Deadline(config.TIMEOUT.get())
@@ -138,7 +138,7 @@ def rpc_sync(
         Exception: what ``func`` raises, and as of :meth:`Peer.call`.
         UnknownWorker: nobody has joined as ``to``.
     """
-    return _peer("rpc_sync", to, func, timeout).call(func, *(args or ()), **(kwargs or {})).wait()
+    return _peer("rpc_sync", to, func, timeout).call(func, *_args(args), **_kwargs(kwargs)).wait()
 
 
 def rpc_async(
@@ -149,7 +149,7 @@ def rpc_async(
     timeout: float = UNSET,
 ) -> Future[T]:
     """Like :func:`rpc_sync`, without waiting; a :class:`shoal.Future` of the result."""
-    return _peer("rpc_async", to, func, timeout).call(func, *(args or ()), **(kwargs or {}))
+    return _peer("rpc_async", to, func, timeout).call(func, *_args(args), **_kwargs(kwargs))
 
 
 def remote(
@@ -163,7 +163,7 @@ def remote(
 
     Arguments as of :func:`rpc_sync`; what ``func`` raises is raised by whatever uses the object.
     """
-    return _peer("remote", to, func, timeout).remote(func, *(args or ()), **(kwargs or {}))
+    return _peer("remote", to, func, timeout).remote(func, *_args(args), **_kwargs(kwargs))
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -251,6 +251,24 @@ def _joined(
         agent.close(_SHORT, graceful=False)
         raise
     return agent, meeting
+
+
+def _args(args: Sequence[Any] | None) -> Sequence[Any]:
+    """Arguments that can be spread."""
+    if isinstance(args, Iterable):
+        return tuple(args)
+    if args is None:
+        return ()
+    raise UsageError(f"args={args!r}: expected a tuple or list of arguments; one alone is (x,)")
+
+
+def _kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Keyword arguments that can be spread."""
+    if kwargs is None:
+        return {}
+    if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
+        return kwargs
+    raise UsageError(f"kwargs={kwargs!r}: expected a dict of arguments by their names")
 
 
 def _peer(operation: str, to: object, func: object, timeout: float | None) -> Peer:

@@ -28,7 +28,7 @@ from .default import call_timeout, default_agent
 from .directory import Worker
 from .holds import Held
 from .leases import Owned
-from .serving import Later, async_execution, is_deferred
+from .serving import Later, async_execution, deferred
 
 T = TypeVar("T")
 
@@ -274,6 +274,7 @@ def create(
     owned = current().agent.references.make(ident, holder, made, current().peer)
     try:
         result = fn(*args, **kwargs)
+        future = deferred(fn, result)
     except Exception as error:
         owned.value.set_exception(error)
         return None
@@ -282,11 +283,11 @@ def create(
         raise
     if inspect.iscoroutine(result):
         return _finish(ident, owned.value, result, devices.of_handler())
-    if is_deferred(fn, result):
+    if future is not None:
         before = devices.of_handler()
         if before is not None:
             before.complete(None)  # what the handler itself has enqueued
-        result.add_done_callback(partial(_pass_on, owned.value, before))
+        future.add_done_callback(partial(_pass_on, owned.value, before))
     else:
         _made(owned.value, result, devices.of_handler())
     return None
@@ -339,7 +340,12 @@ def create_actor(
     made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
     references, executor = current().agent.references, current().agent.executor
     owned = references.make(ident, holder, made, current().peer)
-    _made(owned.value, fn(*args, **kwargs), devices.of_handler())
+    result = fn(*args, **kwargs)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise UsageError(f"{call.name_of(fn)} is an async def, and an actor is made by a plain function")
+    future = deferred(fn, result)
+    _made(owned.value, result if future is None else future.wait(current().remaining()), devices.of_handler())
     mailbox: int = references.ledger.mailbox(ident, owned, executor.consume)
     if not mailbox:
         raise RpcError(f"{made}, was made when nobody held it any more")
@@ -355,7 +361,8 @@ def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, A
     """Call a method of the object, at its owner."""
     method = getattr(ref.to_here(current().remaining()), name)
     result = method(*args, **kwargs)
-    return Later(result) if is_deferred(method, result) else result
+    future = deferred(method, result)
+    return result if future is None else Later(future)
 
 
 @call.shown_as(lambda ref: "a copy of an object")

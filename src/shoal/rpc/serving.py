@@ -37,17 +37,28 @@ _DEFERRED = "_shoal_async_execution"
 
 
 def async_execution(fn: F) -> F:
-    """Decorates a handler that returns a :class:`shoal.Future`, whose value is the reply when it is there.
+    """Decorates a function that returns a :class:`shoal.Future`, whose value is the reply when it is there.
 
-    The handler's thread is free meanwhile.
+    The handler's thread is free meanwhile.  The same holds for a method of an object, and for a function that
+    makes one, which is then the future's value.  If it returns anything else, its caller gets a UsageError.
     """
     setattr(fn, _DEFERRED, True)
     return fn
 
 
-def is_deferred(fn: Callable[..., Any], result: object) -> bool:
-    """Whether the reply is the value of the future that ``fn`` has returned."""
-    return getattr(fn, _DEFERRED, False) and isinstance(result, Future)
+def deferred(fn: Callable[..., Any], result: object) -> Future[Any] | None:
+    """The future that ``fn`` has returned in the place of a result; None: ``result`` is the result.
+
+    Raises:
+        UsageError: ``fn`` has to return a future, and did not.
+    """
+    if not getattr(fn, _DEFERRED, False):
+        return None
+    if isinstance(result, Future):
+        return result
+    raise UsageError(
+        f"{name_of(fn)} is marked async_execution and returned no shoal.Future: {type(result).__qualname__}"
+    )
 
 
 class Later:
@@ -120,14 +131,9 @@ class Service:
                     return
             finally:
                 leave_call(token)
-            if getattr(fn, _DEFERRED, False):
-                if not isinstance(result, Future):
-                    raise UsageError(
-                        f"{name_of(fn)} is marked async_execution and returned no shoal.Future: {result!r}"
-                    )
-                result = Later(result)
-            if isinstance(result, Later):
-                result.future.add_done_callback(served.end_future)
+            future = result.future if isinstance(result, Later) else deferred(fn, result)
+            if future is not None:
+                future.add_done_callback(served.end_future)
                 return
             del args, kwargs
         except BaseException as error:
@@ -157,7 +163,13 @@ class _Served:
         letter, known = self._letter, self._line.received
         head = memoryview(letter.head)
         number, comes = FUNCTION.unpack_from(head)
-        value = decode(head[FUNCTION.size :], letter.parts, self._line)
+        try:
+            value = decode(head[FUNCTION.size :], letter.parts, self._line)
+        except Exception as error:
+            raise RpcError(
+                f"{self._name} from {self._line.worker.name!r} cannot be rebuilt at {self._service._name!r}: "
+                f"{in_words(error)}"
+            ) from error
         if comes:
             fn, args, kwargs = value
             if number != NONE:

@@ -59,7 +59,7 @@ def _begin(store: Any, name: str, rank: int, world_size: int | None, rpc_backend
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
         )
-    timeout = call_timeout(rpc_backend_options.rpc_timeout, config.RPC_TIMEOUT.get())
+    timeout = call_timeout(rpc_backend_options.rpc_timeout, config.RPC_TIMEOUT.get(), "rpc_timeout")
     handlers = max(HANDLERS, rpc_backend_options.num_worker_threads)
     settings = checked_settings(timeout, None, handlers, device_maps=rpc_backend_options.device_maps)
     deadline = Deadline(config.TIMEOUT.get())
