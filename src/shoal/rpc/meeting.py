@@ -4,6 +4,9 @@ Each writes its name under its rank, so that all see at once when two have the s
 says so.  What dead processes of this machine left is not there, and meetings of the same processes are
 counted: so nobody takes those of before for those that it waits for.
 
+If one cannot join, all fail for its reason: who hears it says so in an entry of its own, and each stays, for
+a moment, until the others have: with a process its entry ends, and the store that it served.
+
 They part when none of them has a call pending or served any more, which takes rounds: a worker comes to a
 round when it is idle, and when all have come it tells whether it has been idle since.  If all have, they all
 were at the moment when the last one came, and only a worker that is not idle can call another.
@@ -11,14 +14,22 @@ were at the moment when the last one came, and only a worker that is not idle ca
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout, UnknownWorker, UsageError, WorkerLost
+from ..errors import (
+    RendezvousError,
+    RendezvousTimeout,
+    StoreError,
+    StoreTimeout,
+    UnknownWorker,
+    UsageError,
+    WorkerLost,
+)
 from ..rendezvous.host import Here, process_is_gone
 from ..store import PrefixStore, Store
 from ..wire import Deadline
@@ -26,8 +37,10 @@ from ..wording import in_seconds
 
 #: seconds between looks at an entry that is not yet what it has to become
 _PAUSE = 0.005
-#: seconds between looks at whether those that are awaited live
+#: seconds between looks at whether those that are awaited live, and at whether others have failed
 _LOOK = 0.25
+#: seconds for the others to hear why a meeting has failed
+_HEARING = 5.0
 
 
 class Entry(msgspec.Struct):
@@ -36,7 +49,7 @@ class Entry(msgspec.Struct):
     Attributes:
         machine, process: which process it is.
         joined: whether it has.
-        failed: why it cannot join; "" if it can.
+        failed: why the meeting fails, as far as it knows; "" if it does not.
         left: whether it has ended without waiting for the others.
     """
 
@@ -84,21 +97,24 @@ class Meeting:
 
         Raises:
             UsageError: two have the same.
+            RendezvousError: the meeting has failed for another.
             RendezvousTimeout: somebody did not come.
         """
         self._tell()
-        self.names = [self._await(rank, deadline, lambda _: True).name for rank in range(self._size)]
+        self.names = [self._await(rank, deadline, False).name for rank in range(self._size)]
         twice = [name for name, times in Counter(self.names).items() if times > 1]
         if twice:
             ranks = [str(rank) for rank, name in enumerate(self.names) if name == twice[0]]
-            raise UsageError(
+            error = UsageError(
                 f"name={twice[0]!r} is not unique: the ranks {', '.join(ranks)} have it; give every worker a "
                 "name of its own"
             )
+            self._pass_on(str(error))
+            raise error
 
     def fail(self, why: BaseException) -> None:
         """Tell the others that this worker cannot join."""
-        self._tell(failed=str(why) or type(why).__name__)
+        self._pass_on(f"{self._name!r} (rank {self._rank}) could not join: {str(why) or type(why).__name__}")
 
     def join(self, deadline: Deadline) -> None:
         """Tell that this worker has joined, and wait until all have.
@@ -109,7 +125,7 @@ class Meeting:
         """
         self._tell(joined=True)
         for rank in range(self._size):
-            self._await(rank, deadline, lambda entry: entry.joined)
+            self._await(rank, deadline, True)
 
     def leave(self) -> None:
         """Tell that this worker ends without waiting for the others."""
@@ -145,23 +161,48 @@ class Meeting:
     def _gone(self, entry: Entry) -> bool:
         return entry.machine == self._me.machine and process_is_gone(entry.process)
 
-    def _await(self, rank: int, deadline: Deadline, ready: Callable[[Entry], bool]) -> Entry:
-        """What ``rank`` says of itself, as soon as it lives and is ``ready``."""
+    def _there(self, rank: int, timeout: float = 0.0) -> Entry | None:
+        """What ``rank`` says of itself; None: it has not come, or has ended."""
+        try:
+            entry = self._entry(rank, timeout)
+        except StoreTimeout:
+            return None
+        return None if self._gone(entry) else entry
+
+    def _await(self, rank: int, deadline: Deadline, joined: bool) -> Entry:
+        """What ``rank`` says of itself, as soon as it is there, or has ``joined``."""
+        listens = time.monotonic() + _LOOK
         while True:
-            try:
-                entry = self._entry(rank, deadline.remaining())
-            except StoreTimeout:
-                raise self._absent(deadline) from None
-            if not self._gone(entry):
-                if entry.failed:
-                    raise RendezvousError(
-                        f"worker {self._name!r}: {entry.name!r} (rank {rank}) could not join: {entry.failed}"
-                    )
-                if ready(entry):
-                    return entry
+            entry = self._there(rank, min(_LOOK, deadline.remaining()))
+            if entry is not None and (entry.joined or not joined):
+                return entry
             if deadline.expired:
-                raise self._absent(deadline)
+                absent = self._absent(deadline)
+                self._pass_on(str(absent))
+                raise absent
+            if time.monotonic() >= listens or (joined and entry is not None and entry.failed):
+                self._listen(joined)
+                listens = time.monotonic() + _LOOK
             time.sleep(_PAUSE)
+
+    def _listen(self, joined: bool) -> None:
+        """Raise if the meeting has failed; before all names are compared only if some are not there."""
+        there = [self._there(rank) for rank in range(self._size)]
+        reasons = [entry.failed for entry in there if entry is not None and entry.failed]
+        if reasons and (joined or None in there):
+            self._pass_on(reasons[0])
+            raise RendezvousError(f"worker {self._name!r}: {reasons[0]}")
+
+    def _pass_on(self, reason: str) -> None:
+        """Tell why the meeting has failed, and wait a moment until all that are there know it."""
+        deadline = Deadline(_HEARING)
+        with contextlib.suppress(StoreError):  # who served the store has ended, and has heard it
+            self._tell(failed=reason)
+            while not deadline.expired:
+                there = [self._there(rank) for rank in range(self._size)]
+                if all(entry is None or entry.failed for entry in there):
+                    return
+                time.sleep(_PAUSE)
 
     def _absent(self, deadline: Deadline) -> RendezvousTimeout:
         missing = [str(rank) for rank in range(self._size) if not self._store.check([str(rank)])]

@@ -77,7 +77,11 @@ def _begin(store: Any, name: str, rank: int, world_size: int | None, rpc_backend
         # Torch counts the meetings of a store itself.
         meeting = Meeting(place.store, 0, place.here, name, rank, world_size)
         meeting.gather(deadline)
-        agent = TorchAgent(at_place(place, name, settings), meeting)
+        try:
+            agent = TorchAgent(at_place(place, name, settings), meeting)
+        except BaseException as error:
+            meeting.fail(error)
+            raise
         state.agent = agent  # others may call as soon as they have come
         try:
             meeting.join(deadline)

@@ -1,0 +1,112 @@
+"""How workers of a fixed number meet, and what all of them hear if they cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shoal.errors import RendezvousError, RendezvousTimeout, UsageError
+from shoal.rendezvous.host import here
+from shoal.rendezvous.place import checked_request, opened
+from shoal.rpc.meeting import Meeting
+from shoal.wire import Deadline
+from tests.support.ports import free_port
+
+PATIENCE = 20.0
+
+
+def meet(url: str, rank: int, size: int, name: str, do: Callable[[Meeting], None]) -> None:
+    """Meet at a place whose store rank 0 serves, and leave it as ``init_rpc`` does when that fails."""
+    request = checked_request(
+        url, store=None, rank=rank, size=size, timeout=PATIENCE, secret="s", host=None, job=None
+    )
+    with opened(request) as place:
+        do(Meeting(place.store, 0, here(), name, rank, size))
+
+
+def outcomes(*ranks: tuple[str, Callable[[Meeting], None]]) -> list[BaseException | None]:
+    """How the meeting ended for each rank, which has a name and something to do."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    ended: list[BaseException | None] = [None] * len(ranks)
+
+    def run(rank: int) -> None:
+        try:
+            meet(url, rank, len(ranks), *ranks[rank])
+        except BaseException as error:
+            ended[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
+
+
+def both(meeting: Meeting) -> None:
+    meeting.gather(Deadline(PATIENCE))
+    meeting.join(Deadline(PATIENCE))
+
+
+def no_agent(meeting: Meeting) -> None:
+    meeting.gather(Deadline(PATIENCE))
+    error = UsageError("there is no such device")
+    meeting.fail(error)
+    raise error
+
+
+def impatient(meeting: Meeting) -> None:
+    meeting.gather(Deadline(0.3))
+
+
+@pytest.fixture
+def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Rank 1 reads what the others say of themselves when this is set, and not before."""
+    go, there = threading.Event(), Meeting._there
+
+    def wait_first(self: Any, rank: int, timeout: float = 0.0) -> Any:
+        if self._rank == 1 and rank == 0:
+            go.wait(PATIENCE)
+        return there(self, rank, timeout)
+
+    monkeypatch.setattr(Meeting, "_there", wait_first)
+    yield go
+    go.set()
+
+
+def test_all_hear_of_two_with_one_name_though_one_of_them_serves_the_store(
+    slow_reader: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_on = Meeting._pass_on
+
+    def then_go(self: Any, reason: str) -> None:
+        threading.Timer(0.05, slow_reader.set).start()
+        passed_on(self, reason)
+
+    monkeypatch.setattr(Meeting, "_pass_on", then_go)
+    for error in outcomes(("w", both), ("w", both)):
+        assert isinstance(error, UsageError), repr(error)
+        assert "name='w' is not unique: the ranks 0, 1 have it" in str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_hear_why_one_could_not_join(failing: int) -> None:
+    ended = outcomes(*((f"w{rank}", no_agent if rank == failing else both) for rank in range(3)))
+    assert isinstance(ended.pop(failing), UsageError)
+    for error in ended:
+        assert isinstance(error, RendezvousError), repr(error)
+        assert f"'w{failing}' (rank {failing}) could not join: there is no such device" in str(error)
+
+
+def test_those_that_came_hear_who_did_not_though_they_would_have_waited_longer() -> None:
+    def never(meeting: Meeting) -> None:
+        """Rank 2 does not come."""
+
+    first, second, _ = outcomes(("w0", impatient), ("w1", both), ("w2", never))
+    assert isinstance(first, RendezvousTimeout), repr(first)
+    assert isinstance(second, RendezvousError), repr(second)
+    for error in (first, second):
+        assert "ranks 2 of 3 have not joined within 0.3 s" in str(error)
