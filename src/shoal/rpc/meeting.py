@@ -15,6 +15,7 @@ were at the moment when the last one came, and only a worker that is not idle ca
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
 from typing import Protocol
@@ -91,6 +92,7 @@ class Meeting:
         self._rank = rank
         self._size = size
         self.names: list[str] = []
+        self._assemblies = itertools.count()
 
     def gather(self, deadline: Deadline) -> None:
         """Wait until all have told their names.
@@ -130,6 +132,15 @@ class Meeting:
     def leave(self) -> None:
         """Tell that this worker ends without waiting for the others."""
         self._tell(joined=True, left=True)
+
+    def assemble(self, agent: Working, deadline: Deadline) -> None:
+        """Wait until all that have not left have come here as often as this worker.
+
+        Raises:
+            WorkerLost: one is dead.
+            UnknownWorker: time is up.
+        """
+        self._come(f"all/{next(self._assemblies)}", b"", agent, deadline)
 
     def part(self, agent: Working, deadline: Deadline) -> None:
         """Wait until all have come here, and no call is pending or served at any of them.

@@ -27,6 +27,8 @@ from .state import TorchAgent, state, the_agent
 #: seconds until what other processes let go of at their end counts as leaked
 _SETTLING = 2.0
 _PAUSE = 0.01
+#: seconds for what torch's Python exchanges between workers that have all come
+_EXCHANGE = 60.0
 _originals: dict[str, Callable[..., Any]] = {
     name: getattr(theirs, name)
     for name in (
@@ -125,9 +127,18 @@ def reset_current_rpc_agent() -> None:
 
 
 def wait_all_workers(timeout: float = 0.0) -> None:
-    """Wait for all that have joined together; those that come and go wait for nobody."""
-    if state.agent is None or state.agent.meeting is not None:
+    """Wait for all that have joined together; those that come and go wait for nobody.
+
+    Raises:
+        WorkerLost: one has died, for which torch's own function waits for ever.
+    """
+    if state.agent is None:
         _originals["_wait_all_workers"](timeout)
+    elif state.agent.meeting is not None:
+        deadline = Deadline(call_timeout(timeout, math.inf))
+        state.agent.meeting.assemble(state.agent.agent, deadline)
+        # All are there, so this takes a moment.
+        _originals["_wait_all_workers"](min(max(deadline.remaining(), _PAUSE), _EXCHANGE))
 
 
 def delete_references(timeout: float = 0.0) -> None:
