@@ -20,7 +20,6 @@ import pytest
 
 from shoal._core import Call, Letter, Part, Post
 from shoal.testing.leaks import no_leaks
-from tests.support.frozen import frozen
 from tests.support.waiting import until
 
 #: Seconds after which what should have happened long ago counts as lost.
@@ -87,12 +86,6 @@ class Two:
         self.callee.close(BACKSTOP)
         for thread in self._threads:
             thread.join(BACKSTOP)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    with frozen():
-        yield
 
 
 @pytest.fixture(params=["unix", "tcp"])

@@ -8,15 +8,8 @@ from shoal.rpc import Agent
 from shoal.testing import Agents
 from shoal.testing.processes import preload
 from tests.rpc import handlers
-from tests.support.frozen import frozen
 
 preload("tests.rpc.crew", "encodings.idna")  # a worker that is killed at once must not import for long
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    with frozen():
-        yield
 
 
 @pytest.fixture

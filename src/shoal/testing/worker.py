@@ -98,7 +98,6 @@ def run_worker(
         fn, args, prepare = pickle.loads(payload)
         if prepare is not None:
             prepare()
-        gc.freeze()  # torch's many objects: looking for what is left would take long
         with join(name, **settings) as agent:
             leaving = threading.Event()
             threading.Thread(target=_obey, args=(agent, orders, leaving), daemon=True).start()
