@@ -15,27 +15,19 @@ from shoal._core import Post
 from shoal.errors import RpcError, WorkerLost
 from shoal.rpc import Agent
 from shoal.rpc.post import Endpoint
-from shoal.testing import faults, no_leaks
+from shoal.testing import Agents, faults, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
-from tests.rpc.stage import Stage
 from tests.rpc.test_standstills import hold_gil
 
 #: elements of float32; a lent part is longer than 64 KiB
 LARGE = 100_000
 
 
-@pytest.fixture
-def meeting() -> Iterator[Stage]:
-    handlers.noted.clear()
-    with Stage() as meeting:
-        yield meeting
-        handlers.noted.clear()
-
-
-@pytest.fixture
-def a(meeting: Stage) -> Agent:
-    return meeting.join("a", timeout=PATIENCE)
+@pytest.fixture(autouse=True)
+def _nothing_noted() -> Iterator[None]:
+    yield
+    handlers.noted.clear()  # of what was lent
 
 
 def lent(agent: Agent) -> int:
@@ -71,7 +63,7 @@ def views(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool(y[0] == 2)
 
 
-def test_what_is_lent_is_the_receivers_own_and_returns(meeting: Stage, a: Agent) -> None:
+def test_what_is_lent_is_the_receivers_own_and_returns(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     b, x = a.peer("b"), torch.ones(LARGE)
     assert b.call(views, x, x.view(10, -1)[0]).wait()
@@ -86,16 +78,16 @@ def test_what_is_lent_is_the_receivers_own_and_returns(meeting: Stage, a: Agent)
     becomes(lambda: lent(a) == 0)
 
 
-def test_a_result_outlives_the_worker_that_lent_it(meeting: Stage, a: Agent) -> None:
+def test_a_result_outlives_the_worker_that_lent_it(meeting: Agents, a: Agent) -> None:
     meeting.start("b")
     x = a.peer("b").call(made, 3.0).wait()
     meeting.kill("b")
-    meeting.processes["b"].join(PATIENCE)
+    meeting.outcome("b")
     x += 1
     assert x.sum() == 4 * LARGE
 
 
-def test_a_dead_worker_returns_what_was_lent_to_it(meeting: Stage, a: Agent) -> None:
+def test_a_dead_worker_returns_what_was_lent_to_it(meeting: Agents, a: Agent) -> None:
     meeting.start("b")
     b = a.peer("b")
     b.call(keep, "x", torch.ones(LARGE)).wait()
@@ -104,7 +96,7 @@ def test_a_dead_worker_returns_what_was_lent_to_it(meeting: Stage, a: Agent) -> 
     becomes(lambda: lent(a) == 0)
 
 
-def test_a_worker_that_is_cut_off_keeps_what_it_has(meeting: Stage, a: Agent) -> None:
+def test_a_worker_that_is_cut_off_keeps_what_it_has(meeting: Agents, a: Agent) -> None:
     meeting.join("b", timeout=PATIENCE)
     b = a.peer("b")
     b.call(keep, "x", torch.ones(LARGE)).wait()
@@ -119,7 +111,7 @@ def test_a_worker_that_is_cut_off_keeps_what_it_has(meeting: Stage, a: Agent) ->
     becomes(lambda: lent(a) == 0)
 
 
-def test_parts_take_the_socket_while_a_worker_keeps_all_that_is_lent(meeting: Stage) -> None:
+def test_parts_take_the_socket_while_a_worker_keeps_all_that_is_lent(meeting: Agents) -> None:
     a = meeting.join("a", timeout=PATIENCE, memory=4 << 20)
     meeting.join("b", timeout=PATIENCE)
     b = a.peer("b")
@@ -135,7 +127,7 @@ def test_parts_take_the_socket_while_a_worker_keeps_all_that_is_lent(meeting: St
     becomes(lambda: lent(a) == 0)
 
 
-def test_a_reply_that_nobody_wants_returns(meeting: Stage, a: Agent) -> None:
+def test_a_reply_that_nobody_wants_returns(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
     future = a.peer("b").call(handlers.wait_for, "x")
     a.peer("b").call(handlers.pid).wait()
@@ -148,7 +140,7 @@ def test_a_reply_that_nobody_wants_returns(meeting: Stage, a: Agent) -> None:
     becomes(lambda: b.stats()["handled"] == 0 and lent(b) == 0)
 
 
-def test_a_forked_child_reads_what_its_parent_received(meeting: Stage, a: Agent) -> None:
+def test_a_forked_child_reads_what_its_parent_received(meeting: Agents, a: Agent) -> None:
     meeting.join("b", timeout=PATIENCE)
     b = a.peer("b")
     x = b.call(made, 5.0).wait()
@@ -193,7 +185,7 @@ def test_what_is_on_its_way_outlives_an_agent_that_leaves() -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "without Python"])
-def test_others_are_lent_to_while_one_lets_nothing_go(meeting: Stage, how: str) -> None:
+def test_others_are_lent_to_while_one_lets_nothing_go(meeting: Agents, how: str) -> None:
     a = meeting.join("a", timeout=PATIENCE, memory=4 << 20)
     pid = meeting.start("b")
     meeting.join("c", timeout=PATIENCE)
@@ -217,37 +209,37 @@ def test_others_are_lent_to_while_one_lets_nothing_go(meeting: Stage, how: str) 
     becomes(lambda: lent(a) == 0)
 
 
-def test_what_a_worker_lent_and_was_lent_returns_when_it_is_killed_between(meeting: Stage, a: Agent) -> None:
+def test_what_a_worker_lent_and_was_lent_returns_when_it_is_killed_between() -> None:
     came: list[torch.Tensor] = []
 
-    def exchange(name: str) -> None:
+    def exchange(a: Agent) -> None:
         try:
             while True:
-                came.append(a.peer(name).call(handlers.echo, torch.ones(10 * LARGE)).wait())
+                came.append(a.peer("b").call(handlers.echo, torch.ones(10 * LARGE)).wait())
                 del came[:-3]
         except RpcError:  # it is lost, or cannot be connected to any more
             return
 
-    def use(name: str) -> None:
-        meeting.start(name)
-        a.peer(name).call(handlers.pid).wait()
-        threads = [threading.Thread(target=exchange, args=(name,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        becomes(lambda: len(came) > 0)
-        meeting.kill(name)
-        for thread in threads:
-            thread.join()
-        assert all(bool((x == 1).all()) for x in came)
-        came.clear()
-        becomes(lambda: lent(a) == 0)
-        meeting.processes[name].join(PATIENCE)
-        meeting.processes[name].close()
+    def use() -> None:
+        with Agents() as meeting:
+            a = meeting.join("a", timeout=PATIENCE)
+            meeting.start("b")
+            a.peer("b").call(handlers.pid).wait()
+            threads = [threading.Thread(target=exchange, args=(a,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            becomes(lambda: len(came) > 0)
+            meeting.kill("b")
+            for thread in threads:
+                thread.join()
+            assert all(bool((x == 1).all()) for x in came)
+            came.clear()
+            becomes(lambda: lent(a) == 0)
 
-    use("b0")
+    use()
     with no_leaks():
-        for index in range(1, 4):
-            use(f"b{index}")
+        for _ in range(3):
+            use()
 
 
 def test_memory_that_could_be_cut_is_refused() -> None:
@@ -265,7 +257,7 @@ def test_memory_that_could_be_cut_is_refused() -> None:
 def test_nothing_of_lent_memory_is_left_behind() -> None:
     def use() -> None:
         handlers.noted.clear()
-        with Stage() as meeting:
+        with Agents() as meeting:
             a = meeting.join("a", timeout=PATIENCE)
             meeting.join("b", timeout=PATIENCE)
             pid = meeting.start("c")
