@@ -136,7 +136,7 @@ def standing() -> tuple[Counter[str], Counter[str]]:
     stats["handled"] -= 1
     theirs = Counter(
         {
-            **{each: stats[each] for each in ("calls", "handled", "letters", "queued", "granted")},
+            **{each: stats[each] for each in ("calls", "handled", "letters", "queued", "granted", "lent")},
             "references": len(references._held),
             "pinned": len(references._pinned),
             "leases": len(references._losses),

@@ -21,6 +21,7 @@ import torch
 
 from shoal import wire
 from shoal.errors import ShoalError, WaitTimeout
+from shoal.rpc import plain
 from shoal.rpc.call import FAILURE, FUNCTION
 from shoal.rpc.codec import encode
 from shoal.rpc.post import Endpoint
@@ -268,6 +269,44 @@ def test_a_malformed_call_fails_alone(attack: Attack, amount: int) -> None:
         failed += call.reply().failed
     assert failed > amount // 2
     assert attack.target.executor.thread_count() >= threads
+
+
+@amounts
+def test_a_restricted_worker_answers_every_malformed_call(amount: int, caplog: Any) -> None:
+    """None of them ends a thread of it, makes an object there, or keeps it from honest callers."""
+    caplog.set_level("CRITICAL", "shoal")  # what was posted in vain
+    choose = random.Random(amount)
+    arguments = (torch.ones(3), [1, {"a": None}], torch.ones(2, 3).t(), torch.tensor([True]))
+    with Agents() as stage:
+        served = {"echo": handlers.echo, "double": handlers.async_double, "later": handlers.later}
+        target = stage.join("target", timeout=PATIENCE, serve=served)
+        honest = stage.join("honest", timeout=PATIENCE).peer("target")
+        evil = stage.join("evil", timeout=PATIENCE)
+        messages = [plain.encode_call(name, arguments[:n], {}, "a test") for name, n in TAKES.items()]
+        number, post = evil.line("target", PATIENCE).number, evil.endpoint.post
+        threads, calls = target.executor.thread_count(), []
+        for turn in range(amount):
+            message = choose.choice(messages)
+            parts = [(at, choose.choice((size, size, size // 2))) for at, size in message.parts]
+            del parts[choose.choice((len(parts), len(parts), 1)) :]
+            what = (choose.choice((0, 0, 0, 1, 16)), spoilt(message.head, choose), parts, message.keep)
+            if choose.random() < 0.1:
+                post.post(number, *what, PATIENCE)
+            else:
+                calls.append((post.request(number, *what, PATIENCE), message))
+            if turn % 50 == 0:
+                assert honest.call("echo", 3).wait() == 3
+        failed = 0
+        for call, _ in calls:
+            assert call.wait(PATIENCE)
+            failed += call.error() is not None or call.reply().failed
+        assert failed > amount // 2
+        assert target.executor.thread_count() >= threads
+        assert target.leaks() == []
+
+
+#: what a restricted worker serves, and how many arguments it is given
+TAKES = {"echo": 4, "double": 1, "later": 2}
 
 
 def malformed_reply(choose: random.Random) -> tuple[bytes, bool]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import shoal
-from shoal.errors import AuthenticationError, CallTimeout, UsageError
+from shoal.errors import AuthenticationError, CallTimeout, ShoalError, UsageError
 from shoal.rpc import join
 from shoal.testing import Agents, no_leaks, run_threads
+from tests.rpc import handlers
 
 
 def test_the_ranks_of_a_group_are_workers_by_rank_and_by_name() -> None:
@@ -27,6 +28,30 @@ def test_the_ranks_of_a_group_are_workers_by_rank_and_by_name() -> None:
         return group.all_reduce(value).wait().tolist()
 
     assert run_threads(rank, 2) == [[3.0], [3.0]]
+
+
+@pytest.mark.parametrize("order", ["agent first", "group first"])
+def test_an_agent_goes_on_when_its_group_was_aborted(order: str) -> None:
+    def rank(group: shoal.ProcessGroup) -> None:
+        agent = join(group=group, timeout=20)
+        other = agent.peer(1 - group.rank)
+        pending = other.call(handlers.wait_for, f"rank{group.rank} aborts")
+        if group.rank == 0:
+            group.abort("a test")
+        else:
+            with pytest.raises(ShoalError, match="a test"):
+                group.barrier().wait(20)
+        agent.peer(group.rank).call(handlers.note, "rank0 aborts").wait()
+        other.call(handlers.note, "rank1 aborts").wait()
+        assert pending.wait(20) is True
+        assert other.remote(int, "3").to_here() == 3
+        agent.barrier(["rank0", "rank1"])
+        for each in (agent, group) if order == "agent first" else (group, agent):
+            each.close()
+
+    handlers.noted.clear()
+    with no_leaks():
+        run_threads(rank, 2)
 
 
 def test_workers_meet_in_a_store_and_in_a_file(tmp_path: Path) -> None:

@@ -280,10 +280,10 @@ class Links:
             if memory is not None:
                 undo.callback(memory.close)
             with self._lock:
-                if self._closed:
-                    raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
                 if not calls:
                     self._end_earlier(line)
+                if self._closed:
+                    raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
                 undo.pop_all()
                 fd = -1 if memory is None else memory.fd
                 line.number = self._endpoint.attach(connection.detach(), pid, lost, fd)
