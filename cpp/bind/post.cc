@@ -466,6 +466,7 @@ void bind_post(nb::module_& m) {
              result["queued"] = stats.queued;
              result["granted"] = stats.granted;
              result["lent"] = stats.lent;
+             result["kept"] = stats.kept;
              return result;
            })
       .def(

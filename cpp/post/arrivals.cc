@@ -16,7 +16,7 @@ bool partial(const FrameHeader& header) {
   return header.code == kWithheld || (header.code != kLent && header.payload < header.total);
 }
 
-std::shared_ptr<std::byte> memory_of(std::uint64_t bytes) {
+std::shared_ptr<std::byte> small_buffer(std::uint64_t bytes) {
   auto* memory = new (std::nothrow) std::byte[bytes > 0 ? bytes : 1];
   return memory == nullptr ? nullptr : std::shared_ptr<std::byte>(memory, [](std::byte* p) { delete[] p; });
 }
@@ -72,7 +72,7 @@ bool Arrivals::make_room(Piece& piece) {
     if (!budget->take(bytes, *grants_, whole.letter->grants.size())) return false;
     whole.letter->grants.emplace_back(budget, bytes, grants_);
   }
-  piece.memory = memory_of(bytes);
+  piece.memory = bytes > kEager ? post_.buffers().take(bytes) : small_buffer(bytes);
   piece.data = piece.memory.get();
   if (piece.data == nullptr) refuse(whole, bytes);
   return true;

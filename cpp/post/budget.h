@@ -1,6 +1,7 @@
 // Bounds the bytes of large parts that a post has received and nobody has taken.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -53,6 +54,10 @@ class Budget {
   std::uint64_t used() {
     std::lock_guard lock(mutex_);
     return used_;
+  }
+  std::uint64_t left() {
+    std::lock_guard lock(mutex_);
+    return limit_ - std::min(limit_, used_);
   }
 
   // The post has ended: nobody is told of room any more.

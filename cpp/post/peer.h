@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "post/arrivals.h"
+#include "post/buffer_pool.h"
 #include "post/letter.h"
 #include "transport/socket_link.h"
 
@@ -26,6 +27,7 @@ class Correspondence {
   virtual void ended(class Peer& peer, const CallPtr& call, CallEnd how, std::string text,
                      LetterPtr reply) = 0;
   virtual std::shared_ptr<Budget> budget() = 0;
+  virtual BufferPool& buffers() = 0;
 };
 
 class Peer : public std::enable_shared_from_this<Peer> {

@@ -26,7 +26,10 @@ std::atomic<unsigned> generation{0};
 
 void before_fork() {
   posts_mutex.lock();
-  for (Post* post : posts) post->peers_mutex().lock();
+  for (Post* post : posts) {
+    post->peers_mutex().lock();
+    post->before_fork();
+  }
 }
 void after_fork() {
   for (Post* post : posts) post->peers_mutex().unlock();
@@ -54,6 +57,7 @@ Post::Post(Options options)
     room_.store(true);
     wake();
   });
+  buffers_ = std::make_shared<BufferPool>(budget_, [this] { wake(); });
   try {
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
     wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
@@ -85,6 +89,7 @@ void Post::disown() {
   }
   for (auto& [id, pidfd] : departed_) close_all({&pidfd});
   departed_.clear();
+  buffers_->disown();
   if (lender_) lender_->disown();
   close_all({&epoll_, &wakeup_});
 }
@@ -338,6 +343,7 @@ Post::Stats Post::stats() {
   }
   stats.letters = inbox_.waiting();
   stats.granted = budget_->used();
+  stats.kept = buffers_->kept();
   if (const auto from = lender()) stats.lent = from->lent();
   return stats;
 }
@@ -379,6 +385,7 @@ void Post::close(std::int64_t deadline) {
     if (lender_) lender_->forget();
     lender_.reset();  // receivers keep what they have, and take what is on its way to them
   }
+  buffers_->close();
   for (auto& peer : peers) lose(*peer, "the post was closed");
   peers.clear();
   tickets_.close();

@@ -24,6 +24,7 @@
 #include "base/heartbeat.h"
 #include "base/tickets.h"
 #include "post/budget.h"
+#include "post/buffer_pool.h"
 #include "post/inbox.h"
 #include "post/lending.h"
 #include "post/letter.h"
@@ -84,13 +85,15 @@ class Post final : public FrameSink, public Correspondence {
 
   struct Stats {
     std::size_t peers, calls, letters, handled;
-    std::uint64_t made, queued, granted, lent;
+    std::uint64_t made, queued, granted, lent, kept;
   };
   Stats stats();
   void sever(int peer);
   void hush(bool silent) { silent_ = silent; }
   void close(std::int64_t deadline);
 
+  // Lets go of what a forked child should not carry along.
+  void before_fork() { buffers_->clear(); }
   // In a forked child: closes what it inherited.
   void disown();
   std::mutex& peers_mutex() { return peers_mutex_; }
@@ -109,6 +112,7 @@ class Post final : public FrameSink, public Correspondence {
   void letter_arrived(LetterPtr letter) override;
   void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) override;
   std::shared_ptr<Budget> budget() override { return budget_; }
+  BufferPool& buffers() override { return *buffers_; }
 
   void run();
   void serve(Peer& peer, std::uint32_t events);
@@ -143,6 +147,7 @@ class Post final : public FrameSink, public Correspondence {
   Inbox inbox_;
   Tickets tickets_;
   std::shared_ptr<Budget> budget_;
+  std::shared_ptr<BufferPool> buffers_;
   std::atomic<bool> room_{false};  // the budget has room again
 
   std::mutex peers_mutex_;

@@ -79,6 +79,7 @@ std::int64_t Post::next_wake() {
   if (const std::int64_t since = inbox_.neglect().since; since != 0 && watch_ticket_ >= 0)
     at = std::min(at, std::max(since, last_watch_) + patience_);
   if (const auto from = lender()) at = std::min(at, from->tidy_at());
+  at = std::min(at, buffers_->tidy_at());
   std::lock_guard lock(deadlines_mutex_);
   if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
   // The deadline of a call that has ended stays the time to wake at: that of the next call is later, and
@@ -241,6 +242,7 @@ void Post::beat(std::int64_t now) {
 }
 
 void Post::tidy(std::int64_t now) {
+  if (now >= buffers_->tidy_at()) buffers_->tidy(now);
   const auto from = lender();
   if (!from || now < from->tidy_at()) return;
   from->tidy(now);

@@ -62,7 +62,8 @@ class Station {
     post->close(now_ns() + patience);
     for (auto& thread : threads_) thread.join();
     const auto stats = post->stats();
-    check(stats.peers == 0 && stats.calls == 0 && stats.handled == 0, "a closed post holds something");
+    check(stats.peers == 0 && stats.calls == 0 && stats.handled == 0 && stats.kept == 0,
+          "a closed post holds something");
   }
 
   std::shared_ptr<Post> post;

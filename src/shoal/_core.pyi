@@ -492,7 +492,7 @@ class Post:
         """
 
     def stats(self) -> dict[str, int]:
-        """What is held: peers, calls, letters not taken, calls handled, bytes queued, granted, and lent.
+        """What is held: peers, calls, letters not taken, calls handled, bytes queued, granted, lent, kept.
 
         And ``made``: how many calls were ever made to the peers that are there.
         """

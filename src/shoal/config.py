@@ -203,8 +203,8 @@ RPC_TIMEOUT: Variable[float] = Variable(
 )  # fmt: skip
 RPC_MEMORY: Variable[int] = Variable(
     "SHOAL_RPC_MEMORY", "a positive number of bytes such as 1073741824 or 1G", _bytes, 2**30,
-    "Most bytes of large parts of calls that an agent of `shoal.rpc` holds unhandled (over 256 KiB), "
-    "and most that it lends.",
+    "Most bytes of large parts of calls that an agent of `shoal.rpc` holds unhandled or keeps memory for "
+    "(over 256 KiB), and most that it lends.",
 )  # fmt: skip
 RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
