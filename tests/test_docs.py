@@ -108,6 +108,7 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(
                 "operations",
                 "errors",
                 "rpc",
+                "controller",
             )
         )
         for program in _programs(page)

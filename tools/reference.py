@@ -42,6 +42,11 @@ TOPICS = {
         ["parallel.hooks"],
     ),
     "rpc": ("Calls", "`shoal.rpc`; [Calls](../rpc.md) says how to use it.", ["rpc"]),
+    "controller": (
+        "Master and workers",
+        "One script and its nodes; [Master and workers](../controller.md) says how to use it.",
+        ["controller"],
+    ),
     "errors": ("Errors", "Every exception; [Errors](../errors.md) has the tree, and what to do.", ["errors"]),
     "stores": (
         "Stores and meeting",
@@ -66,7 +71,7 @@ def names() -> dict[str, list[str]]:
     """The full public names by the module that exports them: ``{"future": ["shoal.Future", ...], ...}``."""
     top: dict[str, list[str]] = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
     found = {module: [f"shoal.{name}" for name in names] for module, names in top.items()}
-    for module in ("parallel.hooks", "distributed", "rpc", "testing"):
+    for module in ("parallel.hooks", "distributed", "rpc", "controller", "testing"):
         path = PACKAGE / module.replace(".", "/") / "__init__.py"
         found[module] = [
             f"shoal.{module}.{name}"

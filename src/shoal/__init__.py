@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from . import backend as backend
     from . import compat as compat
     from . import config as config
+    from . import controller as controller
     from . import distributed as distributed
     from . import errors as errors
     from . import future as future
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
     from .backend.base import DataChannel as DataChannel
     from .backend.base import GroupSpec as GroupSpec
     from .backend.registry import register_backend as register_backend
+    from .controller import init_master_worker as init_master_worker
     from .errors import AgentClosed as AgentClosed
     from .errors import AuthenticationError as AuthenticationError
     from .errors import CallCancelled as CallCancelled
     from .errors import CallTimeout as CallTimeout
     from .errors import CollectiveMismatch as CollectiveMismatch
     from .errors import ConfigurationError as ConfigurationError
+    from .errors import DeviceMismatch as DeviceMismatch
     from .errors import ForkedProcess as ForkedProcess
     from .errors import GroupAborted as GroupAborted
     from .errors import GroupClosed as GroupClosed
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from .errors import InvalidFutureState as InvalidFutureState
     from .errors import LaunchError as LaunchError
     from .errors import ModelMismatch as ModelMismatch
+    from .errors import NodeLost as NodeLost
     from .errors import OperationCancelled as OperationCancelled
     from .errors import OperationTimeout as OperationTimeout
     from .errors import OutOfResources as OutOfResources
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from .errors import PeerLost as PeerLost
     from .errors import ProtocolError as ProtocolError
     from .errors import RemoteError as RemoteError
+    from .errors import RemoteOpError as RemoteOpError
     from .errors import RendezvousError as RendezvousError
     from .errors import RendezvousTimeout as RendezvousTimeout
     from .errors import RpcError as RpcError
@@ -114,6 +119,7 @@ if not _torch_release.torch_is_importing():
 _PUBLIC = {
     "backend.base": ["Backend", "DataChannel", "GroupSpec"],
     "backend.registry": ["register_backend"],
+    "controller": ["init_master_worker"],
     "errors": [
         "AgentClosed",
         "AuthenticationError",
@@ -121,6 +127,7 @@ _PUBLIC = {
         "CallTimeout",
         "CollectiveMismatch",
         "ConfigurationError",
+        "DeviceMismatch",
         "ForkedProcess",
         "GroupAborted",
         "GroupClosed",
@@ -128,6 +135,7 @@ _PUBLIC = {
         "InvalidFutureState",
         "LaunchError",
         "ModelMismatch",
+        "NodeLost",
         "OperationCancelled",
         "OperationTimeout",
         "OutOfResources",
@@ -136,6 +144,7 @@ _PUBLIC = {
         "PeerLost",
         "ProtocolError",
         "RemoteError",
+        "RemoteOpError",
         "RendezvousError",
         "RendezvousTimeout",
         "RpcError",
@@ -185,6 +194,7 @@ _SUBMODULES = (
     "backend",
     "compat",
     "config",
+    "controller",
     "distributed",
     "errors",
     "future",

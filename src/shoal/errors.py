@@ -315,3 +315,46 @@ class WorkerLost(RpcError, PeerLost):
     def __init__(self, message: str, worker: str = "", ranks: Sequence[int] = ()) -> None:
         super().__init__(message, ranks)
         self.worker = worker
+
+
+# -- master and nodes --------------------------------------------------------------------------
+
+
+class NodeLost(PeerLost):
+    """A node of the master-worker mode died, or the connection to it broke.
+
+    Attributes:
+        worker: its name.
+        ranks: its index.
+
+    Its tensors are gone: whatever uses them raises this.  Other nodes go on.
+    """
+
+    def __init__(self, message: str, worker: str = "", ranks: Sequence[int] = ()) -> None:
+        super().__init__(message, ranks)
+        self.worker = worker
+
+
+class DeviceMismatch(ShoalError, ValueError):
+    """The tensors of an operation are on several nodes, or on a node and on the master.
+
+    Move them to one device: the message has the ``.to(...)`` that does it.  It is no TypeError, as a
+    UsageError is: Python would take that for an operator that the operands lack.
+    """
+
+
+class RemoteOpError(RemoteError):
+    """An operation that the master issued failed on a node.
+
+    Raised where its result, or one that was computed of it, is needed on the master, and by
+    ``synchronize()``.
+
+    Attributes:
+        worker: name of the node.
+        traceback: of the exception there, as text.
+        line: of the master's program that issued the operation.
+    """
+
+    def __init__(self, message: str, worker: str = "", traceback: str = "", line: str = "") -> None:
+        super().__init__(message, worker, traceback)
+        self.line = line

@@ -1,0 +1,11 @@
+"""The master-worker mode: one script drives tensors on many nodes, asynchronously, as a device of torch.
+
+master = shoal.init_master_worker(workers=4)
+x = torch.full((20, 20), 4.0, device="node:0")
+print((x + 1).sum().item())
+"""
+
+from .master import Master, init_master_worker
+from .tensor import RemoteTensor
+
+__all__ = ["Master", "RemoteTensor", "init_master_worker"]

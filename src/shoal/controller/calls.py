@@ -1,0 +1,218 @@
+"""Interned calls: an operator with operands of certain metadata is described to a node once.
+
+The key of a call is its operator, the metadata of its tensors, and its other arguments; numbers that travel
+as operands are in it by type.  A call that is known costs the master a look into a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DeviceMismatch, UnsupportedOperation
+from .commands import FIRST, Definition, Template
+from .metadata import metadata
+from .operators import Operator
+from .prediction import Prediction, predict
+from .session import Session
+from .tensor import RemoteTensor
+
+#: calls that a node is told of before all of them are forgotten
+LIMIT = 65_536
+#: integers that a float holds exactly travel as one
+_EXACT = 2**53
+
+
+class Call:
+    """A call that a node knows.
+
+    Attributes:
+        number: its command.
+        results: metadata of its new tensors.
+        mutated: operands whose own metadata it changes, and into what.
+        single: whether it returns its one new tensor.
+        in_place: whether it returns its first operand, which is its first argument.
+        returned: else, what it returns, as :class:`Prediction` has it.
+        count: how many ids it needs.
+    """
+
+    __slots__ = ("count", "in_place", "mutated", "number", "results", "returned", "single")
+
+    def __init__(self, number: int, device: torch.device, predicted: Prediction) -> None:
+        self.number = number
+        self.results = [metadata(device, each) for each in predicted.results]
+        self.mutated = [(at, metadata(device, each)) for at, each in predicted.mutated.items()]
+        self.returned = predicted.returned
+        self.single = self.returned == ("new", 0) and not self.mutated
+        self.in_place = self.returned == ("operand", 0) and not self.mutated
+        self.count = len(self.results) + len(self.mutated)
+
+
+#: in the place of a call: only the node knows what it gives
+ASKED = Call(0, torch.device("cpu"), Prediction(("constant", None), [], [], {}))
+
+
+def number_kind(value: object) -> str | None:
+    """How a number travels as an operand: "float" or "int"; None: it does not."""
+    kind = type(value)
+    if kind is float:
+        return "float"
+    return "int" if kind is int and -_EXACT <= value <= _EXACT else None  # type: ignore[operator]
+
+
+def collect(
+    op: Operator,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[RemoteTensor],
+    scalars: list[float],
+) -> bool:
+    """Take a call apart; False: it has tensors that are on no node."""
+    numeric, lists = op.numeric, op.numeric_lists
+    at: int | str
+    for at, value in enumerate(args):
+        kind = type(value)
+        if kind is RemoteTensor:
+            operands.append(value)
+            key.append(value.handle.metadata)
+        elif at in numeric:
+            _number(value, key, scalars)
+        elif kind is list or kind is tuple:
+            if not _list(value, at in lists, key, operands, scalars):
+                return False
+        elif isinstance(value, torch.Tensor):
+            return False
+        else:
+            key.append(value)
+    for at, value in kwargs.items():
+        key.append(at)
+        kind = type(value)
+        if kind is RemoteTensor:
+            operands.append(value)
+            key.append(value.handle.metadata)
+        elif at in numeric:
+            _number(value, key, scalars)
+        elif kind is list or kind is tuple:
+            if not _list(value, at in lists, key, operands, scalars):
+                return False
+        elif isinstance(value, torch.Tensor):
+            return False
+        else:
+            key.append(value)
+    return True
+
+
+def _number(value: Any, key: list[Any], scalars: list[float]) -> None:
+    kind = number_kind(value)
+    key.append(type(value))
+    if kind is None:
+        key.append(value)
+    else:
+        scalars.append(value)
+
+
+def _list(
+    values: Sequence[Any], numeric: bool, key: list[Any], operands: list[RemoteTensor], scalars: list[float]
+) -> bool:
+    key.append(len(values))
+    for value in values:
+        if type(value) is RemoteTensor:
+            operands.append(value)
+            key.append(value.handle.metadata)
+        elif numeric:
+            _number(value, key, scalars)
+        elif isinstance(value, torch.Tensor):
+            return False
+        else:
+            key.append(value)
+    return True
+
+
+def templates(
+    op: Operator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Template], dict[str, Template]]:
+    """A call without its operands, in the order in which :func:`collect` takes them."""
+    return (
+        [_template(value, at in op.numeric, at in op.numeric_lists) for at, value in enumerate(args)],
+        {at: _template(value, at in op.numeric, at in op.numeric_lists) for at, value in kwargs.items()},
+    )
+
+
+def _template(value: Any, numeric: bool, numeric_list: bool) -> Template:
+    if isinstance(value, RemoteTensor):
+        return ("tensor",)
+    if isinstance(value, (list, tuple)):
+        return "list", [_template(each, numeric_list, False) for each in value]
+    kind = number_kind(value) if numeric else None
+    if kind is not None:
+        return "number", kind
+    if isinstance(value, torch.device):
+        return ("device",)
+    if isinstance(value, torch.Generator):
+        raise UnsupportedOperation(
+            "a generator of this process cannot draw numbers on a node: leave generator= out, and seed all "
+            "nodes with torch.manual_seed"
+        )
+    return "constant", value
+
+
+def intern(
+    session: Session,
+    op: Operator,
+    key: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[RemoteTensor],
+    scalars: Sequence[float],
+) -> Call:
+    """The call of this key, which is new; the caller holds the master's lock.
+
+    Raises:
+        DeviceMismatch: its tensors are on several nodes.
+        Exception: what torch raises for such arguments.
+    """
+    others = {each.device for each in operands} - {session.device}
+    if others:
+        elsewhere = ", ".join(sorted(map(str, others)))
+        raise DeviceMismatch(
+            f"{op.name}: its tensors are on {session.device} and on {elsewhere}: "
+            f"move them to one node, with .to({str(session.device)!r})"
+        )
+    given, named = templates(op, args, kwargs)
+    known = [each.handle.metadata for each in operands]
+    predicted = predict(op.func, given, named, known, scalars)
+    if predicted is None:
+        call = ASKED
+    else:
+        if len(session.calls) >= LIMIT:
+            session.forget()
+        call = Call(FIRST + len(session.calls), session.device, predicted)
+        expected = [each.told for each in call.results] + [each.told for _, each in call.mutated]
+        definition = Definition(
+            call.number, op.name, given, named, len(operands), predicted.paths, expected,
+            list(predicted.mutated), op.aliasing,
+        )  # fmt: skip
+        session.define(tuple(definition))
+    session.calls[tuple(key)] = call
+    return call
+
+
+def asked(templates: Sequence[Template], operands: Sequence[RemoteTensor], scalars: Sequence[float]) -> Any:
+    """Templates with their operands filled in."""
+    left, numbers = iter(operands), iter(scalars)
+
+    def fill(template: Template) -> Template:
+        kind = template[0]
+        if kind == "tensor":
+            return "id", next(left).handle.id
+        if kind == "number":
+            value = next(numbers)
+            return "constant", int(value) if template[1] == "int" else value
+        if kind == "list":
+            return "list", [fill(each) for each in template[1]]
+        return template
+
+    return [fill(each) for each in templates]

@@ -1,0 +1,86 @@
+"""What the master's log says to a node: numbers, and how an interned call is described once.
+
+A command is the number of a call, the ids of its operands and the ids that its results get.  Numbers below
+``FIRST`` are commands of their own.  A value of a call's description (a *template*) is one of::
+
+    ("tensor",)             the next operand
+    ("number", "float")     the next scalar, or "int"
+    ("constant", value)
+    ("device",)             the node's own device
+    ("list", [templates])
+    ("id", id)              in calls that are asked: the tensor with this id
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .metadata import Told
+
+#: FREE id
+FREE = 0
+#: PUT id, index of a payload: a tensor of the master
+PUT = 1
+#: FETCH id: its elements go into the reply
+FETCH = 2
+#: SEED low half, high half
+SEED = 3
+#: FORGET: all calls
+FORGET = 4
+#: ASK index of a payload, a template: run it now and tell of its results
+ASK = 5
+#: KEEP id, index of the tensor of what was asked last
+KEEP = 6
+#: STATE index of a payload: the random generator's state; None: tell it
+STATE = 7
+#: DEFINE index of a payload, a definition
+DEFINE = 8
+#: number of the first interned call
+FIRST = 16
+
+Template = tuple[Any, ...]
+
+
+class Definition(NamedTuple):
+    """A call, as a node learns it.
+
+    Attributes:
+        number: of the call.
+        operator: ``aten::add.Tensor``.
+        args, kwargs: templates.
+        operands: how many tensors it takes.
+        results: where the new tensors are in what the operator returns, a path of indices each.
+        expected: metadata of the results.
+        mutated: the operands whose own metadata it changes: they get new ids, after those of the results.
+        aliasing: whether results share memory with operands.
+    """
+
+    number: int
+    operator: str
+    args: list[Template]
+    kwargs: dict[str, Template]
+    operands: int
+    results: list[tuple[int, ...]]
+    expected: list[Told]
+    mutated: list[int]
+    aliasing: bool
+
+
+class Failure(NamedTuple):
+    """An operation that failed on a node.
+
+    Attributes:
+        poison: number of the failure in the session.
+        position: which of the batch's calls it was, -1 if none.
+        operator, operands: what it was, and of what.
+        error, traceback: in words.
+        alone: whether no tensor is poisoned by it, as of an assertion.
+    """
+
+    poison: int
+    position: int
+    operator: str
+    operands: str
+    error: str
+    traceback: str
+    alone: bool

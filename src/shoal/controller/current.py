@@ -1,0 +1,47 @@
+"""The master of this process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..errors import UsageError
+from .session import Session
+
+
+class Nodes(Protocol):
+    """A master, as operators and the device see it."""
+
+    nodes: list[torch.device]
+
+    def session(self, index: int) -> Session: ...
+
+    def synchronize(self) -> None: ...
+
+    def seed(self, seed: int) -> None: ...
+
+
+_master: Nodes | None = None
+
+
+def master() -> Nodes:
+    """The one that is open.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if _master is None:
+        raise UsageError("there are no nodes: call shoal.init_master_worker(workers=n) first")
+    return _master
+
+
+def opened() -> Nodes | None:
+    """The one that is open, if any."""
+    return _master
+
+
+def set_master(master: Nodes | None) -> None:
+    """Another one, or none."""
+    global _master
+    _master = master

@@ -1,0 +1,147 @@
+"""Nodes as a device of torch: ``node:0``, ``node:1``, ..."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedOperation
+from . import current
+from .autograd import wrap_engine
+from .dispatch import dispatch
+from .operators import fused_on_nodes, named
+
+NAME = "node"
+
+_context = threading.local()
+_registering = threading.Lock()
+_libraries: list[Any] = []
+
+
+class NodeModule:
+    """``torch.node``, as ``torch.cuda`` is a module of its device."""
+
+    @property
+    def _initialized(self) -> bool:
+        return self.is_initialized()
+
+    def is_initialized(self) -> bool:
+        return current.opened() is not None
+
+    def is_available(self) -> bool:
+        """Whether there are nodes."""
+        return current.opened() is not None
+
+    def device_count(self) -> int:
+        """How many nodes there are."""
+        master = current.opened()
+        return 0 if master is None else len(master.nodes)
+
+    def current_device(self) -> int:
+        """The node of tensors that are given none."""
+        return 0
+
+    def set_device(self, device: object) -> None:
+        raise UnsupportedOperation(f"torch.node.set_device({device!r}): use `with torch.device({device!r}):`")
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed every node alike; ``torch.manual_seed`` calls this."""
+        master = current.opened()
+        if master is not None:
+            master.seed(seed)
+
+    manual_seed = manual_seed_all
+
+    def synchronize(self, device: object = None) -> None:
+        """Wait for all that was issued to a node; None: to all."""
+        master = current.master()
+        if device is None:
+            master.synchronize()
+        else:
+            master.session(_index(device)).synchronize()
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        """The state of a node's random generator; of all, one a row, in ``with torch.node.device(-1)``.
+
+        Checkpointing asks so: ``get_device()`` of tensors of a node is -1.
+        """
+        master = current.master()
+        return torch.stack([master.session(each).random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        """Set what :meth:`get_rng_state` gave."""
+        chosen = self._chosen(device)
+        for each, row in zip(chosen, state.reshape(len(chosen), -1), strict=True):
+            current.master().session(each).random_state(row.clone())
+
+    def _chosen(self, device: object) -> list[int]:
+        index = getattr(_context, "index", 0) if device is None else _index(device)
+        return list(range(self.device_count())) if index < 0 else [index]
+
+    @contextlib.contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        """Choose the node of ``get_rng_state`` and ``set_rng_state``; -1: all."""
+        before = getattr(_context, "index", 0)
+        _context.index = _index(device)
+        try:
+            yield
+        finally:
+            _context.index = before
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def _run(name: str, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(named(name), args, kwargs)
+
+
+def _index(device: object) -> int:
+    if isinstance(device, int):
+        return device
+    return torch.device(device).index or 0  # type: ignore[call-overload]
+
+
+def register() -> None:
+    """Make ``node`` a device of torch, once a process.
+
+    Raises:
+        UnsupportedOperation: this torch has no such hook, or another package has it.
+    """
+    with _registering:
+        if _libraries:
+            return
+        try:
+            from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+        except ImportError:
+            raise UnsupportedOperation(
+                f"torch {torch.__version__} takes no devices that are written in Python: the "
+                "master-worker mode needs torch 2.13"
+            ) from None
+        named = torch._C._get_privateuse1_backend_name()
+        if named != "privateuseone":
+            raise UnsupportedOperation(
+                f"this process has the device {named!r} already, and torch has room for one such device: "
+                "nodes need a process without it"
+            )
+        from . import recurrent, transfer
+
+        del recurrent  # its import says what its operators do
+
+        _setup_privateuseone_for_python_backend(NAME, NodeModule())
+        fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
+        kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        kernels.impl("_copy_from", transfer.copy_from, "PrivateUse1")
+        for name in fused_on_nodes():
+            kernels.impl(name, partial(_run, name), "PrivateUse1")
+        _libraries.extend((fallback, kernels))
+        wrap_engine(lambda: current.opened() is not None)

@@ -1,0 +1,174 @@
+"""Every operation on tensors of nodes comes here, below autograd, and becomes a command in a node's log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DeviceMismatch, UnsupportedOperation
+from . import current, tensor
+from .autograd import of_thread, prepare_thread
+from .calls import ASKED, Call, asked, collect, intern, templates
+from .metadata import metadata, told
+from .operators import Operator, operator
+from .session import Session
+from .tensor import Handle, RemoteTensor, rebind, wrap
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Issue an operation; its results, at once."""
+    if not hasattr(of_thread, "prepared"):
+        prepare_thread()
+    op = operator(func)
+    if op.special is not None:
+        result = op.special(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    key: list[Any] = [op]
+    operands: list[RemoteTensor] = []
+    scalars: list[float] = []
+    if not collect(op, args, kwargs, key, operands, scalars):
+        return dispatch(func, *_brought(op, args, kwargs))
+    session = operands[0].handle.session if operands else _session_of(kwargs)
+    with session.lock:
+        call = session.calls.get(tuple(key))
+        if call is None:
+            elsewhere = _made_elsewhere(session, func, args, kwargs)
+            if elsewhere is not None:
+                return elsewhere
+            call = intern(session, op, key, args, kwargs, operands, scalars)
+        if call is ASKED:
+            return _ask(session, op, args, kwargs, operands, scalars)
+        ids = session.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
+        if call.single:
+            return wrap(session, ids[0], call.results[0])
+        if call.in_place:
+            return operands[0]
+        return _returned(session, call, ids, operands)
+
+
+def _returned(session: Session, call: Call, ids: list[int], operands: Sequence[RemoteTensor]) -> Any:
+    made = [wrap(session, id, known) for id, known in zip(ids, call.results, strict=False)]
+    for id, (at, known) in zip(ids[len(made) :], call.mutated, strict=True):
+        rebind(operands[at], Handle(session, id, known))
+
+    def rebuilt(returned: tuple[Any, ...]) -> Any:
+        kind, value = returned
+        if kind == "new":
+            return made[value]
+        if kind == "operand":
+            return operands[value]
+        if kind == "constant":
+            return value
+        parts = [rebuilt(each) for each in value]
+        return parts if kind == "list" else tuple(parts)
+
+    return rebuilt(call.returned)
+
+
+def _ask(
+    session: Session,
+    op: Operator,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[RemoteTensor],
+    scalars: Sequence[float],
+) -> Any:
+    """Run an operation whose results only the node can tell, and wait for what it tells of them."""
+    given, named = templates(op, args, kwargs)
+    filled = asked([*given, *named.values()], operands, scalars)
+    answer = session.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
+    position = 0
+
+    def rebuilt(answer: tuple[Any, ...]) -> Any:
+        nonlocal position
+        kind, value = answer
+        if kind == "tensor":
+            position += 1
+            known = metadata(session.device, (tuple(value[0]), tuple(value[1]), *value[2:]))
+            return wrap(session, session.keep(position - 1), known)
+        return tuple(rebuilt(each) for each in value) if kind == "list" else value
+
+    result = rebuilt(answer)
+    written = op.written
+    if written is not None:  # what it wrote to is what it returns
+        return args[written]
+    return result
+
+
+def _session_of(kwargs: dict[str, Any]) -> Session:
+    device = kwargs.get("device")
+    return current.master().session(0 if device is None or device.index is None else device.index)
+
+
+def _made_elsewhere(session: Session, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a factory makes on another device than its operand is on, like ``zeros_like(x, device="cpu")``."""
+    device = kwargs.get("device")
+    if device is None or device.index == session.index or (device.type == "node" and device.index is None):
+        return None
+
+    def there(value: Any) -> Any:
+        if isinstance(value, RemoteTensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return value
+
+    return func(*[there(each) for each in args], **kwargs)
+
+
+def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments in which the master's numbers, tensors of no dimension, are on the node of the others.
+
+    Raises:
+        DeviceMismatch: others of its tensors are among them.
+    """
+    session = next(
+        (each.handle.session for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None
+    )
+    if session is None:
+        session = _session_of(kwargs)
+    written = {
+        a.name for a in op.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    }
+
+    def brought(value: Any, name: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [brought(each, name) for each in value]
+        if not isinstance(value, torch.Tensor) or type(value) is RemoteTensor:
+            return value
+        if value.layout != torch.strided:
+            raise UnsupportedOperation(f"{op.name}: {name} is {value.layout}: nodes hold dense tensors")
+        # Numbers of the master may take part, and its indices may choose, as with every device of torch.
+        alien = (value.dim() and name != "indices") or name in written
+        if alien or value.device.type != "cpu":
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise DeviceMismatch(
+                f"{op.name}: {name} is {dtype}{list(value.shape)} on {value.device}, and other tensors are "
+                f"on {session.device}: move them to one device, with .to({str(session.device)!r}) or .cpu()"
+            )
+        return upload(session, value)
+
+    names = [a.name for a in op.func._schema.arguments]
+    return (
+        [brought(each, names[i]) for i, each in enumerate(args)],
+        {name: brought(each, name) for name, each in kwargs.items()},
+    )
+
+
+def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    flat: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        flat += [each for each in parts if isinstance(each, torch.Tensor)]
+    return flat
+
+
+def upload(session: Session, value: torch.Tensor) -> RemoteTensor:
+    """A copy of a tensor of the master on a node; the tensor may be changed at once."""
+    copy = value.detach().resolve_conj().resolve_neg().clone()
+    with session.lock:
+        return wrap(session, session.put(copy), metadata(session.device, told(copy)))
+
+
+tensor.RemoteTensor.issue = staticmethod(dispatch)

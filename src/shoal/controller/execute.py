@@ -1,0 +1,393 @@
+"""A node's half of a session: its tensors, and the calls that were interned.
+
+An interned call is compiled to a small function over the list of tensors.  What fails leaves *poison* in the
+place of its results, and whatever is computed of poison is the same poison: the rest goes on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .commands import (
+    ASK,
+    DEFINE,
+    FETCH,
+    FIRST,
+    FORGET,
+    FREE,
+    KEEP,
+    PUT,
+    SEED,
+    STATE,
+    Definition,
+    Failure,
+    Template,
+)
+from .metadata import Told, told
+from .operators import named
+
+#: function of the tensors, the numbers, the position in them, the scalars, and the position in those
+Run = Callable[[list[Any], Any, int, Any, int], None]
+
+
+#: what begins the table of all kernels in torch's error of one that is missing
+_TABLE = "\n\nMeta: registered at "
+
+
+class Poison:
+    """In the place of a tensor that an operation that failed should have made.
+
+    Attributes:
+        number: of the failure.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Unexpected(Exception):
+    """An operator gave something else than the master had predicted."""
+
+
+class Tensors:
+    """All tensors of a session on this node, and what the master's log does to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: list[Any] = []
+        self.calls: dict[int, tuple[Run, int, int]] = {}
+        self._definitions: dict[int, Definition] = {}
+        self._payloads: Sequence[Any] = ()
+        self._asked: list[torch.Tensor] = []
+        self._values: list[Any] = []
+        self._failures: list[Failure] = []
+        self._poisons = 0
+        self._forget()
+
+    def run(
+        self, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]
+    ) -> tuple[list[Any], list[tuple[Any, ...]]]:
+        """Execute a batch.
+
+        Args:
+            numbers, scalars: of its commands.
+            high: ids are below it.
+            payloads: definitions and whatever else is no number.
+
+        Returns:
+            what was fetched or asked, and what failed.
+        """
+        a, s = array("I", numbers).tolist(), array("d", scalars).tolist()
+        t = self.tensors
+        if len(t) < high:
+            t.extend([None] * (high - len(t)))
+        self._payloads, self._values, self._failures = payloads, [], []
+        p = q = 0
+        counted, count = 0, 0  # the position up to which the batch's calls were counted
+        end = len(a)
+        with torch._C._AutoDispatchBelowAutograd(), torch.no_grad():
+            while p < end:
+                try:
+                    calls = self.calls
+                    while p < end:
+                        run, width, used = calls[a[p]]
+                        run(t, a, p, s, q)
+                        p += width
+                        q += used
+                except Exception as error:
+                    if a[p] not in self.calls:
+                        raise
+                    while counted < p:
+                        count += a[counted] >= FIRST
+                        counted += self.calls[a[counted]][1]
+                    self._failed(a, p, count, error)
+                    p, q = p + self.calls[a[p]][1], q + self.calls[a[p]][2]
+        self._payloads = ()
+        return self._values, [tuple(failure) for failure in self._failures]
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _failed(self, a: list[int], p: int, position: int, error: Exception) -> None:
+        """Poison what the command at ``p`` would have made or changed."""
+        t, number = self.tensors, a[p]
+        if number < FIRST:
+            self._failed_command(a, p, error)
+            return
+        call = self._definitions[number]
+        operands = a[p + 1 : p + 1 + call.operands]
+        written = self._written(call, operands)
+        poison = next((t[i] for i in operands if isinstance(t[i], Poison)), None)
+        if poison is None:
+            operator = call.operator.replace("::", ".")
+            alone = not (call.results or call.mutated or written)
+            poison = self._poison(position, operator, [t[i] for i in operands], error, alone)
+        for i in written:
+            self._poison_storage(t[i], poison)
+            t[i] = poison
+        for i in a[p + 1 + call.operands : p + self.calls[number][1]]:
+            t[i] = poison
+
+    def _poison(
+        self, position: int, operator: str, operands: list[Any], error: Exception, alone: bool = False
+    ) -> Poison:
+        poison = Poison(self._poisons)
+        self._poisons += 1
+        self._failures.append(
+            Failure(
+                poison.number,
+                position,
+                operator,
+                ", ".join(map(_shown, operands)),
+                f"{type(error).__name__}: {str(error).partition(_TABLE)[0]}",
+                "".join(traceback.format_exception(error)).partition(_TABLE)[0],
+                alone,
+            )
+        )
+        return poison
+
+    def _failed_command(self, a: list[int], p: int, error: Exception) -> None:
+        poison = self._poison(-1, "a command of the master", [], error)
+        if a[p] in (PUT, KEEP):
+            self.tensors[a[p + 1]] = poison
+        elif a[p] in (FETCH, ASK, STATE):
+            self._values.append(("poison", poison.number))
+
+    def _written(self, call: Definition, operands: list[int]) -> list[int]:
+        """The ids of the operands that a call writes to."""
+        try:
+            schema = named(call.operator)._schema
+        except (AttributeError, RuntimeError):
+            return operands
+        written, at = [], 0
+        given = list(zip(schema.arguments, call.args, strict=False))
+        by_name = {argument.name: argument for argument in schema.arguments}
+        given += [(by_name[name], template) for name, template in call.kwargs.items()]
+        for argument, template in given:
+            width = _tensors_in(template)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += operands[at : at + width]
+            at += width
+        return written
+
+    def _poison_storage(self, tensor: Any, poison: Poison) -> None:
+        """Poison all tensors that share the memory of one that was to be written."""
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()._cdata
+        for i, other in enumerate(self.tensors):
+            if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage:
+                self.tensors[i] = poison
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def define(self, definition: Definition) -> None:
+        """Learn a call."""
+        try:
+            operator = named(definition.operator)._op
+        except (AttributeError, RuntimeError) as why:
+            operator = partial(_unknown, definition.operator, why)
+        run, scalars = _compiled(definition, operator, self.device)
+        width = 1 + definition.operands + len(definition.results) + len(definition.mutated)
+        outputs = 1 + definition.operands
+
+        def first(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+            run(t, a, p, s, q)
+            restrided = self._check(definition, t, a[p + outputs : p + width])
+            self.calls[definition.number] = (again if restrided else run, width, scalars)
+
+        def again(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+            run(t, a, p, s, q)
+            self._check(definition, t, a[p + outputs : p + width])
+
+        self._definitions[definition.number] = definition
+        self.calls[definition.number] = (first, width, scalars)
+
+    def _check(self, definition: Definition, t: list[Any], outputs: list[int]) -> bool:
+        """Compare the results with what the master counts on; whether some were laid out anew.
+
+        A new tensor with other strides than predicted is copied to those: its elements are right.
+
+        Raises:
+            Unexpected: shape, dtype, or the strides of a view differ.
+        """
+        restrided = False
+        for i, expected in zip(outputs, definition.expected, strict=True):
+            given = told(t[i])
+            if given == expected:
+                continue
+            if (
+                (given[0], given[3]) != (expected[0], expected[3])
+                or given[4:] != expected[4:]
+                or definition.aliasing
+            ):
+                raise Unexpected(
+                    f"{definition.operator} made {_shown(t[i])} with strides {given[1]}, offset {given[2]}, "
+                    f"and the master counts on {_words(expected)} with strides {expected[1]} and offset "
+                    f"{expected[2]}"
+                )
+            made = torch.empty_strided(expected[0], expected[1], dtype=expected[3], device=self.device)
+            t[i] = made.copy_(t[i])
+            restrided = True
+        return restrided
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._definitions.clear()
+        self.calls = {
+            FREE: (_free, 2, 0),
+            PUT: (self._put, 3, 0),
+            FETCH: (self._fetch, 2, 0),
+            SEED: (self._seed, 3, 0),
+            FORGET: (self._forget_calls, 1, 0),
+            ASK: (self._ask, 2, 0),
+            KEEP: (self._keep, 3, 0),
+            STATE: (self._state, 2, 0),
+            DEFINE: (self._define, 2, 0),
+        }
+
+    def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        self.define(Definition(*self._payloads[a[p + 1]]))
+
+    def _forget_calls(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        for number in self._definitions:
+            del self.calls[number]
+        self._definitions.clear()
+
+    def _put(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        t[a[p + 1]] = self._payloads[a[p + 2]].to(self.device)
+
+    def _fetch(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        value = t[a[p + 1]]
+        if isinstance(value, Poison):
+            self._values.append(("poison", value.number))
+        else:
+            # a copy: the next batch may write to the tensor while the reply is sent
+            self._values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
+
+    def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        torch.default_generator.manual_seed(a[p + 1] | a[p + 2] << 32)
+
+    def _state(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        state = self._payloads[a[p + 1]]
+        if state is None:
+            self._values.append(("tensor", torch.default_generator.get_state()))
+        else:
+            torch.default_generator.set_state(state)
+
+    def _ask(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        operator, args, kwargs = self._payloads[a[p + 1]]
+        operands: list[Any] = []
+        given = [self._given(each, operands) for each in args]
+        keyed = {name: self._given(each, operands) for name, each in kwargs.items()}
+        poison = next((each for each in operands if isinstance(each, Poison)), None)
+        if poison is not None:
+            self._values.append(("poison", poison.number))
+            return
+        self._asked = []
+        try:
+            result = named(operator)(*given, **keyed)
+        except Exception as error:
+            poison = self._poison(-1, operator, operands, error)
+            self._values.append(("poison", poison.number))
+            return
+        self._values.append(("asked", self._tell(result)))
+
+    def _tell(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self._asked.append(value)
+            return ("tensor", told(value))
+        if isinstance(value, (tuple, list)):
+            return ("list", [self._tell(each) for each in value])
+        return ("constant", value)
+
+    def _given(self, template: Template, operands: list[Any]) -> Any:
+        kind = template[0]
+        if kind == "id":
+            operands.append(self.tensors[template[1]])
+            return operands[-1]
+        if kind == "list":
+            return [self._given(each, operands) for each in template[1]]
+        return self.device if kind == "device" else template[1]
+
+    def _keep(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        t[a[p + 1]] = self._asked[a[p + 2]]
+
+
+def _free(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+    t[a[p + 1]] = None
+
+
+def _unknown(operator: str, why: Exception, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"this node has no operator {operator}: what registers it on the master has not been imported here"
+    ) from why
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _words(told(value))
+    return "a poisoned tensor" if isinstance(value, Poison) else repr(value)
+
+
+def _words(metadata: Told) -> str:
+    return f"{str(metadata[3]).removeprefix('torch.')}{list(metadata[0])}"
+
+
+def _tensors_in(template: Template) -> int:
+    if template[0] == "list":
+        return sum(_tensors_in(each) for each in template[1])
+    return int(template[0] == "tensor")
+
+
+def _compiled(definition: Definition, operator: Any, device: torch.device) -> tuple[Run, int]:
+    """A function that runs the call, and how many scalars it takes."""
+    names: dict[str, Any] = {"op": operator, "device": device, "int": int}
+    operand = scalar = 0
+    before: list[str] = []
+
+    def text(template: Template) -> str:
+        nonlocal operand, scalar
+        kind = template[0]
+        if kind == "tensor":
+            at, operand = operand, operand + 1
+            if at in definition.mutated:
+                before.append(f"    m{at} = t[a[p+{at + 1}]].detach()")
+                return f"m{at}"
+            return f"t[a[p+{at + 1}]]"
+        if kind == "number":
+            at, scalar = scalar, scalar + 1
+            return f"int(s[q+{at}])" if template[1] == "int" else f"s[q+{at}]"
+        if kind == "list":
+            return "[" + ", ".join(text(each) for each in template[1]) + "]"
+        if kind == "device":
+            return "device"
+        name = f"c{len(names)}"
+        names[name] = template[1]
+        return name
+
+    given = [text(each) for each in definition.args]
+    keyed = [f"{name!r}: {text(each)}" for name, each in definition.kwargs.items()]
+    call = f"op({', '.join(given)}{', **{' + ', '.join(keyed) + '}' if keyed else ''})"
+    first = 1 + definition.operands
+    lines = ["def run(t, a, p, s, q):", *before]
+    if definition.results == [()]:
+        lines.append(f"    t[a[p+{first}]] = {call}")
+    else:
+        lines.append(f"    r = {call}")
+        for slot, path in enumerate(definition.results):
+            lines.append(f"    t[a[p+{first + slot}]] = r{''.join(f'[{i}]' for i in path)}")
+    after = first + len(definition.results)
+    for slot, at in enumerate(definition.mutated):
+        lines.append(f"    t[a[p+{after + slot}]] = m{at}")
+    exec("\n".join(lines), names)
+    run: Run = names["run"]
+    return run, scalar

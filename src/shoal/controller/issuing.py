@@ -1,0 +1,43 @@
+"""The line of the user's program that issued an operation."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from functools import cache
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+#: code, and offset of the instruction in it: cheap to take, and a line once somebody asks
+Line = tuple[CodeType, int]
+
+_INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parent) + "/")
+
+
+@cache
+def _is_inside(code: CodeType) -> bool:
+    return code.co_filename.startswith(_INSIDE) or code.co_filename.startswith("<frozen")
+
+
+def issuing_line() -> Line | None:
+    """Where the program is, outside torch and this package."""
+    frame = sys._getframe(1)
+    while _is_inside(frame.f_code):
+        outer = frame.f_back
+        if outer is None:
+            return None
+        frame = outer
+    return frame.f_code, frame.f_lasti
+
+
+def shown(line: Line | None) -> str:
+    """``file.py:12, in train: loss.backward()``."""
+    if line is None:
+        return "torch's own thread"
+    code, at = line
+    number = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
+    text = linecache.getline(code.co_filename, number).strip()
+    where = f"{code.co_filename}:{number}, in {code.co_name}"
+    return f"{where}: {text}" if text else where

@@ -1,0 +1,181 @@
+"""``shoal.init_master_worker``: this process as the master of nodes."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from ..keywords import checked_count, checked_seconds
+from . import current, device, node
+from .naming import node_name
+from .session import Session
+from .start import Workers
+from .tensor import RemoteTensor, fetch
+
+_numbers = itertools.count()
+#: seconds that a node gets for what was issued before the master closed
+_PATIENCE = 5.0
+
+
+def init_master_worker(*, workers: int, timeout: float = 300.0) -> Master:
+    """Start nodes on this machine, as processes that end with this one, and become their master.
+
+    Node ``i`` is the torch device ``node:i`` from then on.  A process has one master at a time.
+
+    Args:
+        workers: how many nodes.
+        timeout: seconds for them to start.
+
+    Raises:
+        UsageError: this process is a master already.
+        UnsupportedOperation: torch cannot take such a device.
+        LaunchError: a node did not start.
+    """
+    count = checked_count("workers", workers)
+    seconds = checked_seconds("timeout", timeout)
+    if current.opened() is not None:
+        raise UsageError("this process is a master already: close() that one first")
+    device.register()
+    master = Master(Workers(count, seconds))
+    current.set_master(master)
+    return master
+
+
+class Master:
+    """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it.
+
+    Attributes:
+        nodes: the devices of the nodes.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._gone: set[int] = set()
+        self._on_lost: list[Callable[[int], Any]] = []
+        name = f"{os.getpid()}-{next(_numbers)}"
+        self._sessions: list[Session] = []
+        begun = [peer.options(timeout=math.inf).call(node.begin, name) for peer in workers.peers]
+        for index, peer in enumerate(workers.peers):
+            begun[index].wait()
+            send = partial(peer.options(timeout=math.inf).call, node.run, name)
+            self._sessions.append(Session(index, torch.device("node", index), self._lock, send))
+        self.nodes = [session.device for session in self._sessions]
+        workers.agent.on_lost(self._lost)
+        self._swapping = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        atexit.register(self.close)
+
+    def session(self, index: int) -> Session:
+        """The session with a node.
+
+        Raises:
+            UsageError: there is no such node.
+        """
+        if not 0 <= index < len(self._sessions):
+            raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._sessions) - 1}")
+        return self._sessions[index]
+
+    def synchronize(self) -> None:
+        """Wait until the nodes have done all that was issued.
+
+        Raises:
+            RemoteOpError: an operation failed, of which no error was raised yet.
+            NodeLost: a node died.
+        """
+        for session in self._sessions:
+            with self._lock:
+                session.flush()
+        for session in self._sessions:
+            session.synchronize()
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of many tensors here, for which the nodes are asked at once.
+
+        Raises:
+            RemoteOpError: one of them could not be computed.
+            NodeLost: a node died.
+        """
+        for tensor in tensors:
+            if type(tensor) is RemoteTensor:
+                with self._lock:
+                    tensor.handle.session.flush()
+        return [fetch(each) if type(each) is RemoteTensor else each for each in tensors]
+
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too."""
+        with self._lock:
+            for session in self._sessions:
+                session.seed(seed)
+
+    def on_lost(self, fn: Callable[[int], Any]) -> None:
+        """Call ``fn(index)`` when a node died."""
+        if not callable(fn):
+            raise UsageError(f"{fn!r} cannot be called when a node is lost")
+        self._on_lost.append(fn)
+
+    def stats(self) -> list[dict[str, int]]:
+        """Counts of each node: operations issued, those not yet replied, calls known, tensors held."""
+        with self._lock:
+            return [session.stats() for session in self._sessions]
+
+    def close(self) -> None:
+        """End the nodes, which get some seconds for what was issued; their tensors are gone.
+
+        Warns of operations that failed and whose errors were never raised.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        torch.__future__.set_swap_module_params_on_conversion(self._swapping)
+        if current.opened() is self:
+            current.set_master(None)
+        for session in self._sessions:
+            session.finish(_PATIENCE)
+        unseen = [text for session in self._sessions for text in session.unseen()]
+        for session in self._sessions:
+            session.close(UsageError(f"node {session.index} is closed: its master was"))
+        self._workers.close()
+        if unseen:
+            warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
+
+    def _lost(self, name: str) -> None:
+        for session in self._sessions:
+            if node_name(session.index) == name and session.index not in self._gone:
+                self._gone.add(session.index)  # each of its connections ends
+                session.lose("its process ended, or its connection broke")
+                for fn in list(self._on_lost):
+                    fn(session.index)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the nodes."""
+        return self._workers.pids
+
+    def __enter__(self) -> Master:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<shoal.controller.Master of {len(self.nodes)} nodes{', closed' if self._closed else ''}>"

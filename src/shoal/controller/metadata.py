@@ -1,0 +1,56 @@
+"""What the master knows of a tensor on a node: everything but its elements.
+
+Equal metadata is one object, so the calls of :mod:`.calls` are looked up by identity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+#: shape, stride, offset, dtype, and whether it is conjugated or negated lazily, as master and nodes tell them
+Told = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
+
+
+class Metadata:
+    """Shape, stride, storage offset, dtype and device of a tensor on a node; made by :func:`metadata`.
+
+    Attributes:
+        lazy: whether the tensor is a conjugated or negated view, which torch resolves when it is read.
+    """
+
+    __slots__ = ("__weakref__", "conj", "device", "dtype", "lazy", "neg", "offset", "shape", "stride")
+
+    def __init__(self, device: torch.device, told: Told) -> None:
+        self.device = device
+        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg = told
+        self.lazy = self.conj or self.neg
+
+    @property
+    def told(self) -> Told:
+        """As it goes to a node, or came from there."""
+        return self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, self.shape))}] on {self.device}"
+
+
+_known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
+
+
+def metadata(device: torch.device, told: Told) -> Metadata:
+    """The one object with this metadata; the caller holds the master's lock."""
+    key = (device, *told)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = Metadata(device, told)
+    return found
+
+
+def told(tensor: torch.Tensor) -> Told:
+    """The metadata of a real or fake tensor."""
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return shape, stride, int(tensor.storage_offset()), tensor.dtype, tensor.is_conj(), tensor.is_neg()

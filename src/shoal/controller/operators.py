@@ -1,0 +1,109 @@
+"""What the dispatch has to know of each operator of torch, found once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+#: marks arguments whose values travel as operands, and are no part of a call's key
+_NUMERIC = {"number", "float", "Optional[number]", "Optional[float]"}
+_NUMERIC_LISTS = {"List[number]"}
+#: operators whose results have a shape that depends on such a value
+_SHAPED = ("aten::arange", "aten::range")
+
+#: func, args, kwargs -> result
+Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+
+class Operator:
+    """An operator, by its schema.
+
+    Attributes:
+        func: the overload.
+        name: ``aten::add.Tensor``.
+        numeric: positions and names of the arguments whose numbers travel as operands.
+        special: does it in the place of a call to the node; None: nothing does.
+        aliasing: whether results may share memory with operands.
+        written: position of the argument that it writes to and returns; None: it returns something else.
+    """
+
+    __slots__ = ("aliasing", "func", "name", "numeric", "numeric_lists", "special", "written")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        shaped = schema.name.startswith(_SHAPED)
+        arguments = list(enumerate(schema.arguments))
+        self.numeric = frozenset(
+            key for i, a in arguments for key in (i, a.name) if not shaped and str(a.type) in _NUMERIC
+        )
+        self.numeric_lists = frozenset(
+            key for i, a in arguments for key in (i, a.name) if str(a.type) in _NUMERIC_LISTS
+        )
+        self.special: Special | None = None
+        self.aliasing = any(r.alias_info is not None for r in schema.returns)
+        names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        returns = schema.returns
+        self.written: int | None = None
+        if (
+            len(names) == len(returns) == 1
+            and returns[0].alias_info is not None
+            and returns[0].alias_info.is_write
+        ):
+            self.written = next(i for i, a in arguments if a.name == names[0])
+        if _has(func.name(), "CompositeImplicitAutograd") and not _has(func.name(), "CPU"):
+            self.special = decomposed
+
+
+def _has(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def fused_on_nodes() -> list[str]:
+    """Operators that torch computes as one on the CPU, and of others on devices that it does not know."""
+    names = torch._C._dispatch_get_all_op_names()
+    return [name for name in names if _has(name, "CompositeImplicitAutograd") and _has(name, "CPU")]
+
+
+def decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run what torch makes of the operator: autograd does so, and inference mode does not."""
+    return func.decompose(*args, **kwargs)
+
+
+def named(name: str) -> Any:
+    """The overload ``aten::add.Tensor``.
+
+    Raises:
+        AttributeError: this process has none of that name.
+    """
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+_known: dict[int, Operator] = {}
+
+
+def operator(func: Any) -> Operator:
+    """What is known of an overload, which is never freed."""
+    found = _known.get(id(func))
+    if found is None:
+        found = _known[id(func)] = Operator(func)
+        found.special = _special.get(found.name, found.special)
+    return found
+
+
+_special: dict[str, Special] = {}
+
+
+def special(*names: str) -> Callable[[Special], Special]:
+    """Decorates what is done in the place of these operators."""
+
+    def mark(fn: Special) -> Special:
+        _special.update(dict.fromkeys(names, fn))
+        return fn
+
+    return mark

@@ -1,0 +1,216 @@
+"""A tensor on a node, as the master's program sees it."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch._tensor_str import PRINT_OPTS
+
+from ..errors import UsageError
+from .autograd import prepare_thread
+from .metadata import Metadata
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .session import Session
+
+_wrapper = torch.Tensor._make_wrapper_subclass
+
+#: an operator, its arguments, and those with keywords
+_Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+
+class Handle:
+    """The master's hold on a tensor of a node, which frees it when nothing has the handle any more.
+
+    Attributes:
+        session: with the node.
+        id: index in the node's list of tensors.
+        metadata: of the tensor.
+    """
+
+    __slots__ = ("id", "metadata", "session")
+
+    def __init__(self, session: Session, id: int, metadata: Metadata) -> None:
+        self.session = session
+        self.id = id
+        self.metadata = metadata
+
+    def __del__(self) -> None:
+        self.session.freed.append(self.id)  # in whatever thread the garbage collector runs: nothing else
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor that lives on a node.
+
+    Operations on it return at once.  What needs its elements here waits for them: ``item tolist cpu numpy
+    bool float print``.
+
+    Attributes:
+        handle: of the tensor on the node; a detached tensor has the same one.
+    """
+
+    handle: Handle
+
+    #: where operations go; :mod:`.dispatch` says it
+    issue: ClassVar[_Issue]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return RemoteTensor.issue(func, args, {} if kwargs is None else kwargs)
+
+    def get_node(self) -> int:
+        """The index of the node."""
+        return self.handle.session.index
+
+    def get_device(self) -> int:
+        """The device within the node; -1: its processor."""
+        return -1
+
+    def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A node's tensors are on its processor in this version: refused."""
+        raise UsageError(
+            f"{self.device} holds its tensors on the processor: none moves to a GPU within its node"
+        )
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As of every tensor."""
+        prepare_thread()
+        super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same tensor without its graph; assigned another one, this one stands for that from then on."""
+        return share(self.handle).requires_grad_(False)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) is not RemoteTensor:
+            raise UsageError(f"the data of a tensor on {self.device} cannot be a tensor on {value.device}")
+        rebind(self, value.handle)
+
+    # -- elements: each of these waits -----------------------------------------------------------
+
+    def tolist(self) -> Any:
+        """The elements, as lists of numbers."""
+        return fetch(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """The elements, as an array, which is a copy."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+            )
+        return fetch(self).numpy()
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = repr(_shown(self))
+        extra = [f"device={str(self.device)!r}"]
+        if self.grad_fn is not None:
+            extra.append(f"grad_fn=<{self.grad_fn.name()}>")
+        elif self.requires_grad:
+            extra.append("requires_grad=True")
+        return f"{text[:-1]}, {', '.join(extra)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.is_leaf:
+            raise UsageError("a tensor with a graph cannot be pickled: pickle x.detach()")
+        return _unpickled, (fetch(self), self.requires_grad, getattr(self, "_is_param", False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return cast(torch.Tensor, memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
+        with torch.no_grad():
+            copy = self.clone()
+        copy.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True
+        memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = copying.deepcopy(self.grad, memo)
+        return copy
+
+
+def _unpickled(value: torch.Tensor, requires_grad: bool, parameter: bool) -> torch.Tensor:
+    """A pickled tensor of a node is one of the CPU, wherever it is read."""
+    if parameter:
+        return torch.nn.Parameter(value, requires_grad)
+    return value.requires_grad_(requires_grad)
+
+
+def _shown(tensor: RemoteTensor) -> torch.Tensor:
+    """What printing a tensor reads, in a tensor of the CPU of the same shape: all, or its edges."""
+    if tensor.numel() <= PRINT_OPTS.threshold:
+        return fetch(tensor)
+    edge = PRINT_OPTS.edgeitems
+    part = tensor.detach()
+    filled = torch.zeros(tensor.shape, dtype=tensor.dtype)  # memory that is not touched is not there
+    places = []
+    for dim, length in enumerate(tensor.shape):
+        ends = list(range(length)) if length <= 2 * edge else [*range(edge), *range(length - edge, length)]
+        index = torch.tensor(ends)
+        part = part.index_select(dim, index.to(tensor.device))
+        places.append(index)
+    filled[torch.meshgrid(*places, indexing="ij")] = fetch(cast(RemoteTensor, part))
+    return filled
+
+
+def wrap(session: Session, id: int, known: Metadata) -> RemoteTensor:
+    """A tensor with this id on a node."""
+    return share(Handle(session, id, known))
+
+
+def share(handle: Handle) -> RemoteTensor:
+    """One more tensor of the master for a tensor on a node."""
+    known = handle.metadata
+    made: RemoteTensor = _wrapper(
+        RemoteTensor,
+        known.shape,
+        strides=known.stride,
+        storage_offset=known.offset,
+        dtype=known.dtype,
+        device=known.device,
+    )
+    made.handle = handle
+    if known.lazy:
+        torch._C._set_conj(made, known.conj)
+        torch._C._set_neg(made, known.neg)
+    return made
+
+
+def rebind(tensor: RemoteTensor, handle: Handle) -> None:
+    """Let a tensor of the master stand for another tensor on a node, also of other metadata."""
+    torch.Tensor.data.__set__(tensor, share(handle))  # type: ignore[attr-defined]
+    tensor.handle = handle
+
+
+def fetch(tensor: RemoteTensor) -> torch.Tensor:
+    """A copy of a tensor here; waits for it."""
+    handle = tensor.handle
+    value = handle.session.fetch(handle.id)
+    if value.stride() == tensor.stride():
+        return value
+    known = handle.metadata  # a dense layout is kept, and another one is not that of a copy
+    dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, device="meta"))
+    return torch.empty_strided(known.shape, dense.stride(), dtype=known.dtype).copy_(value)

@@ -1,0 +1,69 @@
+"""Operators that move elements between master and nodes, and those for which nothing need be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import current
+from .dispatch import dispatch, upload
+from .operators import special
+from .tensor import RemoteTensor, fetch, share
+
+
+@special("aten::detach", "aten::alias", "aten::lift_fresh", "aten::lift")
+def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return share(args[0].handle)
+
+
+@special("aten::_local_scalar_dense")
+def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return fetch(args[0]).item()
+
+
+@special("aten::is_pinned")
+def _is_pinned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+@special("aten::_to_copy")
+def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor, device = args[0], kwargs.get("device")
+    if device is None or type(tensor) is not RemoteTensor:
+        return NotImplemented
+    session = tensor.handle.session
+    if device.type == "node" and device.index in (None, session.index):
+        return NotImplemented
+    rest = {name: value for name, value in kwargs.items() if name != "device"}
+    if device.type == "meta":
+        known = tensor.handle.metadata
+        return func(torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta"), **rest)
+    # A narrower dtype is narrowed where the tensor is, and a wider one widened where it goes.
+    here = fetch(tensor)
+    if device.type == "node":
+        sent = upload(current.master().session(device.index), here)
+        return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
+    return func(here, **kwargs)
+
+
+@special("aten::copy_")
+def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    to, source = args[0], args[1]
+    if type(to) is not RemoteTensor:
+        return to.copy_(fetch(source))
+    session = to.handle.session
+    if type(source) is RemoteTensor:
+        if source.handle.session is session:
+            return NotImplemented
+        source = fetch(source)
+    elif source.device.type != "cpu":
+        source = source.cpu()
+    return dispatch(func, (to, upload(session, source)), {})
+
+
+def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """The copy of which torch's C++ asks where one side is a node."""
+    dispatch(torch.ops.aten.copy_.default, (to, source), {})
+    return to

@@ -1,0 +1,97 @@
+"""Programs of masters that the tests kill, or whose nodes they kill: each runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import shoal
+
+#: seconds that nothing here may take
+BACKSTOP = 60
+
+
+def loses_a_node(tell: Connection) -> None:
+    """Kill node 0 while operations are issued to it, and use what is left."""
+    master = shoal.init_master_worker(workers=2)
+    tell.send(master.pids)
+    told: list[int] = []
+    heard = threading.Event()
+    master.on_lost(lambda index: (told.append(index), heard.set()))
+    x, y = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    master.synchronize()
+    os.kill(master.pids[0], signal.SIGKILL)
+
+    def for_ever() -> None:
+        while True:
+            _ = x + 1
+
+    lost = []
+    attempts = [for_ever, x.sum, x.tolist, master.synchronize, lambda: torch.zeros(1, device="node:0")]
+    for attempt in attempts:
+        try:
+            attempt()
+        except shoal.NodeLost as error:
+            lost.append((error.worker, error.ranks))
+    assert lost == [("node0", (0,))] * len(attempts)
+    assert (y + 1).tolist() == [2, 2, 2]
+    assert heard.wait(BACKSTOP)
+    assert told == [0]
+    master.close()
+    tell.send("done")
+
+
+def works_for_ever(tell: Connection) -> None:
+    """Keep a node busy."""
+    master = shoal.init_master_worker(workers=2)
+    x = torch.ones(500, 500, device="node:0")
+    tell.send(master.pids)
+    while True:
+        x = x @ x
+
+
+def dies_before_its_nodes_have_joined(tell: Connection) -> None:
+    """Die as soon as a node's process was started."""
+
+    class Noted(subprocess.Popen[Any]):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            tell.send([self.pid])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    subprocess.Popen = Noted  # type: ignore[misc, assignment]
+    shoal.init_master_worker(workers=1)
+
+
+def fails_unseen_and_begins_again(tell: Connection) -> None:
+    """Close a master of whose failure nobody knows, make another one, and end without closing that."""
+    first = shoal.init_master_worker(workers=1)
+    lost = torch.ones(3, device="node:0")[torch.tensor([5], device="node:0")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first.close()
+    tell.send([str(each.message) for each in caught])
+    try:
+        lost.tolist()
+    except shoal.UsageError as error:
+        tell.send(str(error))
+    second = shoal.init_master_worker(workers=1)
+    tell.send(second.pids + first.pids)
+    tell.send(torch.ones(1, device="node:0").item())
+
+
+def cannot_start(tell: Connection) -> None:
+    """Start a node whose program fails."""
+    sys.executable = "/bin/false"
+    try:
+        shoal.init_master_worker(workers=1)
+    except shoal.LaunchError as error:
+        tell.send(str(error))

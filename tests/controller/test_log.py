@@ -1,0 +1,85 @@
+"""The log of commands: order, batches, back-pressure, several threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.controller import Master, session
+
+NODE = "node:0"
+
+
+def test_commands_reach_an_idle_node_without_a_wait_for_them(master: Master) -> None:
+    x = torch.zeros(3, device=NODE)
+    x.add_(1)
+    for _ in range(10_000):  # nothing here flushes the log
+        with master._lock:
+            pending = master.stats()[0]["pending"]
+        if not pending:
+            break
+        threading.Event().wait(0.001)
+    assert not pending
+
+
+def test_a_node_that_is_slow_holds_the_program_back(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "LIMIT", 2000)
+    x = torch.zeros(300, 300, device=NODE)
+    for _ in range(60):
+        x = x @ x  # a millisecond each
+    most = 0
+    y = torch.zeros(3, device=NODE)
+    for _ in range(6000):
+        y = y + 1
+        most = max(most, master._sessions[0]._ahead + master._sessions[0]._size)
+    assert most <= 2000 + 64
+    assert y[0].item() == 6000
+
+
+def test_threads_issue_operations_side_by_side(master: Master) -> None:
+    results: list[Any] = [None] * 4
+
+    def work(index: int) -> None:
+        x = torch.zeros(2, device=f"node:{index % 2}", requires_grad=True)
+        y: torch.Tensor = x
+        for step in range(300):
+            y = y + index
+            if step % 100 == 50:
+                assert y[0].item() == (step + 1) * index
+        y.sum().backward()
+        assert x.grad is not None
+        results[index] = (y.tolist(), x.grad.tolist())
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [([300 * index] * 2, [1, 1]) for index in range(4)]
+
+
+def test_calls_that_are_known_are_forgotten_when_there_are_too_many(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.controller.calls.LIMIT", 8)
+    x = torch.arange(64.0, device=NODE)
+    for length in range(1, 40):
+        assert x[:length].sum().item() == length * (length - 1) / 2
+    assert master.stats()[0]["calls"] <= 8
+
+
+@pytest.mark.stress
+def test_a_million_operations_leave_nothing_behind(master: Master) -> None:
+    x = torch.zeros(2, device=NODE)
+    master.synchronize()
+    before = master.stats()[0]
+    for _ in range(1_000_000):
+        x = x + 1
+    assert x[0].item() == 1_000_000
+    after = master.stats()[0]
+    assert after["tensors"] <= before["tensors"] + 2
+    assert after["calls"] <= before["calls"] + 4
+    assert after["issued"] - before["issued"] >= 1_000_000
