@@ -368,8 +368,10 @@ void bind_post(nb::module_& m) {
           nb::arg("ticket"))
       .def(
           "announce_failure",
-          [](const Pending& self, std::int64_t ticket) { return self.call->announce_failure(ticket); },
-          nb::arg("ticket"))
+          [](const Pending& self, std::int64_t ticket, std::uint16_t flags) {
+            return self.call->announce_failure(ticket, flags);
+          },
+          nb::arg("ticket"), nb::arg("flags") = 0)
       .def(
           "cancel",
           [](const Pending& self) { return used(self).done() ? false : self.post->cancel(self.call); },

@@ -138,10 +138,11 @@ bool Call::announce(std::int64_t ticket) {
   return false;
 }
 
-bool Call::announce_failure(std::int64_t ticket) {
+bool Call::announce_failure(std::int64_t ticket, std::uint16_t flags) {
   std::lock_guard lock(mutex_);
   if (ended_.is_open()) return true;
   failure_ticket_ = ticket;
+  flags_ = flags;
   return false;
 }
 
@@ -161,7 +162,8 @@ void Call::end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets)
   std::lock_guard lock(mutex_);
   how_ = how;
   text_ = std::move(text);
-  const bool failed = how != CallEnd::kNone || (reply && reply->verb() == Verb::kFailure);
+  const bool failed = how != CallEnd::kNone || (reply && reply->verb() == Verb::kFailure) ||
+                      (reply && (reply->header.letter.flags & flags_) != 0);
   reply_ = std::move(reply);
   ended_.open();
   if (ticket_ >= 0) tickets.add(ticket_);

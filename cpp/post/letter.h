@@ -146,8 +146,9 @@ class Call {
   bool wait(std::int64_t until) { return ended_.wait(until); }
   // Whether it has ended already; if not, the ticket is due when it does.
   bool announce(std::int64_t ticket);
-  // The same, for a ticket that is due only if the call fails, at its callee too.
-  bool announce_failure(std::int64_t ticket);
+  // The same, for a ticket that is due only if the call fails, here or there, or its reply has one of
+  // `flags`.
+  bool announce_failure(std::int64_t ticket, std::uint16_t flags);
   std::pair<CallEnd, std::string> error();
   LetterPtr take_reply();
 
@@ -168,6 +169,7 @@ class Call {
   std::string text_;
   LetterPtr reply_;
   std::int64_t ticket_ = -1, failure_ticket_ = -1;
+  std::uint16_t flags_ = 0;
   std::vector<std::shared_ptr<Parcel>> apart_;
 };
 using CallPtr = std::shared_ptr<Call>;

@@ -267,8 +267,10 @@ class Call:
     def peer(self) -> int: ...
     @property
     def number(self) -> int: ...
-    def announce_failure(self, ticket: int) -> bool:
+    def announce_failure(self, ticket: int, flags: int = 0) -> bool:
         """Let ``ticket`` appear among the completions if the call ends with an error or a failed reply.
+
+        Also if its reply has one of these ``flags``.
 
         True if it has ended already, well or not; the ticket then never appears.
         """

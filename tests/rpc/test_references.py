@@ -365,6 +365,57 @@ def test_with_its_owner_an_object_is_gone(agents: tuple[Agent, Peer, Peer]) -> N
     assert a.peers()
 
 
+def own_later(key: str) -> RRef[Table]:
+    handlers.wait_for(key)
+    return own(1.0)
+
+
+class Carrying(Exception):
+    """It brings a reference along."""
+
+
+def raise_with_reference() -> None:
+    raise Carrying(own(5.0))
+
+
+def pinned() -> int:
+    return len(current().agent.references._pinned)
+
+
+def test_the_references_of_a_reply_that_nobody_looks_at_end(b: Peer) -> None:
+    def left() -> list[int]:
+        return [b.call(count).wait(), b.call(pinned).wait()]
+
+    become([0, 0], left)
+    there = b.call(own, 1.0)
+    b.call(handlers.wait_for, "turn")  # dropped while it is pending, without a reference
+    coming = b.call(own_later, "turn")
+    cancelled = b.call(own_later, "turn")
+    refused = b.call(raise_with_reference)
+    become(0, lambda: b.call(pinned).wait() - 2)  # those of the two that have their replies
+    del there, coming, refused
+    cancelled.cancel()
+    del cancelled
+    b.call(handlers.note, "turn").wait()
+    become([0, 0], left)
+    with pytest.raises(Carrying) as caught:
+        b.call(raise_with_reference).wait()
+    ref = caught.value.args[0]
+    assert pull(ref) == [5, 5]
+    del ref, caught
+    become([0, 0], left)
+
+
+def test_calls_whose_futures_are_dropped_do_not_pile_up(agents: tuple[Agent, Peer, Peer], b: Peer) -> None:
+    for _ in range(2000):
+        b.call(handlers.echo, 1)
+    b.call(handlers.echo, 1).wait()
+    assert len(agents[0].references._unread) <= 2000
+    for _ in range(600):
+        b.call(handlers.echo, 1)
+    become(True, lambda: len(agents[0].references._unread) <= 2 * 256)
+
+
 def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:
     become(0, lambda: b.call(count).wait())
     ref = b.remote(Table, 3.0)

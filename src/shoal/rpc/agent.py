@@ -332,10 +332,10 @@ class Agent:
         line = self.line(owner.name, self.timeout, owner)
         call.post(self.endpoint, line, HOLDS, fn, args, {}, self.timeout, f"worker {self.name!r}")
 
-    def acknowledge(self, line: Line, number: int) -> None:
-        """The references in a reply have arrived, and their owners know."""
+    def acknowledge(self, line: Line, *numbers: int) -> None:
+        """The references in the replies to these calls are held, or nobody wants them."""
         with contextlib.suppress(ShoalError):
-            call.post(self.endpoint, line, HOLDS, unpin, (number,), {}, self.timeout, f"worker {self.name!r}")
+            call.post(self.endpoint, line, HOLDS, unpin, numbers, {}, self.timeout, f"worker {self.name!r}")
 
     # -- inside --------------------------------------------------------------------------------
 

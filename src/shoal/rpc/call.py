@@ -42,6 +42,8 @@ FUNCTION = struct.Struct("<IB")
 FAILURE = struct.Struct("<I")
 #: flag of a reply: the number that came with the call is known from now on (others: see :mod:`.devices`)
 LEARNED = 1
+#: flag of a reply: the callee keeps references that are in it until it hears that they were taken up, or not
+PINS = 4
 
 
 class Failure(msgspec.Struct):
@@ -183,6 +185,10 @@ class _Source:
         self._timeout = timeout
         self._letter: Letter | None = None
 
+    def __del__(self) -> None:
+        if self._letter is None:  # nobody has looked at what the reply brings
+            self._line.agent.references.unread(self._line, self._call)
+
     def wait(self, timeout: float | None) -> bool:
         return self._call.wait(timeout)
 
@@ -235,21 +241,21 @@ class _Source:
         line, letter = self._line, self.reply()
         if letter.flags & LEARNED and self._number != NONE:
             line.sent.answered(self._number)
+        value, error = None, None
         if letter.failed:
-            raise failure(letter, line, self._shown)
-        arrived: list[Any] = []
-        try:
-            if line.plain:
-                return plain.decode(letter.head, letter.parts)
-            value = decode(letter.head, letter.parts, line, arrived)
-        except Exception as error:
-            if not line.plain:  # of its references none is used
-                line.agent.acknowledge(line, self._call.number)
-            raise RpcError(
-                f"{self._shown} has a result that cannot be rebuilt here: {in_words(error)}"
-            ) from error
-        if arrived:
+            error = failure(letter, line, self._shown)
+        else:
+            try:
+                if line.plain:
+                    return plain.decode(letter.head, letter.parts)
+                value = decode(letter.head, letter.parts, line)
+            except Exception as why:
+                error = RpcError(f"{self._shown} has a result that cannot be rebuilt here: {in_words(why)}")
+                error.__cause__ = why
+        if letter.flags & PINS:
             line.agent.acknowledge(line, self._call.number)
+        if error is not None:
+            raise error
         return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,12 +19,17 @@ from weakref import WeakValueDictionary
 from ..errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ..future import Future, pool
 from ..wording import counted, in_words
+from .call import PINS
 from .current import current
 from .directory import Worker
 from .leases import LEASE, Ledger, Owned
+from .line import Line
+from .post import Call
 
 #: mailbox of what workers tell one another of their holds
 HOLDS = 1
+#: calls that nobody waits for, among which those that have ended are looked for when there are more
+_FEW = 256
 #: how often an owner is told of a hold whose connection is cut meanwhile
 _ATTEMPTS = 3
 
@@ -74,6 +80,12 @@ class References:
         #: of each worker that was lost, the last loss, from which its lease runs
         self._losses: dict[str, object] = {}
         self._pinned: dict[tuple[int, int], Sequence[Any]] = {}
+        #: calls whose futures nobody has any more, their connections, and whether their replies are known to
+        #: pin references; and how many there may be
+        self._unread: deque[tuple[Line, Call, bool]] = deque()
+        self._most_unread = _FEW
+        self._pid = os.getpid()
+        self._look = agent.endpoint.lasting(partial(pool.submit, self._look_at_unread))
         self._ticket = agent.endpoint.lasting(partial(pool.submit, self._flush))
         #: due when a call has failed that was to make an object
         self._failures = agent.endpoint.lasting(partial(pool.submit, self._look_for_failures))
@@ -302,6 +314,35 @@ class References:
     def unpin(self, line: int, call: int) -> None:
         self._pinned.pop((line, call), None)
 
+    def unread(self, line: Line, call: Call) -> None:
+        """Nobody will look at the reply to ``call``: if references are in it, its callee must hear so.
+
+        Called by finalizers, anywhere: nothing may block here.
+        """
+        if line.plain or line.ended or self._pid != os.getpid():
+            return
+        ended = call.announce_failure(self._look, PINS)
+        if ended and not _may_pin(call):
+            return
+        self._unread.append((line, call, ended))
+        if ended or len(self._unread) > self._most_unread:
+            self._agent.endpoint.post.announce(self._look)
+
+    def _look_at_unread(self) -> None:
+        pinned: dict[Line, list[int]] = {}
+        for _ in range(len(self._unread)):
+            try:
+                line, call, pins = self._unread.popleft()
+            except IndexError:
+                break
+            if not (pins or call.done()):
+                self._unread.append((line, call, False))
+            elif pins or _may_pin(call):
+                pinned.setdefault(line, []).append(call.number)
+        self._most_unread = 2 * len(self._unread) + _FEW
+        for line, numbers in pinned.items():
+            self._agent.acknowledge(line, *numbers)
+
     def unpin_line(self, line: int) -> None:
         for key in [key for key in list(self._pinned) if key[0] == line]:
             self._pinned.pop(key, None)
@@ -336,7 +377,16 @@ def resume(holder: str, held: list[str]) -> None:
     served.agent.references.heard(holder, served.peer)
 
 
-def unpin(number: int) -> None:
-    """The references in the reply to call ``number`` have arrived."""
+def _may_pin(call: Call) -> bool:
+    """Whether the callee may keep references for a call that has ended, whose reply nobody has taken."""
+    failed = call.error()
+    if failed is None:
+        return bool(call.reply().flags & PINS) if call.number else False
+    return failed[0] in (Call.CANCELLED, Call.TIMEOUT)  # its reply may have been on its way
+
+
+def unpin(*numbers: int) -> None:
+    """The references in the replies to these calls have arrived, or nobody wants them."""
     served = current()
-    served.agent.references.unpin(served.peer, number)
+    for number in numbers:
+        served.agent.references.unpin(served.peer, number)

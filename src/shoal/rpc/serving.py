@@ -21,7 +21,7 @@ from ..errors import RpcError, UsageError
 from ..future import Future
 from ..wording import encodable, in_words
 from . import devices, plain, profiling
-from .call import FAILURE, FUNCTION, LEARNED, Failure, name_of
+from .call import FAILURE, FUNCTION, LEARNED, PINS, Failure, name_of
 from .codec import Message, decode, encode
 from .current import Current, enter_call, leave_call
 from .executor import CALLS, Executor
@@ -233,7 +233,9 @@ class _Served:
                 with contextlib.suppress(Exception):  # the words are enough
                     message = encode(error, self._line, "an exception")
                     if not message.staged:
-                        said = Message(said.head + message.head, message.parts, message.keep)
+                        said = Message(
+                            said.head + message.head, message.parts, message.keep, message.travellers
+                        )
             self._reply(said, failed=True)
         if fatal:
             _end_this_process()
@@ -265,6 +267,7 @@ class _Served:
         letter, service, travellers = self._letter, self._service, message.travellers
         if travellers:
             service._agent.references.pin_reply(letter.peer, letter.call, travellers)
+            self._flags |= PINS
         sent = service._endpoint.post.reply(
             letter, message.head, message.parts, message.keep, failed, self._flags
         )
