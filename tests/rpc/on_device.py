@@ -48,6 +48,7 @@ from tests.rpc.device_handlers import (
     slow_table_soon,
     stream_name,
 )
+from tests.rpc.device_storm import storm
 from tests.support import pretend_device
 from tests.support.fake_streams import FakeStream
 from tests.support.pretend_device import PretendRuntime, is_pretend, memory_of
@@ -396,6 +397,14 @@ def a_worker_that_is_closed_gives_held_calls_up(a: Agent, b: Peer) -> None:
         release(streams)
 
 
+def a_storm_of_calls_leaves_nothing(a: Agent, b: Peer) -> None:
+    storm(a, b, held_call)
+    counts = ("calls", "handled", "letters", "queued", "granted", "lent")
+    eventually(lambda: not any(a.stats()[each] for each in counts))
+    big = torch.zeros(63 * MIB, dtype=torch.uint8).to(pretend_device.DEVICE)
+    assert b.call(kinds, big).wait(PATIENCE) == ["pretend"], "there is no room for it"
+
+
 SCENES: list[Callable[[Agent, Peer], None]] = [
     tensors_arrive_on_the_device_that_the_map_says,
     tensors_are_what_they_were,
@@ -424,6 +433,7 @@ SCENES: list[Callable[[Agent, Peer], None]] = [
     an_object_is_made_on_the_device_before_it_is_used,
     an_exception_with_a_tensor_of_a_device_is_told_in_words,
     a_worker_that_is_closed_gives_held_calls_up,
+    a_storm_of_calls_leaves_nothing,
 ]
 
 
