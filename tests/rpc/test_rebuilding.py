@@ -122,6 +122,8 @@ class NoRoom:
     def request(self, *_: Any) -> Any:
         raise ValueError("the head of a letter has at most 4 GiB")
 
+    post = request
+
 
 def test_what_no_letter_can_hold_is_refused_by_name(
     pair: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
@@ -129,9 +131,9 @@ def test_what_no_letter_can_hold_is_refused_by_name(
     a, b = pair
     peer = a.peer("b")
     monkeypatch.setattr(a.endpoint, "post", NoRoom(a.endpoint.post))
-    for use in (lambda: peer.call(handlers.echo, 1), lambda: peer.remote(handlers.echo, 1)):
+    for use in (peer.call, peer.post, peer.remote):
         with pytest.raises(UsageError, match=r"handlers.echo at 'b' cannot be sent: the head of a letter"):
-            use()
+            use(handlers.echo, 1)
     monkeypatch.undo()
     become([], b.leaks)
 

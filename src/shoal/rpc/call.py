@@ -146,7 +146,12 @@ def post(
     if message.staged:
         sent = devices.post(endpoint, line, mailbox, message, timeout)
     else:
-        sent = endpoint.post.post(line.number, mailbox, message.head, message.parts, message.keep, timeout)
+        try:
+            sent = endpoint.post.post(
+                line.number, mailbox, message.head, message.parts, message.keep, timeout
+            )
+        except ValueError as error:  # no letter can hold it
+            raise UsageError(f"{shown} cannot be sent: {error}") from error
     if message.travellers:
         endpoint.keep(LEASE, message.travellers)
     if not sent:
