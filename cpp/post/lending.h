@@ -23,8 +23,6 @@
 
 namespace shoal {
 
-constexpr std::uint64_t kLendFrom = 64 * 1024;  // shorter parts take as long through the socket
-
 // The memory of a post that lends.
 class Lender : public std::enable_shared_from_this<Lender> {
  public:

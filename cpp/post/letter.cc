@@ -44,7 +44,7 @@ Posting compose(const LetterFields& fields, std::span<const std::byte> head,
       apart->header.step = static_cast<std::uint32_t>(posting.messages.size() - 1);
       apart->header.letter.verb = Verb::kPart;
       apart->header.total = parts[i].bytes;
-      if (lender != nullptr && parts[i].bytes > kLendFrom)
+      if (lender != nullptr && parts[i].bytes > kEager)  // in the socket it would wait for a grant
         apart->loan = lender->lend(peer, parts[i].data, parts[i].bytes);
       if (apart->loan) {
         apart->header.code = kLent;

@@ -227,7 +227,7 @@ std::uint64_t lies(std::uint64_t seed, std::uint64_t count, Tally& tally) {
   auto post = std::make_shared<Post>(Post::Options{kBudget, 600 * kSecond});
   post->inbox().open(kOrdered);
   std::thread handler([&] {
-    const auto large = std::make_shared<Bytes>(2 * kLendFrom);
+    const auto large = std::make_shared<Bytes>(2 * kEager);
     const PartToSend part{large->data(), large->size()};
     std::vector<LetterPtr> letters;
     while (post->inbox().take(0, now_ns() + kSecond, 4, letters)) {

@@ -341,7 +341,7 @@ class Post:
 
     @property
     def lends(self) -> bool:
-        """Whether there is memory that parts over 64 KiB are lent from."""
+        """Whether there is memory that parts over 256 KiB are lent from."""
 
     def memory(self) -> int:
         """A new descriptor, the caller's, of the memory that parts are lent from; -1: there is none.

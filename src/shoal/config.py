@@ -195,7 +195,7 @@ HEARTBEAT_TIMEOUT: Variable[float] = Variable(
 )  # fmt: skip
 SHARED_MEMORY_LIMIT: Variable[int | None] = Variable(
     "SHOAL_SHARED_MEMORY_LIMIT", "a positive number of bytes such as 1073741824 or 1G", _bytes, None,
-    "Most shared memory that this process may take, in bytes (K, M, G and T are powers of 1024).",
+    "Most shared memory that this process may take for groups, in bytes (K, M, G and T are powers of 1024).",
 )  # fmt: skip
 RPC_TIMEOUT: Variable[float] = Variable(
     "SHOAL_RPC_TIMEOUT", _SECONDS, _seconds, 60.0,
@@ -203,8 +203,8 @@ RPC_TIMEOUT: Variable[float] = Variable(
 )  # fmt: skip
 RPC_MEMORY: Variable[int] = Variable(
     "SHOAL_RPC_MEMORY", "a positive number of bytes such as 1073741824 or 1G", _bytes, 2**30,
-    "Most bytes of large parts of calls that an agent of `shoal.rpc` holds unhandled or keeps memory for "
-    "(over 256 KiB), and most that it lends.",
+    "Most bytes of large parts (over 256 KiB) of calls that an agent of `shoal.rpc` holds unhandled or keeps "
+    "memory for, and most that it lends, in shared memory, to workers of its host.",
 )  # fmt: skip
 RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,

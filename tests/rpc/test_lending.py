@@ -20,7 +20,7 @@ from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 from tests.rpc.test_standstills import hold_gil
 
-#: elements of float32; a lent part is longer than 64 KiB
+#: elements of float32; a lent part is longer than 256 KiB
 LARGE = 100_000
 
 
