@@ -178,6 +178,7 @@ void Post::lose(Peer& gone, std::string why) {
     losses_[peer->id] = why;
     if (losses_.size() > kLosses) losses_.erase(losses_.begin());
     peers_.erase(peer->id);
+    made_to_lost_ += peer->made();
     // Under the lock, so that a fork finds each descriptor either open and here or closed.
     if (peer->pidfd >= 0) departed_.emplace(peer->id, std::exchange(peer->pidfd, -1));
     peer->link.close();
@@ -334,7 +335,13 @@ bool Post::cancel(const CallPtr& call) {
 
 Post::Stats Post::stats() {
   Stats stats{};
-  for (auto& peer : all_peers()) {
+  std::vector<std::shared_ptr<Peer>> peers;
+  {
+    std::lock_guard lock(peers_mutex_);
+    stats.made = made_to_lost_;
+    for (auto& [id, peer] : peers_) peers.push_back(peer);
+  }
+  for (auto& peer : peers) {
     ++stats.peers;
     stats.calls += peer->all_pending().size();
     stats.handled += peer->handled();

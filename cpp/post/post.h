@@ -155,7 +155,8 @@ class Post final : public FrameSink, public Correspondence {
   int last_peer_ = 0;
   std::unordered_map<int, std::string> dropped_;  // why the post drops a peer that is still there
   std::map<int, std::string> losses_;
-  std::map<int, int> departed_;  // peers that are lost and may still use what we lent: their pidfds
+  std::uint64_t made_to_lost_ = 0;  // calls, by this worker
+  std::map<int, int> departed_;     // peers that are lost and may still use what we lent: their pidfds
   Memories memories_;
   std::shared_ptr<Lender> lender_;  // until the post is closed
 

@@ -138,6 +138,17 @@ def test_an_introduction_that_comes_late_replaces_nothing(meeting: Agents, a: Ag
     assert pending.wait() == 3
 
 
+def test_calls_that_were_made_still_count_when_their_worker_has_gone(meeting: Agents, a: Agent) -> None:
+    """Who parts from others compares this number: it must not come back to what it was."""
+    b = meeting.join("b")
+    for value in range(3):
+        a.peer("b").call(handlers.echo, value).wait()
+    b.close()
+    while a.stats()["peers"]:
+        time.sleep(0.001)
+    assert a.stats()["made"] == 3
+
+
 class Log:
     def __init__(self) -> None:
         self._noted: list[int] = []
