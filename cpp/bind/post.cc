@@ -13,13 +13,12 @@
 
 #include "bind/bindings.h"
 #include "bind/calls.h"
+#include "bind/slices.h"
 
 namespace nb = nanobind;
 using namespace shoal;
 
 namespace {
-
-constexpr std::int64_t kSlice = 100 * kMillisecond;  // between two looks for signals, in the main thread
 
 // -- what a post holds of Python's ------------------------------------------------------------------
 
@@ -89,39 +88,6 @@ std::shared_ptr<void> kept(Endpoint& endpoint, nb::handle object) {
   return std::shared_ptr<void>(object.ptr(), [graveyard = endpoint.graveyard](void* p) {
     graveyard->bury(static_cast<PyObject*>(p));
   });
-}
-
-// -- blocking ---------------------------------------------------------------------------------------
-
-// Calls `step(until)` without the GIL until it is true or time is over; in the main thread with signals'
-// handlers in between.  `between` runs with the GIL after each.
-template <class Step, class Between>
-bool in_slices(std::int64_t deadline, Step step, Between between) {
-  const bool main = getpid() == gettid();
-  while (true) {
-    const std::int64_t now = now_ns();
-    const std::int64_t until = main ? std::min(deadline, now + kSlice) : deadline;
-    bool done;
-    {
-      nb::gil_scoped_release release;
-      done = step(until);
-    }
-    between();
-    if (done) return true;
-    if (main && PyErr_CheckSignals() != 0) throw nb::python_error();
-    if (now_ns() >= deadline) return false;
-  }
-}
-
-template <class Step>
-bool in_slices(std::int64_t deadline, Step step) {
-  return in_slices(deadline, step, [] {});
-}
-
-std::int64_t deadline_of(nb::handle timeout) {
-  const double seconds = timeout.is_none() ? 1e10 : PyFloat_AsDouble(timeout.ptr());
-  if (seconds == -1.0 && PyErr_Occurred()) throw nb::python_error();
-  return until(std::max(0.0, seconds));
 }
 
 // -- letters ----------------------------------------------------------------------------------------
@@ -206,7 +172,7 @@ struct Contents {
 };
 
 Pending request(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
-                nb::handle keep, nb::handle timeout, int flags) {
+                nb::handle keep, nb::handle timeout, int flags, std::string shown, std::int64_t function) {
   Post& post = endpoint.use();
   const std::int64_t deadline = timeout.is_none() ? 0 : deadline_of(timeout);
   const Contents contents(Verb::kCall, mailbox, flags, head, parts);
@@ -216,9 +182,9 @@ Pending request(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes h
   if (!room)
     room = in_slices(limit, [&](auto until) { return post.await_room(peer, contents.copied, until); });
   nb::gil_scoped_release release;
-  return {
-      post.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline, !room),
-      endpoint.post};
+  return {post.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline,
+                       !room, {std::move(shown), function}),
+          endpoint.post};
 }
 
 bool send(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
@@ -235,7 +201,7 @@ bool send(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, c
 }
 
 nb::object hold(Endpoint& endpoint, int peer, std::uint32_t mailbox, std::uint64_t bytes, nb::handle timeout,
-                bool one_way) {
+                bool one_way, std::string shown, std::int64_t function) {
   Post& post = endpoint.use();
   const std::int64_t limit = deadline_of(timeout);
   const bool room = in_slices(limit, [&](auto until) { return post.await_room(peer, bytes, until, true); });
@@ -243,7 +209,8 @@ nb::object hold(Endpoint& endpoint, int peer, std::uint32_t mailbox, std::uint64
   CallPtr call;
   {
     nb::gil_scoped_release release;
-    call = post.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way);
+    call = post.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way,
+                     {std::move(shown), function});
   }
   return nb::make_tuple(nb::cast(Pending{std::move(call), endpoint.post}), staged);
 }
@@ -293,6 +260,27 @@ nb::object completions(Endpoint& endpoint, nb::handle timeout) {
       },
       [&] { endpoint.graveyard->clear(); });
   return open ? nb::cast(due) : nb::none();
+}
+
+double seconds_since(std::int64_t moment) { return static_cast<double>(now_ns() - moment) / kSecond; }
+
+nb::list pending(Endpoint& endpoint) {
+  nb::list result;
+  for (auto& call : endpoint.use().pending(0))
+    result.append(
+        nb::make_tuple(call->peer, call->number.load(), str(call->note.shown), seconds_since(call->began)));
+  return result;
+}
+
+nb::list handled(Endpoint& endpoint) {
+  nb::list result;
+  for (auto& [peer, number, standing] : endpoint.use().handled()) {
+    nb::object seconds = nb::none();
+    if (standing.state == Handling::kRunning) seconds = nb::float_(seconds_since(standing.began));
+    if (standing.state != Handling::kAnswered)
+      result.append(nb::make_tuple(peer, number, str(standing.note), seconds));
+  }
+  return result;
 }
 
 // A wait for a call in a child that was forked since would never end.
@@ -418,13 +406,14 @@ void bind_post(nb::module_& m) {
           },
           nb::arg("peer"))
       .def("request", &request, nb::arg("peer"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
-           nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0)
+           nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0, nb::arg("shown") = "",
+           nb::arg("function") = -1)
       .def("post", &send, nb::arg("peer"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
            nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0)
       .def("reply", &reply, nb::arg("letter"), nb::arg("head"), nb::arg("parts"), nb::arg("keep").none(),
            nb::arg("failed") = false, nb::arg("flags") = 0)
       .def("hold", &hold, nb::arg("peer"), nb::arg("mailbox"), nb::arg("bytes"), nb::arg("timeout").none(),
-           nb::arg("one_way") = false)
+           nb::arg("one_way") = false, nb::arg("shown") = "", nb::arg("function") = -1)
       .def("fill", &fill, nb::arg("held"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
            nb::arg("keep").none(), nb::arg("one_way") = false, nb::arg("flags") = 0)
       .def(
@@ -471,6 +460,17 @@ void bind_post(nb::module_& m) {
              result["kept"] = stats.kept;
              return result;
            })
+      .def("pending", &pending)
+      .def("handled", &handled)
+      .def(
+          "functions_in_use",
+          [](Endpoint& self, int peer) {
+            std::vector<std::int64_t> numbers;
+            for (auto& call : self.use().pending(peer))
+              if (call->note.function >= 0) numbers.push_back(call->note.function);
+            return numbers;
+          },
+          nb::arg("peer"))
       .def(
           "sever", [](Endpoint& self, int peer) { self.use().sever(peer); }, nb::arg("peer"))
       .def(

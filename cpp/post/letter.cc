@@ -129,6 +129,11 @@ std::string Handling::running(std::int64_t now) {
   return "running for " + seconds(now - began_) + (note_.empty() ? "" : " in " + note_);
 }
 
+Handling::Standing Handling::standing() {
+  std::lock_guard lock(mutex_);
+  return {state_, began_, note_};
+}
+
 // -- calls made here ------------------------------------------------------------------------------
 
 bool Call::announce(std::int64_t ticket) {

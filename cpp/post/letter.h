@@ -75,6 +75,13 @@ class Handling {
   void describe(std::string text);
   // "running for 3.2 s in fn"
   std::string running(std::int64_t now);
+  // For lists of what is handled.
+  struct Standing {
+    State state;
+    std::int64_t began;  // ns; 0: it has not
+    std::string note;
+  };
+  Standing standing();
 
  private:
   const std::int64_t deadline_;
@@ -129,13 +136,22 @@ enum class CallEnd : int {
   kUnsent = 6,  // what it was to bring could not be had
 };
 
+// What the caller says of a call.
+struct CallNote {
+  std::string shown;           // for lists of what is pending
+  std::int64_t function = -1;  // the number by which it names its function; -1: none
+};
+
 class Call {
  public:
-  Call(int peer, std::int64_t deadline) : peer(peer), deadline(deadline) {}
+  Call(int peer, std::int64_t deadline, CallNote note)
+      : peer(peer), deadline(deadline), note(std::move(note)), began(now_ns()) {}
 
   const int peer;
   const std::int64_t deadline;  // ns; 0: none
-  std::int64_t due = 0;         // when the post looks at it, under the lock of the deadlines
+  const CallNote note;
+  const std::int64_t began;  // ns
+  std::int64_t due = 0;      // when the post looks at it, under the lock of the deadlines
   // Set before anybody else sees the call, and anew if calls that were made later are sent before it.
   std::atomic<std::uint64_t> number{0};
   std::uint64_t unique = 0;     // in this post

@@ -277,6 +277,14 @@ std::size_t Peer::handled() {
   return handled_.size();
 }
 
+std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> Peer::all_handled() {
+  std::lock_guard lock(calls_mutex_);
+  std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> all;
+  all.reserve(handled_.size());
+  for (auto& [number, entry] : handled_) all.emplace_back(number, entry.handling);
+  return all;
+}
+
 void Peer::lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled) {
   std::map<std::uint64_t, Queued> dropped;  // outlives the lock
   std::lock_guard lock(sending_);

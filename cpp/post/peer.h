@@ -84,6 +84,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::pair<std::shared_ptr<Handling>, LetterPtr> handled(std::uint64_t number);
   void answered(std::uint64_t number);
   std::size_t handled();
+  std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> all_handled();
 
   // Nothing is sent from now on; what was pending and handled until now.
   void lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled);

@@ -229,8 +229,8 @@ void Post::unstage(int id, std::uint64_t bytes) {
 }
 
 template <class Submit>
-CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, Submit submit) {
-  auto call = std::make_shared<Call>(id, deadline);
+CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, CallNote note, Submit submit) {
+  auto call = std::make_shared<Call>(id, deadline, std::move(note));
   call->unique = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto peer = find(id);
   if (!closed() && peer) {
@@ -255,14 +255,15 @@ CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, Submit submit) 
 
 CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::byte> head,
                       std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
-                      bool no_room) {
-  return begin(id, deadline, no_room, [&](Peer& peer, const CallPtr& call) {
+                      bool no_room, CallNote note) {
+  return begin(id, deadline, no_room, std::move(note), [&](Peer& peer, const CallPtr& call) {
     return peer.submit(compose(fields, head, parts, std::move(keep), peer.lender.get(), id), call);
   });
 }
 
-CallPtr Post::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way) {
-  return begin(id, deadline, no_room,
+CallPtr Post::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
+                   CallNote note) {
+  return begin(id, deadline, no_room, std::move(note),
                [&](Peer& peer, const CallPtr& call) { return peer.hold(mailbox, call, one_way); });
 }
 
@@ -353,6 +354,24 @@ Post::Stats Post::stats() {
   stats.kept = buffers_->kept();
   if (const auto from = lender()) stats.lent = from->lent();
   return stats;
+}
+
+std::vector<CallPtr> Post::pending(int id) {
+  std::vector<CallPtr> all;
+  for (auto& peer : all_peers()) {
+    if (id != 0 && peer->id != id) continue;
+    auto theirs = peer->all_pending();
+    all.insert(all.end(), theirs.begin(), theirs.end());
+  }
+  return all;
+}
+
+std::vector<Post::Handled> Post::handled() {
+  std::vector<Handled> all;
+  for (auto& peer : all_peers())
+    for (auto& [number, handling] : peer->all_handled())
+      all.push_back({peer->id, number, handling->standing()});
+  return all;
 }
 
 // -- the end ----------------------------------------------------------------------------------------

@@ -63,11 +63,12 @@ class Post final : public FrameSink, public Correspondence {
   // `no_room`: await_room found none, so that the call's time is over.
   CallPtr request(int peer, const LetterFields& fields, std::span<const std::byte> head,
                   std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
-                  bool no_room);
+                  bool no_room, CallNote note);
   bool send(int peer, const LetterFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
   // A call, or a post if `one_way`, whose contents come later, by `fill`; `no_room` as for `request`.
-  CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way);
+  CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
+               CallNote note);
   // Sends a held letter; false if it was given up meanwhile.
   bool fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
@@ -88,6 +89,15 @@ class Post final : public FrameSink, public Correspondence {
     std::uint64_t made, queued, granted, lent, kept;
   };
   Stats stats();
+  // The calls that have no reply yet, of one peer or (0) of all.
+  std::vector<CallPtr> pending(int peer);
+  // What peers called here and is not answered: the peer, its number for the call, and where it stands.
+  struct Handled {
+    int peer;
+    std::uint64_t number;
+    Handling::Standing standing;
+  };
+  std::vector<Handled> handled();
   void sever(int peer);
   void hush(bool silent) { silent_ = silent; }
   void close(std::int64_t deadline);
@@ -121,7 +131,7 @@ class Post final : public FrameSink, public Correspondence {
   void wake();
   std::shared_ptr<Peer> find(int peer);
   template <class Submit>
-  CallPtr begin(int peer, std::int64_t deadline, bool no_room, Submit submit);
+  CallPtr begin(int peer, std::int64_t deadline, bool no_room, CallNote note, Submit submit);
   std::vector<std::shared_ptr<Peer>> all_peers();
   void lose(Peer& peer, std::string why);
   void expire(std::int64_t now);

@@ -385,6 +385,8 @@ class Post:
         keep: object,
         timeout: float | None,
         flags: int = 0,
+        shown: str = "",
+        function: int = -1,
     ) -> Call:
         """Send a call.
 
@@ -397,6 +399,8 @@ class Post:
             keep: kept alive as long as the memory of the parts is read.  It is let go in a thread that calls
                 a method of this post, with the GIL.
             timeout: seconds from now until the call fails with ``TIMEOUT``; None: never.
+            shown: the call, as :meth:`pending` shows it.
+            function: a number of at least 0 that is in use until the call has ended; -1: none.
 
         A peer that is lost, or that never was, gives a call that has failed with ``LOST``.
         """
@@ -417,7 +421,14 @@ class Post:
         """
 
     def hold(
-        self, peer: int, mailbox: int, bytes: int, timeout: float | None, one_way: bool = False
+        self,
+        peer: int,
+        mailbox: int,
+        bytes: int,
+        timeout: float | None,
+        one_way: bool = False,
+        shown: str = "",
+        function: int = -1,
     ) -> tuple[Call, Room | None]:
         """Take the place of a call, or of a post, whose contents come later, by :meth:`fill`.
 
@@ -498,6 +509,19 @@ class Post:
 
         And ``made``: how many calls were ever made to the peers that are there.
         """
+
+    def pending(self) -> list[tuple[int, int, str, float]]:
+        """The calls without a reply: peer, number on its connection, ``shown``, and seconds since then."""
+
+    def handled(self) -> list[tuple[int, int, str, float | None]]:
+        """The calls that others made and that have no reply yet.
+
+        Peer, number on its connection, what :meth:`Letter.describe` said, and seconds since it was taken;
+        None: it waits for a thread, or has not come as a whole.
+        """
+
+    def functions_in_use(self, peer: int) -> list[int]:
+        """The numbers of functions that calls to a peer have which have not ended."""
 
     def sever(self, peer: int) -> None:
         """Cut the connection as a cable would be, for tests."""

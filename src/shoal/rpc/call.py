@@ -107,20 +107,27 @@ def request(
     Raises:
         UsageError: the arguments cannot be sent.
     """
-    number, message = _encoded(line, fn, args, kwargs, shown)
-    if line.devices is None:
-        try:
-            call = endpoint.post.request(
-                line.number, mailbox, message.head, message.parts, message.keep, timeout
-            )
-        except ValueError as error:  # no letter can hold it
-            raise UsageError(f"{shown} cannot be sent: {error}") from error
-        source = _Source(endpoint, line, call, number, shown, timeout)
-        future: Future[Any] = Future(source, finish=source.result)
-    else:
-        call = devices.request(endpoint, line, mailbox, message, timeout, high_priority)
-        landing = _Landing(endpoint, line, call, number, shown, timeout, high_priority)
-        future = Future(landing, finish=landing.result)
+    number, known, ticket = NONE, False, 0
+    if not line.plain:
+        number, known, ticket = line.sent.use(_sendable(fn, shown))
+    try:
+        message = _encoded(line, number, known, fn, args, kwargs, shown)
+        used = -1 if number == NONE else number
+        if line.devices is None:
+            try:
+                call = endpoint.post.request(
+                    line.number, mailbox, message.head, message.parts, message.keep, timeout, 0, shown, used
+                )
+            except ValueError as error:  # no letter can hold it
+                raise UsageError(f"{shown} cannot be sent: {error}") from error
+            source = _Source(endpoint, line, call, number, shown, timeout)
+            future: Future[Any] = Future(source, finish=source.result)
+        else:
+            call = devices.request(endpoint, line, mailbox, message, timeout, high_priority, shown, used)
+            landing = _Landing(endpoint, line, call, number, shown, timeout, high_priority)
+            future = Future(landing, finish=landing.result)
+    finally:
+        line.sent.over(ticket)
     if message.travellers:
         future.add_done_callback(partial(_let_go, endpoint, message.travellers))
     return future
@@ -142,16 +149,22 @@ def post(
         UsageError: the arguments cannot be sent.
         WorkerLost: it was not sent.
     """
-    _, message = _encoded(line, fn, args, kwargs, shown)
-    if message.staged:
-        sent = devices.post(endpoint, line, mailbox, message, timeout)
-    else:
-        try:
-            sent = endpoint.post.post(
-                line.number, mailbox, message.head, message.parts, message.keep, timeout
-            )
-        except ValueError as error:  # no letter can hold it
-            raise UsageError(f"{shown} cannot be sent: {error}") from error
+    number, known, ticket = NONE, False, 0
+    if not line.plain:
+        number, known, ticket = line.sent.use(_sendable(fn, shown), post=True)
+    try:
+        message = _encoded(line, number, known, fn, args, kwargs, shown)
+        if message.staged:
+            sent = devices.post(endpoint, line, mailbox, message, timeout)
+        else:
+            try:
+                sent = endpoint.post.post(
+                    line.number, mailbox, message.head, message.parts, message.keep, timeout
+                )
+            except ValueError as error:  # no letter can hold it
+                raise UsageError(f"{shown} cannot be sent: {error}") from error
+    finally:
+        line.sent.over(ticket)
     if message.travellers:
         endpoint.keep(LEASE, message.travellers)
     if not sent:
@@ -159,19 +172,28 @@ def post(
         raise WorkerLost(f"{shown} was not sent: {why or 'it took nothing in time'}", line.worker.name)
 
 
-def _encoded(
-    line: Line, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], shown: str
-) -> tuple[int, Message]:
-    if line.plain:
-        return NONE, plain.encode_call(fn, args, kwargs, shown)
+def _sendable(fn: Callable[..., Any] | str, shown: str) -> Callable[..., Any]:
     if isinstance(fn, str):
         raise UsageError(
             f"{shown}: only a restricted worker, join(serve=), is called by names; send a function"
         )
-    number, known = line.sent.number(fn)
+    return fn
+
+
+def _encoded(
+    line: Line,
+    number: int,
+    known: bool,
+    fn: Callable[..., Any] | str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shown: str,
+) -> Message:
+    if line.plain:
+        return plain.encode_call(fn, args, kwargs, shown)
     message = encode((args, kwargs) if known else (fn, args, kwargs), line, shown)
     message.head = FUNCTION.pack(number, not known) + message.head
-    return number, message
+    return message
 
 
 class _Source:

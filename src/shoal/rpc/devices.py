@@ -104,19 +104,31 @@ def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], Non
 
 
 def request(
-    endpoint: Endpoint, line: Line, mailbox: int, message: Message, timeout: float | None, high: bool
+    endpoint: Endpoint,
+    line: Line,
+    mailbox: int,
+    message: Message,
+    timeout: float | None,
+    high: bool,
+    shown: str,
+    function: int,
 ) -> Call:
     """Send a call on a connection with a map.
 
     Only waits while too much is on its way to the callee, as every call does.
+
+    Args:
+        shown, function: as of ``Post.request``.
     """
     if not message.staged:
         flags = HIGH if high else 0
         call = endpoint.post.request(
-            line.number, mailbox, message.head, message.parts, message.keep, timeout, flags
+            line.number, mailbox, message.head, message.parts, message.keep, timeout, flags, shown, function
         )
     else:
-        call, room = endpoint.post.hold(line.number, mailbox, _bytes(message), timeout)
+        call, room = endpoint.post.hold(
+            line.number, mailbox, _bytes(message), timeout, False, shown, function
+        )
         if room is not None:
             _send_held(endpoint, line, call, room, mailbox, message, high, False)
     return call

@@ -89,12 +89,16 @@ class Line:
         self.number = -1
         self.worker = worker
         self.shares_main = shares_main
-        self.sent = Sent()
+        self.sent = Sent(self._in_use)
         self.received = Received()
         self.ended = False
         self.devices = devices
         self.calls = calls
         self.nth = nth
+
+    def _in_use(self) -> list[int]:
+        numbers: list[int] = self.agent.endpoint.post.functions_in_use(self.number)
+        return numbers
 
     def target(self, x: torch.Tensor) -> torch.device:
         """The device of ``x`` at the other end.
