@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import RendezvousError, RendezvousTimeout, UsageError
 from shoal.rendezvous.host import here
 from shoal.rendezvous.place import checked_request, opened
-from shoal.rpc.meeting import Meeting
+from shoal.rpc.meeting import Meeting, keys_of
 from shoal.wire import Deadline
 from tests.support.ports import free_port
 
@@ -24,7 +24,7 @@ def meet(url: str, rank: int, size: int, name: str, do: Callable[[Meeting], None
         url, store=None, rank=rank, size=size, timeout=PATIENCE, secret="s", host=None, job=None
     )
     with opened(request) as place:
-        do(Meeting(place.store, 0, here(), name, rank, size))
+        do(Meeting(keys_of(place.store, "meeting", 0), here(), name, rank, size, "shutdown"))
 
 
 def outcomes(*ranks: tuple[str, Callable[[Meeting], None]]) -> list[BaseException | None]:

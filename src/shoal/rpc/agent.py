@@ -40,6 +40,7 @@ from .executor import PATIENCE, Executor
 from .holds import HOLDS, References, unpin
 from .line import Line
 from .links import Links
+from .meeting import Meeting
 from .peer import Peer
 from .post import Endpoint
 from .serving import Service
@@ -81,10 +82,13 @@ class Agent:
         serve: Mapping[str, Callable[..., Any]] | None,
         device_maps: DeviceMaps | None,
         release: Callable[[float], None],
+        meeting: Meeting | None = None,
     ) -> None:
         self.name = name
         self.timeout = timeout
         self._release = release
+        #: with whom it parts when it is closed; None: it leaves alone
+        self._meeting = meeting
         self._closing = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
@@ -237,11 +241,45 @@ class Agent:
 
         Args:
             timeout: seconds for all of it.
-            graceful: finish what is being served, and wait for the calls of this worker, before that.
+            graceful: finish what is being served, and wait for the calls of this worker, before that.  One of
+                a group (``join(group=)``) serves until all ranks close theirs, and no call is pending or
+                served at any of them.
 
         What is still pending when time is up fails with AgentClosed here and WorkerLost there.
+
+        Raises:
+            WorkerLost, UnknownWorker: another agent of the group has died, or was not closed in time.
+                This one is closed all the same.
         """
         deadline = Deadline(checked_seconds("timeout", timeout))
+        try:
+            if self._pid == os.getpid():
+                graceful = self._part(deadline, graceful)
+        except BaseException:
+            graceful = False
+            raise
+        finally:
+            self._close(deadline, graceful)
+
+    def _part(self, deadline: Deadline, graceful: bool) -> bool:
+        """Wait for the other agents of the group, or tell them that nobody waits; whether to be graceful."""
+        with self._closing:
+            meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            return graceful
+        try:
+            if graceful:
+                meeting.part(self, deadline)
+        except BaseException:
+            graceful = False
+            raise
+        finally:
+            if not graceful:
+                with contextlib.suppress(ShoalError):  # the store is gone: so are the others
+                    meeting.leave()
+        return graceful
+
+    def _close(self, deadline: Deadline, graceful: bool) -> None:
         with self._closing:
             if self._closed:
                 return

@@ -35,7 +35,7 @@ from .agent import Agent
 from .default import UNSET, call_timeout, default_agent, state
 from .directory import checked_name
 from .join import HANDLERS, at_place, checked_settings
-from .meeting import Meeting
+from .meeting import Meeting, keys_of
 from .options import BackendType, TensorPipeRpcBackendOptions
 from .peer import Peer, WorkerInfo
 from .reference import RRef
@@ -237,7 +237,8 @@ def _joined(
     rank = place.venue.rank
     if rank is None:
         raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method says it")
-    meeting = Meeting(place.store, next(_meetings), place.here, name, rank, size)
+    store = keys_of(place.store, "meeting", next(_meetings))
+    meeting = Meeting(store, place.here, name, rank, size, "shutdown")
     meeting.gather(deadline)
     try:
         agent = at_place(place, name, settings)

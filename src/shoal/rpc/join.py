@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from ..wire import Deadline
 from .agent import Agent
 from .device_maps import DeviceMaps
 from .directory import checked_name
+from .meeting import Meeting, keys_of
 
 #: how many handlers run at once, unless somebody says otherwise
 HANDLERS = 512
@@ -47,7 +50,8 @@ def join(
         name: of this worker, which no other has; None: ``rank0``, ``rank1``, ... by its rank in the job.
         url: where the workers' names are: as for :func:`shoal.init`.  Of those who come to a ``tcp://`` place
             none starts its store.
-        group: take the store, the secret and the interface of a group of this process, and its ranks.
+        group: take the store, the secret and the interface of a group of this process, and its ranks.  Every
+            rank of it joins: a graceful ``close`` waits for all.
         store: the store itself, which stays the caller's.
         secret: the job's; None: as for :func:`shoal.init`.
         timeout: seconds until a call without a timeout of its own fails; None: ``SHOAL_RPC_TIMEOUT``.
@@ -125,16 +129,27 @@ def _leave(place: Place, timeout: float) -> None:
 
 def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -> Agent:
     membership = group.world.membership
+    name = _named(name, group.rank)
+    with _lock:
+        count = _joined[group] = _joined.get(group, 0) + 1
     store = group.store.clone()
+    meeting = Meeting(keys_of(store, "group", count), here(), name, group.rank, group.size, "close")
     try:
-        return Agent(
-            _named(name, group.rank), membership.job, membership.epoch, here(), membership.host, store,
-            "workers", secret=membership.secret, interface=membership.interface, rank=group.rank,
-            release=lambda _: store.close(), **settings,
+        agent = Agent(
+            name, membership.job, membership.epoch, here(), membership.host, store, "workers",
+            secret=membership.secret, interface=membership.interface, rank=group.rank,
+            release=lambda _: store.close(), meeting=meeting, **settings,
         )  # fmt: skip
+        meeting.come()
+        return agent
     except BaseException:
         store.close()
         raise
+
+
+#: how often this process has joined on each group: the agents that part are those of the same time
+_joined: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def _served(serve: object) -> dict[str, Callable[..., Any]]:

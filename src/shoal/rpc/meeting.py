@@ -1,5 +1,7 @@
 """How a fixed number of workers meet, each of which has a rank, and how they part.
 
+Those of ``init_rpc`` with a size do both; the agents of a group have met already.
+
 Each writes its name under its rank, so that all see at once when two have the same one.  Then it joins, and
 says so.  What dead processes of this machine left is not there, and meetings of the same processes are
 counted: so nobody takes those of before for those that it waits for.
@@ -8,8 +10,10 @@ If one cannot join, all fail for its reason: who hears it says so in an entry of
 a moment, until the others have: with a process its entry ends, and the store that it served.
 
 They part when none of them has a call pending or served any more, which takes rounds: a worker comes to a
-round when it is idle, and when all have come it tells whether it has been idle since.  If all have, they all
-were at the moment when the last one came, and only a worker that is not idle can call another.
+round when it is idle, and when all have come it tells whether it has been idle since, by the number of calls
+that it has made.  If all have, they all were at the moment when the last one came, and only a worker that is
+not idle can call another.  (These are the two equal counts of F. Mattern, "Algorithms for distributed
+termination detection", 1987.)
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import msgspec
 from ..errors import (
     RendezvousError,
     RendezvousTimeout,
+    ShoalError,
     StoreError,
     StoreTimeout,
     UnknownWorker,
@@ -42,6 +47,11 @@ _PAUSE = 0.005
 _LOOK = 0.25
 #: seconds for the others to hear why a meeting has failed
 _HEARING = 5.0
+
+
+def keys_of(store: Store, kind: str, count: int) -> Store:
+    """Where the workers of one meeting write, at a place where others have met before."""
+    return PrefixStore(f"rpc/workers/{kind}/{count}", store)
 
 
 class Entry(msgspec.Struct):
@@ -76,21 +86,24 @@ class Meeting:
     """The meeting of ``size`` workers.
 
     Args:
-        store: of the place.
-        count: tells meetings at the same place apart.
+        store: where the workers write, and nobody else.
         me: this process.
         name, rank: of this worker.
+        end: what all of them do when they part, in words.
 
     Attributes:
         names: of the workers, by rank, as soon as they are known.
     """
 
-    def __init__(self, store: Store, count: int, me: Here, name: str, rank: int, size: int) -> None:
-        self._store = PrefixStore(f"rpc/workers/meeting/{count}", store)
+    def __init__(self, store: Store, me: Here, name: str, rank: int, size: int, end: str) -> None:
+        self._store = store
         self._me = me
         self._name = name
         self._rank = rank
         self._size = size
+        self._end = end
+        #: the others, as far as they were seen
+        self._seen: dict[int, Entry] = {}
         self.names: list[str] = []
         self._assemblies = itertools.count()
 
@@ -129,6 +142,10 @@ class Meeting:
         for rank in range(self._size):
             self._await(rank, deadline, True)
 
+    def come(self) -> None:
+        """Tell that this worker has joined, and wait for nobody."""
+        self._tell(joined=True)
+
     def leave(self) -> None:
         """Tell that this worker ends without waiting for the others."""
         self._tell(joined=True, left=True)
@@ -149,15 +166,28 @@ class Meeting:
             WorkerLost: one is dead.
             UnknownWorker: time is up.
         """
+        try:
+            self._part(agent, deadline)
+        except (UnknownWorker, WorkerLost):
+            raise
+        except ShoalError as error:  # the store is gone, perhaps with a worker
+            for entry in self._seen.values():
+                self._look(entry, agent, error)
+            raise
+
+    def _part(self, agent: Working, deadline: Deadline) -> None:
         number, quiet = 0, False
         while not quiet:
             before = agent.settle(deadline)
             self._come(f"{number}/idle", b"", agent, deadline)
             after = agent.settle(Deadline(0.0))
-            told = self._come(
-                f"{number}/quiet", b"1" if before == after is not None else b"", agent, deadline
-            )
-            quiet = all(told)
+            word = b"1" if before == after is not None else b""
+            quiet = all(self._come(f"{number}/quiet", word, agent, deadline))
+            if not quiet and deadline.expired:
+                raise UnknownWorker(
+                    f"worker {self._name!r}: calls were still pending or served, here or elsewhere, when the "
+                    f"{in_seconds(deadline.timeout)} of {self._end} were over"
+                )
             number += 1
 
     # -- inside --------------------------------------------------------------------------------
@@ -167,7 +197,9 @@ class Meeting:
         self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
 
     def _entry(self, rank: int, timeout: float) -> Entry:
-        return msgspec.msgpack.decode(self._store.get(str(rank), timeout), type=Entry)
+        entry = msgspec.msgpack.decode(self._store.get(str(rank), timeout), type=Entry)
+        self._seen[rank] = entry
+        return entry
 
     def _gone(self, entry: Entry) -> bool:
         return entry.machine == self._me.machine and process_is_gone(entry.process)
@@ -236,19 +268,36 @@ class Meeting:
                 missing = [rank for rank in missing if not self._store.check([keys[rank]])]
                 missing = [rank for rank in missing if self._stays(rank, agent)]
             if missing and deadline.expired:
-                names = ", ".join(repr(self.names[rank]) for rank in missing)
+                who = ", ".join(map(self._who, missing))
                 raise UnknownWorker(
-                    f"worker {self._name!r}: {names} did not call shutdown, or had calls pending, for "
+                    f"worker {self._name!r}: {who} did not call {self._end}, or had calls pending, for "
                     f"{in_seconds(deadline.timeout)}"
                 )
         return [self._store.get(key, 0.0) for key in keys.values() if self._store.check([key])]
 
     def _stays(self, rank: int, agent: Working) -> bool:
         """Whether ``rank`` is still to come; raises if it is dead."""
+        if not self._store.check([str(rank)]):  # it has not joined yet
+            return True
         entry = self._entry(rank, 0.0)
-        if entry.left:
-            return False
+        if not entry.left:
+            try:
+                self._look(entry, agent, None)
+            except (UnknownWorker, WorkerLost):
+                if not self._entry(rank, 0.0).left:  # or it has left meanwhile
+                    raise
+                return False
+        return not entry.left
+
+    def _look(self, entry: Entry, agent: Working, because: BaseException | None) -> None:
+        """Raise if a worker is dead."""
         if self._gone(entry):
-            raise WorkerLost(f"worker {self._name!r}: {entry.name!r} ended before shutdown", entry.name)
-        agent.reach(entry.name, _LOOK)
-        return True
+            raise WorkerLost(
+                f"worker {self._name!r}: {entry.name!r} ended before {self._end}", entry.name
+            ) from because
+        if entry.name != self._name:
+            agent.reach(entry.name, _LOOK)
+
+    def _who(self, rank: int) -> str:
+        entry = self._seen.get(rank)
+        return f"rank {rank} (which has not joined)" if entry is None else repr(entry.name)

@@ -18,7 +18,7 @@ from ...rendezvous.caller_store import store_address
 from ...rpc.default import call_timeout
 from ...rpc.holds import drop
 from ...rpc.join import HANDLERS, at_place, checked_settings
-from ...rpc.meeting import Meeting
+from ...rpc.meeting import Meeting, keys_of
 from ...store import adopt
 from ...torch_terms import BACKEND
 from ...wire import Deadline
@@ -77,7 +77,7 @@ def _begin(store: Any, name: str, rank: int, world_size: int | None, rpc_backend
         if not world_size:
             return TorchAgent(at_place(place, name, settings), None)
         # Torch counts the meetings of a store itself.
-        meeting = Meeting(place.store, 0, place.here, name, rank, world_size)
+        meeting = Meeting(keys_of(place.store, "meeting", 0), place.here, name, rank, world_size, "shutdown")
         meeting.gather(deadline)
         try:
             agent = TorchAgent(at_place(place, name, settings), meeting)
