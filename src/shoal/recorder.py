@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -165,18 +165,9 @@ def _entry(record: list[Any]) -> Entry:
 
 
 def _table(entries: Iterable[Entry]) -> str:
-    # Imported here: a group must not pay for it.
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     now = monotonic_ns()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("operation", "count", "root", "peer", "tag", "age ms", "took ms"):
-        table.add_column(heading, justify="left" if heading == "operation" else "right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for entry in entries:
-        table.add_row(
+    rows = [
+        (
             entry.name,
             f"{entry.count} {entry.dtype}" if entry.dtype else "",
             *("" if rank < 0 else str(rank) for rank in (entry.root, entry.peer, entry.tag)),
@@ -184,8 +175,26 @@ def _table(entries: Iterable[Entry]) -> str:
             f"{(entry.ended - entry.submitted) / 1e6:.3f}" if entry.ended else "",
             f"{entry.state}: {entry.failure}" if entry.failure else entry.state,
         )
+        for entry in entries
+    ]
+    return table(("operation", "count", "root", "peer", "tag", "age ms", "took ms", "state"), rows)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text; the first column and the state are flush left, the others right."""
+    # Imported here: a group must not pay for it.
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(headings):
+        left = number == 0 or heading in ("state", "at", "of")
+        drawn.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
     text = io.StringIO()
     Console(file=text, width=10_000, color_system=None, markup=False, emoji=False, highlight=False).print(
-        table
+        drawn
     )
     return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())

@@ -80,16 +80,26 @@ def contents(group: Watched) -> dict[str, Any]:
             "ranks": list(getattr(failure, "ranks", ())),
         },
         "entries": [] if recorder is None else recorder.entries(),
-        "stacks": _stacks(),
+        "stacks": stacks(),
     }
 
 
 def write(group: Watched, path: str | os.PathLike[str] | None) -> Path:
-    """Write a dump; see ``ProcessGroup.dump``.  A file appears whole or not at all."""
+    """Write a dump; see ``ProcessGroup.dump``."""
+    return save(contents(group), path, file_name(group))
+
+
+def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: str) -> Path:
+    """Write a file of JSON, which appears whole or not at all; its path.
+
+    Args:
+        path: of the file, or of a directory; None: ``SHOAL_DUMP_DIR``, or the working directory.
+        name: of the file in a directory.
+    """
     target = Path(path) if path is not None else directory() or Path()
     if target.is_dir():
-        target /= file_name(group)
-    data = msgspec.json.encode(contents(group))
+        target /= name
+    data = msgspec.json.encode(contents)
     draft = target.with_name(f".{target.name}.{threading.get_ident()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -105,15 +115,16 @@ def write(group: Watched, path: str | os.PathLike[str] | None) -> Path:
 def file_name(group: Watched) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, of characters that every file system takes."""
     words = (group._world.membership.job, str(group.ranks[group.rank]), group.name, str(os.getpid()))
-    return "-".join(["shoal", *(_word(word, group._spec.ident) for word in words if word)]) + ".json"
+    return "-".join(["shoal", *(word(each, f"{group._spec.ident:x}") for each in words if each)]) + ".json"
 
 
-def _word(text: str, ident: int) -> str:
-    word = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
-    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}_{ident:x}"
+def word(text: str, ident: str = "") -> str:
+    """``text`` as a part of a file's name; what is too long is cut, and ``ident`` follows."""
+    found = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
+    return found if len(found) <= _LONGEST else f"{found[:_LONGEST]}_{ident}"
 
 
-def _stacks() -> list[dict[str, Any]]:
+def stacks() -> list[dict[str, Any]]:
     """The stack of each Python thread, the innermost call last, without source lines: reading takes long."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +44,7 @@ from .links import Links
 from .meeting import Meeting
 from .peer import Peer
 from .post import Endpoint
+from .recorder import CallRecorder
 from .serving import Service
 
 _logger = logging.getLogger("shoal")
@@ -60,6 +62,7 @@ class Agent:
     Attributes:
         name: of the worker.
         timeout: seconds that calls may take unless their peer says otherwise.
+        recorder: lists the calls that are pending, and those that are served.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Agent:
         service = Service(
             self, name, os.getpid(), here.machine.split("/")[0], self.endpoint, self.links, serve
         )
+        self.recorder = CallRecorder(self, job)
         self.executor = service.executor = Executor(self.endpoint.post, service.handle, handlers, name)
         self.references = References(self, self.executor.release)
         try:
@@ -219,6 +223,16 @@ class Agent:
     def stats(self) -> dict[str, int]:
         """Counts of peers, calls, letters, bytes and threads that it holds, and of calls made by it."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
+
+    def dump(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write a file with the calls of this worker, those that it serves, and the stack of every thread.
+
+        From any thread at any time, also in a handler of signals; ``shoal dumps`` shows such files.
+
+        Args:
+            path: of the file, or of a directory; None: ``SHOAL_DUMP_DIR``, or the working directory.
+        """
+        return self.recorder.write(path)
 
     @property
     def closed(self) -> bool:

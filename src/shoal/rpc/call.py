@@ -240,9 +240,13 @@ class _Source:
         code, text = failed
         worker = self._line.worker
         if code == Call.TIMEOUT:
-            return CallTimeout(
+            recorder = self._line.agent.recorder
+            late = CallTimeout(
                 f"{self._shown} had no reply within {in_seconds(self._timeout or 0.0)}: {text}"
+                + recorder.words()
             )
+            recorder.timed_out(late)
+            return late
         if code == Call.CANCELLED:
             return CallCancelled(f"{self._shown} was cancelled")
         if code == Call.CLOSED:

@@ -1,11 +1,10 @@
-"""``shoal dumps``: what each rank did last, from the files that ``ProcessGroup.dump`` wrote.
+"""``shoal dumps``: what each rank did last and each worker waits for, from the files that they wrote.
 
 It imports no torch, so that it answers at once.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..wording import counted, ranks_named
-
-#: frames of Python's own library and of installed packages, which hide where the program stands
-_INSTALLED = re.compile(r"/lib/python3|/(site|dist)-packages/|/src/shoal/")
+from . import call_dumps
+from .call_dumps import CallDump
+from .stacks import Stack, place_of
 
 #: columns of a file or a pipe, where no line is folded
 _WIDE = 1000
@@ -41,14 +40,13 @@ class _Entry(msgspec.Struct):
         return f"{name} of {self.count} {self.dtype}" if self.dtype else name
 
 
+class _Any(msgspec.Struct):
+    schema: str
+
+
 class _Error(msgspec.Struct):
     type: str
     message: str
-
-
-class _Stack(msgspec.Struct):
-    thread: str
-    frames: list[str]
 
 
 class Dump(msgspec.Struct):
@@ -64,7 +62,7 @@ class Dump(msgspec.Struct):
     now: int
     error: _Error | None
     entries: list[_Entry]
-    stacks: list[_Stack]
+    stacks: list[Stack]
 
     @property
     def highest(self) -> int:
@@ -85,9 +83,7 @@ class Dump(msgspec.Struct):
     @property
     def place(self) -> str:
         """The innermost frame of the program in the main thread; of a library if there is no other."""
-        frames = next((stack.frames for stack in self.stacks if stack.thread == "MainThread"), [])
-        own = [frame for frame in frames if not _INSTALLED.search(frame)]
-        return (own or frames or [""])[-1]
+        return place_of(self.stacks)
 
 
 @click.command(short_help="Show what each rank did last, from the files of SHOAL_DUMP_DIR.")
@@ -95,14 +91,22 @@ class Dump(msgspec.Struct):
     "paths", metavar="FILE_OR_DIRECTORY...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 def dumps(paths: tuple[Path, ...]) -> int:
-    """Show for each group what its ranks did last, and which of them are behind or wrote no file.
+    """Show for each group what its ranks did last, and which of them are behind or wrote no file; and for the
+    workers of RPC which calls they wait for and serve, and whether they wait for one another.
 
-    The files are those that every rank writes into SHOAL_DUMP_DIR when a group fails, and those of
-    `group.dump()`. Of several files of one rank the latest counts.
+    The files are those that every rank writes into SHOAL_DUMP_DIR when a group fails, and a worker when a
+    call has no reply in time, and those of `group.dump()` and `agent.dump()`. Of several files of one rank or
+    one worker the latest counts.
     """
     found: dict[tuple[str, str, tuple[int, ...]], dict[int, Dump]] = {}
+    workers: dict[str, dict[str, CallDump]] = {}
     for path in _files(paths):
         dump = read(path)
+        if isinstance(dump, CallDump):
+            of_job = workers.setdefault(dump.job, {})
+            if dump.worker not in of_job or of_job[dump.worker].time < dump.time:
+                of_job[dump.worker] = dump
+            continue
         members = found.setdefault((dump.job, dump.group, tuple(dump.ranks)), {})
         if dump.rank not in members or members[dump.rank].time < dump.time:
             members[dump.rank] = dump
@@ -115,24 +119,33 @@ def dumps(paths: tuple[Path, ...]) -> int:
         for line in findings(members, len(ranks)):
             console.print(line)
         console.print()
+    for job, of_job in workers.items():
+        console.print(f"{counted(len(of_job), 'worker')}, job {job!r}")
+        console.print(call_dumps.table(of_job))
+        for line in call_dumps.findings(of_job):
+            console.print(line)
+        console.print()
     return 0
 
 
-def read(path: Path) -> Dump:
+def read(path: Path) -> Dump | CallDump:
     """A file.
 
     Raises:
         click.ClickException: it cannot be read, or is no dump.
     """
     try:
-        dump = msgspec.json.decode(path.read_bytes(), type=Dump)
+        data = path.read_bytes()
+        schema = msgspec.json.decode(data, type=_Any).schema
+        if schema == call_dumps.SCHEMA:
+            return msgspec.json.decode(data, type=CallDump)
+        if schema != "shoal.dump/1":
+            raise click.ClickException(f"{path}: this release of shoal cannot read {schema!r}")
+        return msgspec.json.decode(data, type=Dump)
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
         raise click.ClickException(f"{path} is no dump of a group: {error}") from None
-    if dump.schema != "shoal.dump/1":
-        raise click.ClickException(f"{path}: this release of shoal cannot read {dump.schema!r}")
-    return dump
 
 
 def findings(members: dict[int, Dump], size: int) -> list[str]:

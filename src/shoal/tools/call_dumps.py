@@ -1,0 +1,107 @@
+"""The files that workers of RPC write, side by side: what each one waits for, and what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from rich import box
+from rich.table import Table
+
+from .stacks import Stack, place_of
+
+#: The version of the contents; see :mod:`shoal.rpc.recorder`, which needs torch.
+SCHEMA = "shoal.calls/1"
+
+
+class _Error(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _Pending(msgspec.Struct):
+    call: str
+    callee: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.call} at {self.callee!r}"
+
+
+class _Served(msgspec.Struct):
+    call: str
+    caller: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        return f"{self.call or 'a call'} of {self.caller!r}"
+
+
+class CallDump(msgspec.Struct):
+    """The shown part of a file."""
+
+    schema: str
+    job: str
+    worker: str
+    state: str
+    time: float
+    error: _Error | None
+    pending: list[_Pending]
+    served: list[_Served]
+    stacks: list[Stack]
+
+
+def table(workers: Mapping[str, CallDump]) -> Table:
+    """One row for each worker: its oldest call that is pending, and the oldest that it serves."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("worker", "agent", "waits for", "for s", "serves", "for s", "main thread"):
+        drawn.add_column(heading, justify="right" if heading == "for s" else "left", overflow="fold")
+    for name, dump in sorted(workers.items()):
+        drawn.add_row(
+            name, dump.state, *_oldest(dump.pending), *_oldest(dump.served), place_of(dump.stacks)
+        )  # fmt: skip
+    return drawn
+
+
+def _oldest(calls: list[_Pending] | list[_Served]) -> tuple[str, str]:
+    """The first call and how many there are beside it; and its age."""
+    if not calls:
+        return "", ""
+    seconds, more = calls[0].seconds, len(calls) - 1
+    return (
+        f"{calls[0]}" + f", and {more} more" * (more > 0),
+        "not begun" if seconds is None else f"{seconds:.1f}",
+    )
+
+
+def findings(workers: Mapping[str, CallDump]) -> list[str]:
+    """Lines about all workers that no single dump could give."""
+    lines = []
+    if failed := [dump for dump in workers.values() if dump.error is not None]:
+        first = min(failed, key=lambda dump: dump.time)
+        assert first.error is not None
+        lines.append(f"worker {first.worker!r} wrote first: {first.error.type}: {first.error.message}")
+    awaited = {each.callee for dump in workers.values() for each in dump.pending}
+    lines += [
+        f"no file of worker {name!r}, which others wait for" for name in sorted(awaited - {*workers, ""})
+    ]
+    if circle := _circle(workers):
+        lines.append("they wait for one another: " + " -> ".join(map(repr, circle)))
+    return lines
+
+
+def _circle(workers: Mapping[str, CallDump]) -> list[str]:
+    """Workers each of which waits for the next one, the first of them at both ends; [] if there are none."""
+    waits = {name: [each.callee for each in dump.pending] for name, dump in workers.items()}
+    clear: set[str] = set()
+
+    def follow(path: list[str]) -> list[str]:
+        for name in dict.fromkeys(waits.get(path[-1], ())):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in clear and (found := follow([*path, name])):
+                return found
+        clear.add(path[-1])
+        return []
+
+    return next((found for name in sorted(waits) if (found := follow([name]))), [])
