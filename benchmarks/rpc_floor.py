@@ -86,7 +86,11 @@ def connected(kind: str, place: Path) -> socket.socket:
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return stream
             stream = socket.socket(socket.AF_UNIX)
-            stream.connect(str(place / "socket"))
+            try:
+                stream.connect(str(place / "socket"))
+            except OSError:
+                stream.close()
+                raise
             return stream
         except (FileNotFoundError, ConnectionRefusedError):
             time.sleep(0.01)
@@ -100,11 +104,11 @@ def ping(stream: socket.socket, body: Any, memory: bytes = WARM) -> Callable[[],
 
 
 def answer(stream: socket.socket) -> None:
-    """Answer each body with a byte until the other end closes."""
-    warm = memoryview(bytearray(b"\1" * LARGE))
+    """Answer each body with its last byte until the other end closes."""
+    warm = memoryview(bytearray(b"\xff" * LARGE))
     while head := stream.recv(9, socket.MSG_WAITALL):
-        left = int.from_bytes(head[1:], "little")
-        memory = warm if head[:1] == WARM else memoryview(mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE))
+        left = length = int.from_bytes(head[1:], "little")
+        memory = warm if head[:1] == WARM else memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE))
         while left:
-            left -= stream.recv_into(memory[:left])
-        stream.sendall(b"\1")
+            left -= stream.recv_into(memory[length - left : length])
+        stream.sendall(memory[length - 1 : length])

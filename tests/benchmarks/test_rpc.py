@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +59,22 @@ def test_the_floor_sends_the_same_through_bare_sockets(
         "64 MB to shared memory, warm [ms]",
     }
     assert all(value > 0 for value in figures.values())
+
+
+def test_a_raw_loop_fills_as_much_memory_as_it_sends(rpc: ModuleType) -> None:
+    import rpc_floor  # type: ignore[import-not-found]
+
+    body = bytes(2**22 - 1) + b"\7"  # more than a socket takes at once
+    here, there = socket.socketpair()
+    with here, there:
+        answering = threading.Thread(target=rpc_floor.answer, args=(there,))
+        answering.start()
+        try:
+            assert rpc_floor.ping(here, body, rpc_floor.WARM)() == b"\7"
+            assert rpc_floor.ping(here, body, rpc_floor.FRESH)() == b"\7"
+        finally:
+            here.close()
+            answering.join()
 
 
 def test_a_figure_is_so_many_times_as_good_as_its_bar(rpc: ModuleType) -> None:
