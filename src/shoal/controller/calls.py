@@ -7,7 +7,7 @@ as operands are in it by type.  A call that is known costs the master a look int
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +15,11 @@ from ..errors import DeviceMismatch, UnsupportedOperation
 from .commands import FIRST, Definition, Template
 from .metadata import metadata
 from .operators import Operator
-from .prediction import Prediction, predict
 from .session import Session
 from .tensor import RemoteTensor
+
+if TYPE_CHECKING:
+    from .prediction import Prediction
 
 #: calls that a node is told of before all of them are forgotten
 LIMIT = 65_536
@@ -40,18 +42,19 @@ class Call:
 
     __slots__ = ("count", "in_place", "mutated", "number", "results", "returned", "single")
 
-    def __init__(self, number: int, device: torch.device, predicted: Prediction) -> None:
+    def __init__(self, number: int, device: torch.device, predicted: Prediction | None) -> None:
         self.number = number
-        self.results = [metadata(device, each) for each in predicted.results]
-        self.mutated = [(at, metadata(device, each)) for at, each in predicted.mutated.items()]
-        self.returned = predicted.returned
+        results, mutated = ([], {}) if predicted is None else (predicted.results, predicted.mutated)
+        self.results = [metadata(device, each) for each in results]
+        self.mutated = [(at, metadata(device, each)) for at, each in mutated.items()]
+        self.returned = ("constant", None) if predicted is None else predicted.returned
         self.single = self.returned == ("new", 0) and not self.mutated
         self.in_place = self.returned == ("operand", 0) and not self.mutated
         self.count = len(self.results) + len(self.mutated)
 
 
 #: in the place of a call: only the node knows what it gives
-ASKED = Call(0, torch.device("cpu"), Prediction(("constant", None), [], [], {}))
+ASKED = Call(0, torch.device("cpu"), None)
 
 
 def number_kind(value: object) -> str | None:
@@ -183,6 +186,8 @@ def intern(
         )
     given, named = templates(op, args, kwargs)
     known = [each.handle.metadata for each in operands]
+    from .prediction import predict  # not at a node, which needs none
+
     predicted = predict(op.func, given, named, known, scalars)
     if predicted is None:
         call = ASKED

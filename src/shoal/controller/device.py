@@ -23,6 +23,19 @@ _registering = threading.Lock()
 _libraries: list[Any] = []
 
 
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What torch's C++ asks of the device."""
+
+    def is_available(self) -> bool:
+        return current.opened() is not None
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
 class NodeModule:
     """``torch.node``, as ``torch.cuda`` is a module of its device."""
 
@@ -136,7 +149,7 @@ def register() -> None:
 
         del recurrent  # its import says what its operators do
 
-        _setup_privateuseone_for_python_backend(NAME, NodeModule())
+        _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

@@ -29,6 +29,8 @@ AHEAD = 4
 LIMIT = 65_536
 #: seconds that a command may stay in the log of an idle node
 DELAY = 0.001
+#: failures whose texts are kept
+FAILURES = 1000
 #: how often it is looked whether the node has become idle, in commands
 _LOOK = 16
 
@@ -88,8 +90,8 @@ class Session:
         self._ahead = 0
         self._number = 0
         self._failures: dict[int, RemoteOpError] = {}
-        self._unseen: list[int] = []
-        self._alone: list[int] = []
+        self._unseen: deque[int] = deque(maxlen=FAILURES)
+        self._alone: deque[int] = deque(maxlen=FAILURES)
         self._armed = False
         self._wake = threading.Event()
         self._closed = False
@@ -231,6 +233,7 @@ class Session:
                 failure = Failure(*told)
                 line = batch.lines[failure.position] if failure.position >= 0 else batch.line
                 self._failures[failure.poison] = self._error(failure, line)
+                self._failures.pop(failure.poison - FAILURES, None)
                 self._unseen.append(failure.poison)
                 if failure.alone:
                     self._alone.append(failure.poison)
@@ -318,7 +321,7 @@ class Session:
 
     def unseen(self) -> list[str]:
         """What failed and was never raised, in words."""
-        return [str(self._failures[each]) for each in self._unseen]
+        return [str(self._raised(each)) for each in list(self._unseen)]
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind == "poison":
@@ -329,7 +332,12 @@ class Session:
         for noted in (self._unseen, self._alone):
             if poison in noted:
                 noted.remove(poison)
-        known = self._failures[poison]
+        known = self._failures.get(poison)
+        if known is None:
+            name = f"node{self.index}"
+            return RemoteOpError(
+                f"node {self.index}: an operation failed so long ago that its text is gone", name
+            )
         text = f"{known} ({more} more failed after it)" if more else str(known)
         return RemoteOpError(text, known.worker, known.traceback, known.line)
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+from importlib import import_module
 
 from .. import rpc
 from ..errors import LaunchError, UnknownWorker
@@ -43,6 +44,7 @@ class Workers:
                 arguments = [node_name(index), server.url, str(threads)]
                 command = [sys.executable, "-m", "shoal.controller.worker", *arguments]
                 self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment))
+            import_module(".prediction", __package__)  # it takes a second, as their start does
             self.agent = rpc.join(MASTER, url=server.url, secret=secret)
             self._stack.callback(self.agent.close, graceful=False)
             deadline = Deadline(timeout)
