@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -95,3 +96,39 @@ def cannot_start(tell: Connection) -> None:
         shoal.init_master_worker(workers=1)
     except shoal.LaunchError as error:
         tell.send(str(error))
+
+
+def is_interrupted(tell: Connection) -> None:
+    """Press Ctrl-C again and again while operations are issued and waited for."""
+    master = shoal.init_master_worker(workers=1)
+    x = torch.ones(3, device="node:0")
+    armed: list[bool] = []
+    done = threading.Event()
+
+    def interrupt(*signalled: object) -> None:
+        if armed:
+            armed.clear()  # the next one waits until this one was caught
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        while not done.wait(random.uniform(0, 0.005)):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, interrupt)
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    for _ in range(300):
+        try:
+            armed.append(True)
+            while True:
+                y = (x * 1.5).reshape(3, 1)
+                if random.random() < 0.1:
+                    y.tolist()
+        except KeyboardInterrupt:
+            assert not armed
+    done.set()
+    pressing.join()
+    tell.send((x * 1.5).tolist())
+    master.synchronize()
+    master.close()
+    tell.send("done")

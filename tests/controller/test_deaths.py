@@ -110,5 +110,11 @@ def test_a_process_may_be_a_master_again_and_end_without_closing(start: Start) -
     _wait_until_gone(nodes)
 
 
+def test_an_interrupt_ends_a_wait_and_never_the_queue(start: Start) -> None:
+    program = start(masters.is_interrupted)
+    assert program.told() == [1.5] * 3
+    assert program.told() == "done"
+
+
 def test_a_node_that_cannot_start_is_told(start: Start) -> None:
     assert "the process of node 0 ended with 1 before it joined" in start(masters.cannot_start).told()

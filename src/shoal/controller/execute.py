@@ -6,6 +6,7 @@ place of its results, and whatever is computed of poison is the same poison: the
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from array import array
 from collections.abc import Callable, Sequence
@@ -255,7 +256,7 @@ class Tensors:
         }
 
     def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        self.define(Definition(*self._payloads[a[p + 1]]))
+        self.define(Definition(*pickle.loads(self._payloads[a[p + 1]])))
 
     def _forget_calls(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         for number in self._definitions:
@@ -284,7 +285,7 @@ class Tensors:
             torch.default_generator.set_state(state)
 
     def _ask(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        operator, args, kwargs = self._payloads[a[p + 1]]
+        operator, args, kwargs = pickle.loads(self._payloads[a[p + 1]])
         operands: list[Any] = []
         given = [self._given(each, operands) for each in args]
         keyed = {name: self._given(each, operands) for name, each in kwargs.items()}

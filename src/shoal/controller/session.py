@@ -7,6 +7,7 @@ order.  So an id is free for another tensor as soon as its FREE is in the log.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from array import array
@@ -19,6 +20,7 @@ import torch
 from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
 from ..future import Future
 from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, STATE, Failure, Template
+from .interrupts import undisturbed
 from .issuing import Line, issuing_line, shown
 
 #: commands that are sent without waiting for the node to become idle
@@ -32,7 +34,7 @@ DELAY = 0.001
 #: failures whose texts are kept
 FAILURES = 1000
 #: how often it is looked whether the node has become idle, in commands
-_LOOK = 16
+_LOOK = 32
 
 #: sends a batch: number, numbers, scalars, high, payloads
 Send = Callable[[int, bytes, bytes, int, list[Any]], Future[Any]]
@@ -107,18 +109,23 @@ class Session:
             raise self.lost
         if self.freed:
             self._free()
-        numbers = self._numbers
-        numbers.append(number)
-        if ids:
-            numbers.fromlist(ids)
-        made = []
-        for _ in range(results):
-            id = self._ids.pop() if self._ids else self._new_id()
-            numbers.append(id)
-            made.append(id)
-        if scalars:
-            self._scalars.fromlist(scalars)
-        self._lines.append(issuing_line())
+        numbers, values, lines = self._numbers, self._scalars, self._lines
+        before = len(numbers), len(values), len(lines)
+        try:
+            numbers.append(number)
+            if ids:
+                numbers.fromlist(ids)
+            made = []
+            for _ in range(results):
+                id = self._ids.pop() if self._ids else self._new_id()
+                numbers.append(id)
+                made.append(id)
+            if scalars:
+                values.fromlist(scalars)
+            lines.append(issuing_line())
+        except BaseException:  # a Ctrl-C leaves no half of a command
+            del numbers[before[0] :], values[before[1] :], lines[before[2] :]
+            raise
         self.issued += 1
         self._appended()
         return made
@@ -138,8 +145,8 @@ class Session:
         return self._ids.pop() if self._ids else self._new_id()
 
     def define(self, definition: tuple[Any, ...]) -> None:
-        """Tell the node of a call."""
-        self._command(DEFINE, self._payload(definition))
+        """Tell the node of a call; raises what pickling raises before anything is in the log."""
+        self._command(DEFINE, self._payload(pickle.dumps(definition)))
 
     def forget(self) -> None:
         """Forget all interned calls, here and there."""
@@ -172,11 +179,12 @@ class Session:
 
     def _free(self) -> None:
         while self.freed:
-            id = self.freed.popleft()
-            self._numbers.append(FREE)
-            self._numbers.append(id)
-            self._ids.append(id)
+            id = self.freed[0]
+            self._numbers.fromlist([FREE, id])
+            # A Ctrl-C in between frees it once more, which does nothing.
             self._size += 1
+            self.freed.popleft()
+            self._ids.append(id)
 
     def _appended(self) -> None:
         size = self._size = self._size + 1
@@ -207,6 +215,10 @@ class Session:
 
     def flush(self) -> Batch | None:
         """Send what is in the log; the last batch that was sent and not replied."""
+        undisturbed(self._flush)
+        return self._batches[-1] if self._batches else None
+
+    def _flush(self) -> None:
         if self.freed:
             self._free()
         if self._size and self.lost is None:
@@ -217,7 +229,6 @@ class Session:
             self._ahead += self._size
             self._numbers, self._scalars, self._payloads = array("I"), array("d"), []
             self._lines, self._size = [], 0
-        return self._batches[-1] if self._batches else None
 
     def reap(self) -> None:
         """Take in the replies that have come."""
@@ -265,8 +276,9 @@ class Session:
 
     def ask(self, operator: str, args: list[Template], kwargs: dict[str, Template]) -> Any:
         """Run an operator now; what it gives, with metadata in the place of tensors."""
+        question = pickle.dumps((operator, args, kwargs))
         with self.lock:
-            return self.ask_all([(ASK, self._payload((operator, args, kwargs)))])[0]
+            return self.ask_all([(ASK, self._payload(question))])[0]
 
     def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor | None:
         """The state of the node's random generator, or set it."""
