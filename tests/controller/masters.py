@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,8 +106,9 @@ def is_interrupted(tell: Connection) -> None:
     armed: list[bool] = []
     done = threading.Event()
 
-    def interrupt(*signalled: object) -> None:
-        if armed:
+    def interrupt(signalled: int, frame: FrameType | None) -> None:
+        # Python drops what is raised in a finalizer.
+        if armed and frame is not None and frame.f_code.co_name != "__del__":
             armed.clear()  # the next one waits until this one was caught
             raise KeyboardInterrupt
 

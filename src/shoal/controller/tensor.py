@@ -41,7 +41,10 @@ class Handle:
         self.metadata = metadata
 
     def __del__(self) -> None:
-        self.session.freed.append(self.id)  # in whatever thread the garbage collector runs: nothing else
+        try:  # in whatever thread the garbage collector runs: nothing else
+            self.session.freed.append(self.id)
+        except AttributeError:  # a Ctrl-C ended its making
+            pass
 
 
 class RemoteTensor(torch.Tensor):
