@@ -41,7 +41,7 @@ class Handle:
         self.metadata = metadata
 
     def __del__(self) -> None:
-        try:  # in whatever thread the garbage collector runs: nothing else
+        try:  # noqa: SIM105  # in whatever thread the garbage collector runs: nothing else
             self.session.freed.append(self.id)
         except AttributeError:  # a Ctrl-C ended its making
             pass
