@@ -1,8 +1,7 @@
 """Programs on several ranks, told what ``shoal run`` tells them, in processes that have torch already.
 
 Starting Python and importing torch takes a rank seconds; a fork of the fork server has both.  Programs that
-use Gloo are not for this: one was seen that never ended, perhaps because a thread of Gloo that lets go of its
-group last waits for itself.
+use Gloo are not for this: a script that drops DistributedDataParallel last may hang at its end.
 """
 
 from __future__ import annotations
