@@ -73,10 +73,11 @@ def names() -> dict[str, list[str]]:
     found = {module: [f"shoal.{name}" for name in names] for module, names in top.items()}
     for module in ("parallel.hooks", "distributed", "rpc", "controller", "testing"):
         path = PACKAGE / module.replace(".", "/") / "__init__.py"
-        found[module] = [
+        above = found.get(module, [])
+        found[module] = above + [
             f"shoal.{module}.{name}"
             for name in _assigned(path, "__all__")
-            if name not in _taken_from_above(path)
+            if name not in _taken_from_above(path) and f"shoal.{name}" not in above
         ]
     return found
 
