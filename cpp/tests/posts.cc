@@ -159,7 +159,7 @@ class Station {
           post->send(peer, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
           continue;
         }
-        const auto place = post->hold(peer, kOrdered, 0, false, true);
+        const auto place = post->hold(peer, kOrdered, 0, false, true, {});
         held.push_back([=, this, says = std::array{says[0], says[1]}] {
           if (says[1] % 9 == 0)
             post->give_up(place, "its contents never came");
@@ -184,7 +184,7 @@ class Station {
       if (chance(random, 4)) {
         const std::uint64_t staged = head.size();
         const bool counted = post->await_room(peer, staged, now_ns() + patience, true);
-        call = post->hold(peer, fields.mailbox, now_ns() + patience, !counted, false);
+        call = post->hold(peer, fields.mailbox, now_ns() + patience, !counted, false, {});
         held.push_back([=, this, at = pick(random, 0, 9)] {
           if (at == 0)
             post->give_up(call, "its contents never came");
@@ -193,7 +193,7 @@ class Station {
           if (counted) post->unstage(peer, staged);
         });
       } else {
-        call = post->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room);
+        call = post->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room, {});
       }
       keep.reset();
       if (chance(random, 5)) call->announce(5);
