@@ -457,7 +457,7 @@ def play(scene: Callable[[Agent, Peer], None], a: Agent) -> None:
 
 def main() -> None:
     global runtime
-    logging.disable(logging.WARNING)  # of letters that were not sent: what is printed is read by line
+    logging.disable()  # a letter that was not sent is logged between the lines
     runtime = make_device()
     lend = runtime.host_memory
 
