@@ -321,7 +321,7 @@ class WorkerLost(RpcError, PeerLost):
 
 
 class NodeLost(PeerLost):
-    """A node of the master-worker mode died, or the connection to it broke.
+    """A node of the master-worker mode died, the connection to it broke, or its master was closed.
 
     Attributes:
         worker: its name.

@@ -161,6 +161,8 @@ def test_tensors_of_two_places_are_refused_with_the_remedy(master: Master) -> No
         x + torch.ones(3)
     with pytest.raises(shoal.DeviceMismatch):
         torch.add(x, 1, out=torch.empty(3))
+    with pytest.raises(shoal.DeviceMismatch, match=r"sparse_coo.*\.to_dense\(\)\.to\('node:0'\)"):
+        x + torch.ones(3).to_sparse()
 
 
 def test_a_node_that_is_not_there_is_refused(master: Master) -> None:

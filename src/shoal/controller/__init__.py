@@ -1,8 +1,10 @@
 """The master-worker mode: one script drives tensors on many nodes, asynchronously, as a device of torch.
 
-master = shoal.init_master_worker(workers=4)
-x = torch.full((20, 20), 4.0, device="node:0")
-print((x + 1).sum().item())
+    master = shoal.init_master_worker(workers=4)
+    x = torch.full((20, 20), 4.0, device="node:0")
+    print((x + 1).sum().item())
+
+``docs/controller.md`` has more.
 """
 
 from .master import Master, init_master_worker

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceMismatch, UnsupportedOperation
+from ..errors import DeviceMismatch
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
 from .calls import ASKED, Call, asked, collect, intern, templates
@@ -121,7 +121,7 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     """Arguments in which the master's numbers, tensors of no dimension, are on the node of the others.
 
     Raises:
-        DeviceMismatch: others of its tensors are among them.
+        DeviceMismatch: other tensors of the master, or sparse ones, are among them.
     """
     session = next(
         (each.handle.session for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None
@@ -138,7 +138,10 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
         if not isinstance(value, torch.Tensor) or type(value) is RemoteTensor:
             return value
         if value.layout != torch.strided:
-            raise UnsupportedOperation(f"{op.name}: {name} is {value.layout}: nodes hold dense tensors")
+            raise DeviceMismatch(
+                f"{op.name}: {name} is {value.layout} on {value.device}, and nodes hold dense tensors: use "
+                f".to_dense().to({str(session.device)!r})"
+            )
         # Numbers of the master may take part, and its indices may choose, as with every device of torch.
         alien = (value.dim() and name != "indices") or name in written
         if alien or value.device.type != "cpu":

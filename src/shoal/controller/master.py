@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import NodeLost, UsageError
 from ..keywords import checked_count, checked_seconds
 from . import current, device, node
 from .naming import node_name
@@ -122,7 +122,7 @@ class Master:
                 session.seed(seed)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
-        """Call ``fn(index)`` when a node died."""
+        """Call ``fn(index)`` once when a node has died or cannot be reached any more, in another thread."""
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called when a node is lost")
         self._on_lost.append(fn)
@@ -133,7 +133,7 @@ class Master:
             return [session.stats() for session in self._sessions]
 
     def close(self) -> None:
-        """End the nodes, which get some seconds for what was issued; their tensors are gone.
+        """End the nodes, which get some seconds for what was issued; using their tensors raises NodeLost.
 
         Warns of operations that failed and whose errors were never raised.
         """
@@ -148,7 +148,8 @@ class Master:
             session.finish(_PATIENCE)
         unseen = [text for session in self._sessions for text in session.unseen()]
         for session in self._sessions:
-            session.close(UsageError(f"node {session.index} is closed: its master was"))
+            why = f"node {session.index} is closed: its master was"
+            session.close(NodeLost(why, node_name(session.index), (session.index,)))
         self._workers.close()
         if unseen:
             warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
