@@ -25,3 +25,6 @@ EXCEPTIONS = {
     "to": "the sample moves the tensor to the CPU",
     "to_sparse": _SPARSE,
 }
+
+#: the entries of ``module_db``, likewise
+MODULES = {"nn.LinearCrossEntropyLoss": _CUSTOM}

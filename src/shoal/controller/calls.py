@@ -13,7 +13,7 @@ import torch
 
 from ..errors import DeviceMismatch, UnsupportedOperation
 from .commands import FIRST, Definition, Template
-from .metadata import metadata
+from .metadata import Told, metadata
 from .operators import Operator
 from .session import Session
 from .tensor import RemoteTensor
@@ -195,7 +195,10 @@ def intern(
         if len(session.calls) >= LIMIT:
             session.forget()
         call = Call(FIRST + len(session.calls), session.device, predicted)
-        expected = [each.told for each in call.results] + [each.told for _, each in call.mutated]
+        expected: list[Told | None] = [each.told for each in call.results]
+        if op.opaque is not None:
+            expected[op.opaque] = None
+        expected += [each.told for _, each in call.mutated]
         definition = Definition(
             call.number, op.name, given, named, len(operands), predicted.paths, expected,
             list(predicted.mutated), op.aliasing,

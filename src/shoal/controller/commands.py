@@ -50,7 +50,7 @@ class Definition(NamedTuple):
         args, kwargs: templates.
         operands: how many tensors it takes.
         results: where the new tensors are in what the operator returns, a path of indices each.
-        expected: metadata of the results.
+        expected: metadata of the results; None: only the operator's backward looks at it.
         mutated: the operands whose own metadata it changes: they get new ids, after those of the results.
         aliasing: whether results share memory with operands.
     """
@@ -61,7 +61,7 @@ class Definition(NamedTuple):
     kwargs: dict[str, Template]
     operands: int
     results: list[tuple[int, ...]]
-    expected: list[Told]
+    expected: list[Told | None]
     mutated: list[int]
     aliasing: bool
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedOperation
-from . import current
+from . import composite, current
 from .autograd import wrap_engine
 from .dispatch import dispatch
 from .operators import fused_on_nodes, named
@@ -117,6 +117,10 @@ def _run(name: str, *args: Any, **kwargs: Any) -> Any:
     return dispatch(named(name), args, kwargs)
 
 
+def _composed(name: str, *args: Any, **kwargs: Any) -> Any:
+    return composite.run(named(f"aten::{name}"), args, kwargs)
+
+
 def _index(device: object) -> int:
     if isinstance(device, int):
         return device
@@ -145,15 +149,15 @@ def register() -> None:
                 f"this process has the device {named!r} already, and torch has room for one such device: "
                 "nodes need a process without it"
             )
-        from . import recurrent, transfer
-
-        del recurrent  # its import says what its operators do
+        from . import transfer
 
         _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         kernels.impl("_copy_from", transfer.copy_from, "PrivateUse1")
+        for name in composite.NAMES:
+            kernels.impl(name, partial(_composed, name), "AutogradPrivateUse1")
         for name in fused_on_nodes():
             kernels.impl(name, partial(_run, name), "PrivateUse1")
         _libraries.extend((fallback, kernels))

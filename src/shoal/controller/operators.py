@@ -12,6 +12,8 @@ _NUMERIC = {"number", "float", "Optional[number]", "Optional[float]"}
 _NUMERIC_LISTS = {"List[number]"}
 #: operators whose results have a shape that depends on such a value
 _SHAPED = ("aten::arange", "aten::range")
+#: the position of a result that only the operator's backward reads: scratch memory of the kernel
+_OPAQUE = {"aten::mkldnn_rnn_layer": 3}
 
 #: func, args, kwargs -> result
 Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -25,16 +27,18 @@ class Operator:
         name: ``aten::add.Tensor``.
         numeric: positions and names of the arguments whose numbers travel as operands.
         special: does it in the place of a call to the node; None: nothing does.
+        opaque: position of the result that only its backward reads, of a form that only the node knows.
         aliasing: whether results may share memory with operands.
         written: position of the argument that it writes to and returns; None: it returns something else.
     """
 
-    __slots__ = ("aliasing", "func", "name", "numeric", "numeric_lists", "special", "written")
+    __slots__ = ("aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "special", "written")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
         self.name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        self.opaque = _OPAQUE.get(self.name)
         shaped = schema.name.startswith(_SHAPED)
         arguments = list(enumerate(schema.arguments))
         self.numeric = frozenset(

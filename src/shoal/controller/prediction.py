@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +29,13 @@ _ASK = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     NotImplementedError,
+)
+#: operators of which torch's metadata is wrong: the loss of one sample, and weights that are not needed
+_MISTAKEN = frozenset(
+    {
+        torch.ops.aten.multilabel_margin_loss_forward.default,
+        torch.ops.aten._native_multi_head_attention.default,
+    }
 )
 
 
@@ -60,6 +68,8 @@ def predict(
     Raises:
         Exception: what torch raises for such arguments.
     """
+    if operator in _MISTAKEN:
+        return None
     numbers = iter(scalars)
     with _mode():
         fakes = [_fake(each) for each in operands]
@@ -76,15 +86,13 @@ def predict(
                 return [given(each) for each in template[1]]
             return torch.device("cpu") if kind == "device" else template[1]
 
-        _predicting.now = True
         try:
-            result = operator(
-                *[given(each) for each in args], **{name: given(each) for name, each in kwargs.items()}
-            )
+            with quiet():
+                result = operator(
+                    *[given(each) for each in args], **{name: given(each) for name, each in kwargs.items()}
+                )
         except _ASK:
             return None
-        finally:
-            _predicting.now = False
         results: list[Told] = []
         paths: list[tuple[int, ...]] = []
 
@@ -112,6 +120,16 @@ def predict(
             if told(fake) != known.told
         }
         return Prediction(shape, results, paths, mutated)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let torch log nothing of shapes that do not fit in this thread."""
+    _predicting.now = True
+    try:
+        yield
+    finally:
+        _predicting.now = False
 
 
 class _Quiet(logging.Filter):

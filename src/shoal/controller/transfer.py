@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UsageError
 from . import current
 from .dispatch import dispatch, upload
 from .operators import special
@@ -64,6 +65,15 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The copy of which torch's C++ asks where one side is a node."""
+    """The copy of which torch's C++ asks where one side is a node.
+
+    Raises:
+        UsageError: the source is a parameter of a lazy module, which knows its shape after its first input.
+    """
+    if torch.nn.parameter.is_lazy(source):
+        raise UsageError(
+            f"a parameter that is not initialized yet cannot move to {to.device}: give the lazy module one "
+            "input here first"
+        )
     dispatch(torch.ops.aten.copy_.default, (to, source), {})
     return to

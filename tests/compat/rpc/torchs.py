@@ -12,7 +12,6 @@ import functools
 import io
 import logging
 import sys
-import types
 import unittest
 import warnings
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 import shoal.compat.rpc
 from tests.compat.rank import Context
+from tests.support.torch_tables import stand_in
 
 #: the classes of torch's that hold tests, and the modules that they lie in
 SUITES = {
@@ -36,7 +36,7 @@ RANKS = 4
 @functools.cache
 def suite(name: str) -> type[Any]:
     """One of torch's classes of tests, over shoal."""
-    _stand_in()
+    stand_in()
     shoal.compat.rpc.install()
     from importlib import import_module
 
@@ -119,13 +119,3 @@ def _forget() -> None:
 @functools.cache
 def _foo_add(module: Any) -> Any:
     return module.foo_add
-
-
-def _stand_in() -> None:
-    """Let torch's tests find ``expecttest``, of which they need here that there is a class."""
-    try:
-        import expecttest  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-    except ImportError:
-        module = types.ModuleType("expecttest")
-        module.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = module
