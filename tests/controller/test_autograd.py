@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal import UnsupportedOperation
 from shoal.controller import Master
 
 NODE = "node:1"
@@ -109,3 +110,18 @@ def test_inference_mode_gives_the_same(master: Master) -> None:
     with torch.inference_mode():
         got = layer(x.to(NODE)).reshape(-1).cpu()
     assert torch.equal(got, want.detach().reshape(-1))
+
+
+def test_an_error_of_an_operation_leaves_a_backward_pass(master: Master) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True).to(NODE)
+    loss = embedding(torch.tensor([1, 2], device=NODE)).sum()
+    for run in (
+        lambda: loss.backward(retain_graph=True),
+        lambda: torch.autograd.grad(loss, embedding.weight),
+    ):
+        with pytest.raises(UnsupportedOperation, match="nodes hold dense tensors"):
+            run()
+    x = torch.ones(2, device=NODE, requires_grad=True)
+    (x * 3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-#: has ``prepared`` in threads that were
+#: has ``prepared`` in threads that were, and the ``error`` that ended a backward pass
 of_thread = threading.local()
 
 
@@ -22,6 +23,26 @@ def prepare_thread() -> None:
     of_thread.prepared = True
 
 
+class DeviceGuard(torch._C._acc.DeviceGuard):
+    """What torch asks of the device.
+
+    It asks also while an error of an operation leaves a backward pass, and aborts the process if Python
+    answers with that error pending: it is kept aside here, and the backward pass raises it.
+    """
+
+    def type_(self) -> Any:
+        """Which device it is."""
+        try:
+            _raise_pending()
+        except BaseException as error:
+            of_thread.error = error
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+#: any function of Python's, called so: ctypes raises an error that is pending after it
+_raise_pending = ctypes.pythonapi.PyErr_Occurred
+
+
 def wrap_engine(in_use: Callable[[], bool]) -> None:
     """Prepare threads that begin a backward pass: that may be the first that one does."""
     engine: Any = torch.autograd.graph._engine_run_backward
@@ -29,7 +50,15 @@ def wrap_engine(in_use: Callable[[], bool]) -> None:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if in_use():
             prepare_thread()
-        return engine(*args, **kwargs)
+        of_thread.error = None
+        try:
+            return engine(*args, **kwargs)
+        except SystemError:
+            if of_thread.error is not None:
+                raise of_thread.error from None
+            raise
+        finally:
+            of_thread.error = None
 
     torch.autograd.graph._engine_run_backward = run_backward
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]

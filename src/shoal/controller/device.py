@@ -12,7 +12,7 @@ import torch
 
 from ..errors import UnsupportedOperation
 from . import composite, current
-from .autograd import wrap_engine
+from .autograd import DeviceGuard, wrap_engine
 from .dispatch import dispatch
 from .operators import fused_on_nodes, named
 
@@ -151,7 +151,7 @@ def register() -> None:
             )
         from . import transfer
 
-        _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks())
+        _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks(), DeviceGuard())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
