@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .dispatch import mismatch
 from .operators import special
 from .prediction import quiet
 
@@ -129,6 +130,7 @@ def _alone() -> Iterator[None]:
         temporarily_clear_interpreter_stack(),
         torch.inference_mode(False),
         torch.set_grad_enabled(differentiating),
+        torch.autocast("cpu", enabled=False),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
@@ -150,7 +152,7 @@ def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recordin
 
     with _alone():
         args, kwargs = tree_map(fake, (tuple(args), kwargs))
-        given = [each for each in _tensors((args, kwargs)) if type(each) is not Tensor]
+        given = [each for each in _tensors((args, kwargs)) if isinstance(each, FakeTensor)]
         recorder = _Recorder(given)
         with recorder:
             result = func(*args, **kwargs)
@@ -166,6 +168,7 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Record
         torch.is_grad_enabled(),
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
         torch._C._get_mkldnn_enabled(),
     )
     key = func, _described(args), _described(list(kwargs.items())), settings
@@ -183,10 +186,20 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Record
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator as the node's device does it."""
-    recording = _recorded(func, args, kwargs)
+    """Compute an operator as the node's device does it.
+
+    Raises:
+        DeviceMismatch: some of its tensors are here; numbers and the lengths of sequences may be.
+        Exception: what torch raises for such arguments.
+    """
     given = [each for each in _tensors((tuple(args), kwargs)) if each.device.type != "cpu"]
     device = given[0].device
+    named = *zip([a.name for a in func._schema.arguments], args, strict=False), *kwargs.items()
+    for name, value in named:
+        for each in _tensors(value):
+            if each.device.type != device.type and each.dim() and name != "batch_sizes":
+                raise mismatch(func._schema.name, name, each, device)
+    recording = _recorded(func, args, kwargs)
     values: list[Any] = given + [None] * (recording.size - len(given))
 
     def fill(each: Any) -> Any:

@@ -145,17 +145,22 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
         # Numbers of the master may take part, and its indices may choose, as with every device of torch.
         alien = (value.dim() and name != "indices") or name in written
         if alien or value.device.type != "cpu":
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise DeviceMismatch(
-                f"{op.name}: {name} is {dtype}{list(value.shape)} on {value.device}, and other tensors are "
-                f"on {session.device}: move them to one device, with .to({str(session.device)!r}) or .cpu()"
-            )
+            raise mismatch(op.name, name, value, session.device)
         return upload(session, value)
 
     names = [a.name for a in op.func._schema.arguments]
     return (
         [brought(each, names[i]) for i, each in enumerate(args)],
         {name: brought(each, name) for name, each in kwargs.items()},
+    )
+
+
+def mismatch(operator: str, name: str, value: torch.Tensor, device: torch.device) -> DeviceMismatch:
+    """What an operator is told whose argument of this name is elsewhere than its other tensors."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return DeviceMismatch(
+        f"{operator}: {name} is {dtype}{list(value.shape)} on {value.device}, and other tensors are "
+        f"on {device}: move them to one device, with .to({str(device)!r}) or .cpu()"
     )
 
 
