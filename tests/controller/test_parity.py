@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import types
-import unittest
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import shoal
 from shoal.controller import Master, RemoteTensor
 from tests.controller.exceptions import EXCEPTIONS
+from tests.support.torch_tables import stand_in
 
 NODE = "node:0"
 #: how many parts the sweep is cut into; `make test` runs one
@@ -24,13 +22,7 @@ PARTS = 6
 
 
 def _op_db() -> list[Any]:
-    """Torch's table of operators with samples; it imports ``expecttest``, and needs no more than its name."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:
-        module = types.ModuleType("expecttest")
-        module.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = module
+    stand_in()
     from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db  # type: ignore[no-any-return]
