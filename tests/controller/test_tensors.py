@@ -241,3 +241,14 @@ def test_the_device_module_tells_of_the_nodes(master: Master) -> None:
 def test_a_second_master_is_refused(master: Master) -> None:
     with pytest.raises(shoal.UsageError, match="a master already"):
         shoal.init_master_worker(workers=1)
+
+
+def test_a_view_may_reach_all_of_its_storage_as_here(master: Master) -> None:
+    for device in ("cpu", NODE):
+        view = torch.arange(20.0, device=device)[:4]
+        assert view.as_strided((2, 2), (1, 2), 10).tolist() == [[10, 12], [11, 13]]
+        view.as_strided_((2, 3), (3, 1), 2)
+        assert view.tolist() == [[2, 3, 4], [5, 6, 7]]
+    beyond = torch.ones(4, device=NODE).as_strided((3,), (1,), 30)
+    with pytest.raises(shoal.RemoteOpError, match="out of bounds"):
+        beyond.tolist()

@@ -37,6 +37,10 @@ _MISTAKEN = frozenset(
         torch.ops.aten._native_multi_head_attention.default,
     }
 )
+#: operators whose results may be anywhere in the storage: whether they leave it, only its node knows
+_ANYWHERE = frozenset({torch.ops.aten.as_strided, torch.ops.aten.as_strided_})
+#: bytes of a storage that none is larger than
+_LARGEST = 2**60
 
 
 class Prediction(NamedTuple):
@@ -72,7 +76,8 @@ def predict(
         return None
     numbers = iter(scalars)
     with _mode():
-        fakes = [_fake(each) for each in operands]
+        anywhere = operator.overloadpacket in _ANYWHERE
+        fakes = [_fake(each, anywhere) for each in operands]
         left = iter(fakes)
 
         def given(template: Template) -> Any:
@@ -148,16 +153,18 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _fake(known: Metadata) -> torch.Tensor:
+def _fake(known: Metadata, anywhere: bool) -> torch.Tensor:
+    """A tensor of this metadata; ``anywhere``: in a storage that no view leaves."""
     if 0 in known.shape:
         reach = 0
     else:
         reach = sum((n - 1) * s for n, s in zip(known.shape, known.stride, strict=True)) + 1
-    if not known.offset and reach <= _numel(known.shape):
+    if not anywhere and not known.offset and reach <= _numel(known.shape):
         made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="cpu")
     else:
         # A view's storage is larger than what the view shows; how large, only its node knows.
-        base = torch.empty(known.offset + reach, dtype=known.dtype, device="cpu")
+        size = _LARGEST // known.dtype.itemsize if anywhere else known.offset + reach
+        base = torch.empty(size, dtype=known.dtype, device="cpu")
         made = base.as_strided(known.shape, known.stride, known.offset)
     if known.lazy:
         torch._C._set_conj(made, known.conj)
