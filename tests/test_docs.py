@@ -121,6 +121,18 @@ def test_every_program_on_the_pages_runs_on_two_ranks(program: str, tmp_path: Pa
     run_program(script, 2, folder=tmp_path)
 
 
+def test_the_tests_on_the_page_about_tests_pass(tmp_path: Path) -> None:
+    *programs, counts = _programs("docs/testing.md")
+    for number, program in enumerate([*programs, programs[0] + counts]):
+        (tmp_path / f"test_{number}.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "5 passed" in result.stdout, result.stdout + result.stderr
+
+
 def _tree(error: type[Exception], indent: str = "") -> list[str]:
     """The subclasses of ``error`` in the order of errors.py, drawn as ``tree`` draws folders."""
     children = [child for child in error.__subclasses__() if child.__module__ == shoal.errors.__name__]

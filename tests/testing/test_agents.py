@@ -33,6 +33,11 @@ def fail(agent: Agent) -> None:
     raise KeyError("a bad day")
 
 
+def fail_when_closed(agent: Agent) -> None:
+    agent.serve()
+    fail(agent)
+
+
 def fail_when_called(agent: Agent) -> None:
     while not agent.stats()["handled"]:
         time.sleep(0.001)
@@ -230,3 +235,9 @@ def test_what_only_processes_can_is_refused_for_threads() -> None:
         workers.start("b")
         with pytest.raises(UsageError, match="worker 'b' is a process already"):
             workers.start("b")
+
+
+def test_a_function_that_still_runs_at_the_end_of_the_block_is_cut_off_in_silence() -> None:
+    with no_leaks(), Agents() as workers:
+        workers.run("a", fail_when_closed)
+        workers.start("b", fail_when_closed)

@@ -80,16 +80,19 @@ class Agents:
             workers.kill("ps")
             assert workers.outcome("ps").exitcode == -signal.SIGKILL
 
-    Workers stay until the end of the block, also when their function has returned; then processes are killed,
-    and agents are closed.  One whose function raises closes its agent at once, as after a crash; the block
-    raises what nobody has asked the outcome of.
+    A worker serves calls until the end of the block, also when its function has returned; then processes are
+    killed, and agents are closed.  A worker whose function raises closes its agent at once, as after a crash.
+
+    The end of the block does not wait for functions.  It raises the exceptions of those that have failed by
+    then and whose outcome nobody asked for; it cuts off those that still run, and says nothing of them.
+    So ask for the :meth:`outcome` of each function that has to succeed.
 
     Args:
-        timeout: seconds that an outcome is waited for; then the stacks of the worker are the outcome.
+        timeout: seconds until an outcome that is waited for is given up; it then has the worker's stacks.
 
     Attributes:
         url, secret: where the workers meet, for others that join.
-        store: what is there.
+        store: a client of the store at ``url``.
         pids: process id of each worker that is a process.
     """
 
@@ -114,11 +117,14 @@ class Agents:
         return agent
 
     def run(self, name: str, fn: Callable[..., Any], *args: Any, **settings: Any) -> Agent:
-        """Call ``fn(agent, *args)`` in a thread of this process, with an agent of its own; the agent.
+        """Call ``fn(agent, *args)`` in a thread of this process, with an agent of its own.
 
         Args:
             name: of the worker.
             settings: of ``shoal.rpc.join``.
+
+        Returns:
+            The agent, at once; :meth:`outcome` waits for what ``fn`` returns.
         """
         agent = self.join(name, **settings)
         self._workers[name] = _Thread(agent, fn, args)
@@ -133,7 +139,7 @@ class Agents:
         prepare: Callable[[], None] | None = None,
         **settings: Any,
     ) -> int:
-        """Start a worker that is a process, in some milliseconds; its process id.
+        """Start a worker that is a process, which takes some milliseconds; returns its process id.
 
         Args:
             name: of the worker; one that has died may be started again.
@@ -158,11 +164,11 @@ class Agents:
     # -- what becomes of them ------------------------------------------------------------------
 
     def outcome(self, name: str) -> Outcome:
-        """Wait until a worker's function has returned, or its process ended; one that is late is killed.
+        """Wait until a worker's function has returned or raised, or its process ended; kill a late process.
 
         Returns:
-            what came of it: its ``worker`` is the name.  A process without a function has no ``value`` but an
-            ``exitcode``.
+            what became of the function; ``worker`` is the name.  A process without a function has an
+            ``exitcode`` and no ``value``.
         """
         self._asked.add(name)
         found = self._workers.get(name)
@@ -173,16 +179,16 @@ class Agents:
         return found.outcome(Deadline(self._timeout))
 
     def outcomes(self) -> dict[str, Outcome]:
-        """The outcomes of all workers that have a function, by name.
+        """Wait for the outcomes of all workers that have a function, and return them by name.
 
-        Once one of them has failed the others get five seconds more: they may wait for it.
+        Once one function has failed the others get five seconds more, because they may wait for it.
         """
         working = {name: worker for name, worker in self._workers.items() if worker.works}
         self._asked.update(working)
-        deadline, failed = Deadline(self._timeout), False
+        deadline, hurried = Deadline(self._timeout), False
         while not deadline.expired and not all(worker.has_ended() for worker in working.values()):
-            if not failed and any(worker.has_failed() for worker in working.values()):
-                deadline, failed = Deadline(min(_PATIENCE, deadline.remaining())), True
+            if not hurried and any(worker.has_failed() for worker in working.values()):
+                deadline, hurried = Deadline(min(_PATIENCE, deadline.remaining())), True
             time.sleep(_PAUSE)
         return {name: worker.outcome(Deadline(0.0)) for name, worker in working.items()}
 
@@ -233,7 +239,7 @@ class Agents:
     # -- what is left --------------------------------------------------------------------------
 
     def left(self) -> set[str]:
-        """What the workers have because of one another, in words: objects, references, calls."""
+        """Objects, references and calls that the workers keep for one another now, in words."""
         found = set()
         for agent in self._local.values():
             if not agent.closed:
@@ -291,7 +297,7 @@ class Agents:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None:
+            if error is None:  # another error of the test may be why these have failed
                 rest = [worker for name, worker in self._workers.items() if name not in self._asked]
                 ended = [worker.outcome(Deadline(0.0)) for worker in rest if worker.has_ended()]
                 values([outcome for outcome in ended if outcome.error is not None])

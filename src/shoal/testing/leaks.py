@@ -61,9 +61,9 @@ def inventory() -> set[str]:
 
 
 def left_at(agent: Agent) -> set[str]:
-    """What a worker has because of others, in words: objects, references, calls.
+    """Objects, references and calls that a worker keeps for others now, in words.
 
-    A call that is answered as this is asked counts.
+    A call whose reply is being sent counts too.
     """
     stats, name = agent.stats(), agent.name
     found = {f"worker {name!r} keeps {each}" for each in agent.leaks()}

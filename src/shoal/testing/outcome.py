@@ -17,7 +17,8 @@ from ..wording import counted
 class Outcome:
     """How one rank, or one worker of RPC, ended.
 
-    Exactly one of the four is the case when nothing else is set: ``value``.
+    ``value`` counts if ``error``, ``exitcode`` and ``stacks`` are all None; otherwise that one which is set
+    says why there is no value.
 
     Attributes:
         rank: which one; -1 for a worker.
@@ -25,8 +26,8 @@ class Outcome:
         error: the exception that it raised, or a RemoteError with its text if it cannot be pickled.
         traceback: the exception's traceback as text.
         exitcode: of a process that ended without reporting: its exit code, or minus the signal.
-        stacks: where a rank was that did not end before the deadline.
-        at: moment of the report on the monotonic clock; the smallest failed first.
+        stacks: the stacks of a rank or worker that did not end before the deadline.
+        at: moment of the report on the monotonic clock: the failure with the smallest came first.
         worker: its name; "" for a rank.
     """
 
