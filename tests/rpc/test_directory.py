@@ -115,12 +115,16 @@ def test_a_holder_that_leaves_while_it_is_judged_is_replaced(
 
 
 def test_an_unknown_name_lists_those_that_are_there(names: Directory, ended: str) -> None:
-    with pytest.raises(UnknownWorker, match=r"'me': nobody has joined as 'ps'; nobody is there"):
+    with pytest.raises(
+        UnknownWorker, match=r"'me': nobody has joined as 'ps', or it has left; nobody is there"
+    ):
         names.find("ps", 0.0, "me")
     for name in ("b", "a"):
         names.claim(worker(name))
     names.claim(worker("dead", process=ended))
-    with pytest.raises(UnknownWorker, match=r"nobody has joined as 'ps'; there are 'a', 'b'$"):
+    with pytest.raises(
+        UnknownWorker, match=r"nobody has joined as 'ps', or it has left; there are 'a', 'b'$"
+    ):
         names.find("ps", 0.0, "me")
 
 

@@ -221,7 +221,7 @@ class Agent:
         self._on_lost.append(fn)
 
     def stats(self) -> dict[str, int]:
-        """Counts of peers, calls, letters, bytes and threads that it holds, and of calls made by it."""
+        """Counts of peers, calls, letters, bytes and threads; ``docs/rpc.md`` says what each one means."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> Path:

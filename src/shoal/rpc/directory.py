@@ -153,12 +153,12 @@ class Directory:
             worker = None
         there = sorted(each.name for each in self.workers())
         what = (
-            f"nobody has joined as {name!r}"
+            f"nobody has joined as {name!r}{_within(timeout)}, or it has left"
             if worker is None
-            else f"{name!r} (process {worker.pid}) has ended and nobody took its place"
+            else f"{name!r} (process {worker.pid}) has ended and nobody took its place{_within(timeout)}"
         )
         raise UnknownWorker(
-            f"worker {me!r}: {what}{_within(timeout)}; "
+            f"worker {me!r}: {what}; "
             + (f"there are {', '.join(map(repr, there))}" if there else "nobody is there")
         )
 

@@ -55,8 +55,9 @@ def join(
         store: the store itself, which stays the caller's.
         secret: the job's; None: as for :func:`shoal.init`.
         timeout: seconds until a call without a timeout of its own fails; None: ``SHOAL_RPC_TIMEOUT``.
-        memory: most bytes of large parts (over 256 KiB) that have arrived and wait to be handled, and most
-            that are lent to workers of this host; None: ``SHOAL_RPC_MEMORY``.
+        memory: most bytes of large parts (over 256 KiB) that have arrived and wait to be handled, with the
+            memory that is kept for the next ones; and most that are lent to workers of this host.  None:
+            ``SHOAL_RPC_MEMORY``.
         handlers: how many calls may be served at once.
         serve: makes a restricted worker: functions that others may call by these names,
             ``peer.call("name", ...)``, and nothing else.  Arguments and results are plain values and tensors,

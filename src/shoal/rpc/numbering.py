@@ -60,9 +60,8 @@ class Sent:
     def __init__(self, in_use: Callable[[], list[int]]) -> None:
         self._in_use = in_use
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Callable[..., Any], _Entry] = (
-            OrderedDict()
-        )  # the last that was called last
+        #: in the order of their last calls, the oldest first
+        self._entries: OrderedDict[Callable[..., Any], _Entry] = OrderedDict()
         self._places: list[_Entry | None] = []
         self._free: list[int] = []
         self._posted = 0
@@ -74,8 +73,8 @@ class Sent:
         """The number of ``fn`` for a call, or for a post if the other end knows it; NONE if it gets none.
 
         Returns:
-            the number; whether the other end knows it; what to say ``over`` with when the call is made, or
-            could not be.  Then the number stays that of ``fn`` as long as ``in_use`` has it.
+            the number; whether the other end knows it; a ticket for :meth:`over`, due when the call has been
+            made or could not be.  From then on the number stays that of ``fn`` as long as ``in_use`` has it.
         """
         if type(fn) not in (FunctionType, BuiltinFunctionType, type) or "<" in fn.__qualname__:
             return NONE, False, 0
@@ -97,7 +96,7 @@ class Sent:
         return entry.number, entry.known, ticket
 
     def over(self, ticket: int) -> None:
-        """The call that has the number has been made, or could not be."""
+        """The call that :meth:`use` gave the ticket for has been made, or could not be."""
         self._making.pop(ticket, None)
 
     def answered(self, number: int) -> None:
