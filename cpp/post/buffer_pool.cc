@@ -77,7 +77,7 @@ void BufferPool::give_back(Buffer buffer) {
     others = beyond(open_ ? budget_->left() : 0);
     if (!idle_.empty() && tidy_at_ == kNever) {
       tidy_at_ = buffer.since + kWarm;
-      kept_();
+      first_kept_();
     }
   }
   unmap(others);
@@ -130,7 +130,7 @@ void BufferPool::close() {
   open_ = false;
   clear();  // who gives back at this moment either comes before it, or finds the pool closed
   std::lock_guard lock(mutex_);
-  kept_ = nullptr;
+  first_kept_ = nullptr;
 }
 
 }  // namespace shoal

@@ -21,25 +21,25 @@ namespace shoal {
 
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  // Buffers are kept as far as the budget has room for them.  `kept` is called when `tidy` was due never and
-  // is from then on; it must not block.
-  BufferPool(std::shared_ptr<Budget> budget, std::function<void()> kept)
-      : budget_(std::move(budget)), kept_(std::move(kept)) {}
+  // Buffers are kept as far as the budget has room for them.  `first_kept` is called when `tidy`
+  // becomes due because a buffer is kept, and was not due before; it must not block.
+  BufferPool(std::shared_ptr<Budget> budget, std::function<void()> first_kept)
+      : budget_(std::move(budget)), first_kept_(std::move(first_kept)) {}
   ~BufferPool();
 
-  // A buffer of at least so many bytes, whose content is anything; null if there is no memory.
+  // A buffer of at least so many bytes with any content; null if there is no memory.
   std::shared_ptr<std::byte> take(std::uint64_t bytes);
-  // Gives back to the system what nobody has wanted for long.
+  // Gives the buffers back to the system that nobody has wanted for some seconds.
   void tidy(std::int64_t now);
   // When `tidy` is due (ns); the largest number if nothing is kept.
   std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
   // Bytes that are kept.
   std::uint64_t kept();
-  // Keeps nothing of what it has.
+  // Gives all buffers that are kept back to the system.
   void clear();
-  // Keeps nothing from now on, and tells nobody.
+  // Gives all buffers back, now and from now on, and calls `first_kept` no more.
   void close();
-  // In a forked child, where the lock may be held for ever.
+  // Keeps nothing from now on; for a forked child, where the lock may be held for ever.
   void disown() { open_ = false; }
 
  private:
@@ -62,11 +62,11 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
   const std::shared_ptr<Budget> budget_;
-  std::function<void()> kept_;
+  std::function<void()> first_kept_;
   std::atomic<bool> open_{true};
   std::atomic<std::int64_t> tidy_at_{kNever};
   std::mutex mutex_;
-  Buffers idle_;  // the one that was let go of first is the first
+  Buffers idle_;  // in the order in which they were let go of
   std::uint64_t bytes_ = 0;
 };
 

@@ -26,7 +26,7 @@ namespace shoal {
 // The memory of a post that lends.
 class Lender : public std::enable_shared_from_this<Lender> {
  public:
-  // One block; who drops it before the peer was told of it takes it back.
+  // One block that is lent; taken back if it is destroyed before `sent()`, when the peer is told of it.
   class Loan {
    public:
     Loan(std::shared_ptr<Lender> lender, std::uint64_t place, std::uint64_t number)
@@ -49,18 +49,19 @@ class Lender : public std::enable_shared_from_this<Lender> {
   int fd() const { return arena_.fd(); }
   // A copy of the bytes for the peer; null if there is no room.
   std::unique_ptr<Loan> lend(int peer, const std::byte* data, std::uint64_t bytes);
-  // The connection to the peer has ended: what it has not taken returns.
+  // The connection to the peer has ended: blocks that it has not taken return.
   void lost(int peer);
-  // The process of the peer has ended: everything returns.
+  // The process of the peer has ended: all its blocks return.
   void ended(int peer);
+  // Whether the peer has blocks that have not returned.
   bool owes(int peer);
-  // Bytes that peers have, with their blocks.
+  // Bytes of all blocks that have not returned.
   std::uint64_t lent();
-  // Looks for what has come back, and gives pages that nobody needs to the system.
+  // Looks for blocks that have returned, and gives pages that nobody needs to the system.
   void tidy(std::int64_t now);
   // When `tidy` is due (ns); the largest number if nothing is lent or kept.
   std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
-  // The post has ended: nobody is told any more when `tidy` is due.
+  // The post has ended: `sooner` is called no more.
   void forget();
   void disown() { arena_.disown(); }
 
@@ -87,7 +88,7 @@ class Lender : public std::enable_shared_from_this<Lender> {
   std::atomic<std::int64_t> tidy_at_;
 };
 
-// The memory of a peer that lends.  What was taken from it keeps it.
+// The memory of a peer that lends.  It stays mapped as long as a part that was taken from it.
 class Borrowed : public std::enable_shared_from_this<Borrowed> {
  public:
   Borrowed(int fd, std::size_t length);

@@ -28,7 +28,7 @@ from .post import Call
 
 #: mailbox of what workers tell one another of their holds
 HOLDS = 1
-#: calls that nobody waits for, among which those that have ended are looked for when there are more
+#: so many calls whose futures are gone may wait to be looked at; more are looked through for ended ones
 _FEW = 256
 #: how often an owner is told of a hold whose connection is cut meanwhile
 _ATTEMPTS = 3
@@ -245,7 +245,7 @@ class References:
         return sum(each.created is not None and not each.created.done() for each in held)
 
     def standing(self) -> list[str]:
-        """What this worker has of others' objects, in words."""
+        """What this worker holds of others' objects, and keeps for replies on their way, in words."""
         with self.ledger.lock:
             held = [(ident, each.account.owner.name, each.objects) for ident, each in self._held.items()]
             pinned = sum(map(len, self._pinned.values()))
