@@ -41,6 +41,18 @@ def test_a_recording_follows_the_settings_of_attention(master: Master) -> None:
     assert not torch.equal(*results)
 
 
+def test_a_layer_gives_the_same_with_gradients_and_without(master: Master) -> None:
+    here, x = nn.LSTM(10, 20), torch.randn(4, 3, 10)
+    want = here(x)[0].detach()
+    with torch.no_grad():
+        inferred = here(x)[0]
+    there, x = here.to(NODE), x.to(NODE)
+    for _ in range(2):
+        assert torch.equal(there(x)[0].detach().cpu(), want)
+        with torch.no_grad():
+            assert torch.equal(there(x)[0].cpu(), inferred)
+
+
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.GRUCell])
 def test_weights_that_stayed_here_are_named(master: Master, make: type[nn.Module]) -> None:
     module, x = make(3, 4), torch.randn(2, 3)

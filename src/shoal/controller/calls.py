@@ -201,7 +201,7 @@ def intern(
         expected += [each.told for _, each in call.mutated]
         definition = Definition(
             call.number, op.name, given, named, len(operands), predicted.paths, expected,
-            list(predicted.mutated), op.aliasing,
+            list(predicted.mutated), op.aliasing, op.opaque is None or torch.is_grad_enabled(),
         )  # fmt: skip
         session.define(tuple(definition))
     session.calls[tuple(key)] = call

@@ -53,6 +53,7 @@ class Definition(NamedTuple):
         expected: metadata of the results; None: only the operator's backward looks at it.
         mutated: the operands whose own metadata it changes: they get new ids, after those of the results.
         aliasing: whether results share memory with operands.
+        differentiating: whether gradients were enabled, for operators that compute differently then.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Definition(NamedTuple):
     expected: list[Told | None]
     mutated: list[int]
     aliasing: bool
+    differentiating: bool
 
 
 class Failure(NamedTuple):

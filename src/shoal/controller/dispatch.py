@@ -26,7 +26,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = op.special(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    key: list[Any] = [op]
+    key: list[Any] = [op] if op.opaque is None else [op, torch.is_grad_enabled()]
     operands: list[RemoteTensor] = []
     scalars: list[float] = []
     if not collect(op, args, kwargs, key, operands, scalars):

@@ -196,6 +196,8 @@ class Tensors:
             operator = named(definition.operator)._op
         except (AttributeError, RuntimeError) as why:
             operator = partial(_unknown, definition.operator, why)
+        if not definition.differentiating:
+            operator = torch.no_grad()(operator)
         run, scalars = _compiled(definition, operator, self.device)
         width = 1 + definition.operands + len(definition.results) + len(definition.mutated)
         outputs = 1 + definition.operands
