@@ -30,4 +30,7 @@ EXCEPTIONS = {
 }
 
 #: the entries of ``module_db``, likewise
-MODULES = {"nn.LinearCrossEntropyLoss": _CUSTOM}
+MODULES = {
+    "nn.LinearCrossEntropyLoss": _CUSTOM,
+    "nn.Transformer": "with a mask of padding it takes nested tensors, and nodes hold dense ones",
+}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal import DeviceMismatch
+from shoal import DeviceMismatch, UnsupportedOperation
 from shoal.controller import Master
 
 NODE = "node:0"
@@ -41,8 +41,9 @@ def test_a_recording_follows_the_settings_of_attention(master: Master) -> None:
     assert not torch.equal(*results)
 
 
-def test_a_layer_gives_the_same_with_gradients_and_without(master: Master) -> None:
-    here, x = nn.LSTM(10, 20), torch.randn(4, 3, 10)
+@pytest.mark.parametrize(("width", "layers"), [(2, 2), (10, 2), (64, 1)])
+def test_a_layer_gives_the_same_with_gradients_and_without(master: Master, width: int, layers: int) -> None:
+    here, x = nn.LSTM(width, 2 * width, num_layers=layers), torch.randn(4, 3, width)
     want = here(x)[0].detach()
     with torch.no_grad():
         inferred = here(x)[0]
@@ -60,3 +61,16 @@ def test_weights_that_stayed_here_are_named(master: Master, make: type[nn.Module
         module(x.to(NODE))
     with pytest.raises(DeviceMismatch, match="on cpu"):
         module.to(NODE)(x)
+
+
+def test_an_encoder_that_takes_nested_tensors_is_refused_in_words(master: Master) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
+    nested = nn.TransformerEncoder(layer, 1).eval().to(NODE)
+    with torch.no_grad(), pytest.raises(UnsupportedOperation, match="enable_nested_tensor=False"):
+        nested(x.to(NODE), src_key_padding_mask=padding.to(NODE))
+    dense = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        want = dense(x, src_key_padding_mask=padding)
+        got = dense.to(NODE)(x.to(NODE), src_key_padding_mask=padding.to(NODE))
+    assert torch.equal(got.cpu(), want)

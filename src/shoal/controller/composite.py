@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..errors import UnsupportedOperation
 from .dispatch import mismatch
 from .operators import special
 from .prediction import quiet
@@ -218,3 +219,11 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 special(*(f"aten::{name}" for name in NAMES))(run)
+
+
+@special("aten::_nested_tensor_from_mask")
+def _refuse_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOperation(
+        "a nn.TransformerEncoder with a mask of padding takes nested tensors in evaluation, and nodes hold "
+        "dense ones: make it with enable_nested_tensor=False"
+    )
