@@ -1,10 +1,11 @@
 """A world: what connects this process to the others of its job, and the groups that use it.
 
 Groups know their world, and a world knows its groups only as :class:`Member`: what is done to all of them
-when the process forks or ends.  The connections live as long as any group does; the last one to be closed
-closes them and leaves the rendezvous.  Worlds that still have open groups when the interpreter exits are
-closed then, so that the other ranks hear a goodbye and not a lost connection; if an uncaught exception ends
-the process, the groups are aborted, so that the other ranks hear the reason.
+when the process forks or ends. The connections live as long as any group does; the last one to be closed
+closes them and leaves the rendezvous, unless an agent of :mod:`shoal.rpc` still uses it. Worlds that still
+have open groups when the interpreter exits are closed then, so that the other ranks hear a goodbye and not a
+lost connection; if an uncaught exception ends the process, the groups are aborted, so that the other ranks
+hear the reason.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ class World:
         #: groups that the program dropped, until they are closed
         self._dropped: list[Any] = []
         self._ended = False
+        #: how many use what the ranks met in, and are no groups
+        self._guests = 0
+        self._left = False
 
     @classmethod
     def connect(
@@ -172,7 +176,26 @@ class World:
         try:
             self.links.backend.close(timeout)
         finally:
-            self.membership.release(timeout)
+            self._leave(timeout)
+
+    def enter(self) -> None:
+        """Use the membership and its store until :meth:`exit`, also when all groups are closed before."""
+        with self._lock:
+            self._guests += 1
+
+    def exit(self, timeout: float) -> None:
+        """Use them no more; the last that does leaves the rendezvous, which may take ``timeout`` seconds."""
+        with self._lock:
+            self._guests -= 1
+        self._leave(timeout)
+
+    def _leave(self, timeout: float) -> None:
+        """Leave the rendezvous, if nothing of this world is open."""
+        with self._lock:
+            if self._left or self._guests or self._open or not self._ended:
+                return
+            self._left = True
+        self.membership.release(timeout)
 
     def abort(self, reason: str) -> None:
         """Abort all groups; see :meth:`shoal.ProcessGroup.abort`."""

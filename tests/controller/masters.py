@@ -18,7 +18,7 @@ import torch
 import shoal
 
 #: seconds that nothing here may take
-BACKSTOP = 60
+BACKSTOP = 120
 
 
 def loses_a_node(tell: Connection) -> None:
@@ -73,14 +73,26 @@ def dies_before_its_nodes_have_joined(tell: Connection) -> None:
     shoal.init_master_worker(workers=1)
 
 
+def left_of_torch() -> list[bool]:
+    """Whether torch is as it was before there was a master, part by part."""
+    return [
+        torch._C._is_multithreading_enabled(),
+        not torch.__future__.get_swap_module_params_on_conversion(),
+        not torch.accelerator.is_available(),
+        torch.zeros(1).device.type == "cpu",
+    ]
+
+
 def fails_unseen_and_begins_again(tell: Connection) -> None:
     """Close a master of whose failure nobody knows, make another one, and end without closing that."""
     first = shoal.init_master_worker(workers=1)
+    assert (torch.accelerator.is_available(), torch.accelerator.device_count()) == (True, 1)
     lost = torch.ones(3, device="node:0")[torch.tensor([5], device="node:0")]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         first.close()
     tell.send([str(each.message) for each in caught])
+    tell.send(left_of_torch())
     try:
         lost + 1  # an operator must not take the error for an operand that does not fit
     except shoal.NodeLost as error:

@@ -103,6 +103,7 @@ def test_a_process_may_be_a_master_again_and_end_without_closing(start: Start) -
     (warned,) = program.told()
     assert "1 operations failed unseen" in warned
     assert "aten.index.Tensor" in warned
+    assert all(program.told()), "torch is not as it was"
     assert program.told() == "node 0 is closed: its master was"
     nodes = program.told()
     assert program.told() == 1.0

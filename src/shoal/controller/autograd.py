@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-#: has ``prepared`` in threads that were, and the ``error`` that ended a backward pass
+#: has ``prepared`` in threads that were: what to restore; and the ``error`` that ended a backward pass
 of_thread = threading.local()
 
 
@@ -19,8 +19,16 @@ def prepare_thread() -> None:
     Torch gives each device a thread of autograd and asks the device guard how many there are; a guard in
     Python knows of one.
     """
+    if not hasattr(of_thread, "prepared"):
+        of_thread.prepared = torch._C._is_multithreading_enabled()
     torch._C._set_multithreading_enabled(False)
-    of_thread.prepared = True
+
+
+def restore_thread() -> None:
+    """Let backward passes of this thread run as they did before it used nodes."""
+    if hasattr(of_thread, "prepared"):
+        torch._C._set_multithreading_enabled(of_thread.prepared)
+        del of_thread.prepared
 
 
 class DeviceGuard(torch._C._acc.DeviceGuard):
@@ -50,6 +58,8 @@ def wrap_engine(in_use: Callable[[], bool]) -> None:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if in_use():
             prepare_thread()
+        else:
+            restore_thread()
         of_thread.error = None
         try:
             return engine(*args, **kwargs)

@@ -18,6 +18,7 @@ import torch
 from ..errors import NodeLost, UsageError
 from ..keywords import checked_count, checked_seconds
 from . import current, device, node
+from .autograd import restore_thread
 from .naming import node_name
 from .session import Session
 from .start import Workers
@@ -144,6 +145,7 @@ class Master:
         torch.__future__.set_swap_module_params_on_conversion(self._swapping)
         if current.opened() is self:
             current.set_master(None)
+            restore_thread()  # others do so when they begin a backward pass
         for session in self._sessions:
             session.finish(_PATIENCE)
         unseen = [text for session in self._sessions for text in session.unseen()]

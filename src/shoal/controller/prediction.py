@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +74,7 @@ def predict(
     if operator in _MISTAKEN:
         return None
     numbers = iter(scalars)
-    with _mode():
+    with _MODE:
         anywhere = operator.overloadpacket in _ANYWHERE
         fakes = [_fake(each, anywhere) for each in operands]
         left = iter(fakes)
@@ -148,9 +147,8 @@ _predicting = threading.local()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_Quiet())
 
 
-@cache
-def _mode() -> FakeTensorMode:
-    return FakeTensorMode()
+#: it imports torch's compiler when it is made: with this module, while the nodes start
+_MODE = FakeTensorMode()
 
 
 def _fake(known: Metadata, anywhere: bool) -> torch.Tensor:

@@ -134,17 +134,28 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
     with _lock:
         count = _joined[group] = _joined.get(group, 0) + 1
     store = group.store.clone()
+    world = group.world
+    world.enter()
+
+    def release(timeout: float) -> None:
+        store.close()
+        world.exit(timeout)
+
     meeting = Meeting(keys_of(store, "group", count), here(), name, group.rank, group.size, "close")
     try:
         agent = Agent(
             name, membership.job, membership.epoch, here(), membership.host, store, "workers",
             secret=membership.secret, interface=membership.interface, rank=group.rank,
-            release=lambda _: store.close(), meeting=meeting, **settings,
+            release=release, meeting=meeting, **settings,
         )  # fmt: skip
+    except BaseException:
+        release(0.5)
+        raise
+    try:
         meeting.come()
         return agent
     except BaseException:
-        store.close()
+        agent.close(0.5, graceful=False)
         raise
 
 

@@ -131,9 +131,11 @@ class _Adapter(Backing):
             return foreign.multi_get(list(keys[:_AT_ONCE]))
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        if self._exist(keys):
-            return []
-        return [key for key in keys if not self._exist([key])]
+        missing: list[str] = []
+        # Asked one by one all may be there, each at another moment.
+        while not (missing or self._exist(keys)):
+            missing = [key for key in keys if not self._exist([key])]
+        return missing
 
     def set(self, key: str, value: bytes) -> None:
         self.set_many([(key, value)])

@@ -30,7 +30,7 @@ def pick_device(device: Device) -> torch.device:
     Raises:
         UsageError: there is no accelerator.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device, int):
         if accelerator is None:
             raise UsageError(
