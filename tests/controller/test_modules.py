@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from copy import deepcopy
 from typing import Any
@@ -18,6 +19,8 @@ from tests.support.torch_tables import stand_in
 NODE = "node:0"
 #: how many parts the sweep is cut into; `make test` runs one
 PARTS = 8
+#: `make stress STRESS=short` goes through the first of them
+SWEPT = range(1 if os.environ.get("STRESS") == "short" else PARTS)
 
 
 def _module_db() -> list[Any]:
@@ -99,7 +102,7 @@ def test_modules_do_on_a_node_what_they_do_here(master: Master) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", SWEPT)
 def test_all_modules_do_on_a_node_what_they_do_here(master: Master, part: int) -> None:
     _sweep(master, _module_db()[part::PARTS], None)
 

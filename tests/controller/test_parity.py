@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ from tests.support.torch_tables import stand_in
 NODE = "node:0"
 #: how many parts the sweep is cut into; `make test` runs one
 PARTS = 6
+#: `make stress STRESS=short` goes through the first of them
+SWEPT = range(1 if os.environ.get("STRESS") == "short" else PARTS)
 
 
 def _op_db() -> list[Any]:
@@ -102,7 +105,7 @@ def test_operators_do_on_a_node_what_they_do_here(master: Master) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", SWEPT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_all_operators_do_on_a_node_what_they_do_here(master: Master, dtype: torch.dtype, part: int) -> None:
     _sweep(master, _op_db()[part::PARTS], dtype, 3)
