@@ -189,6 +189,7 @@ bool Peers::mark_lost(Loss& loss) {
   if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
   int alive = kAlive;
   if (!peer.state.compare_exchange_strong(alive, kLost)) return false;
+  if (peer.link) peer.link->give_up();
   if (peer.tcp == nullptr) return true;
   if (const std::string gap = absence(); !gap.empty())
     loss.why += "; " + gap + ", so it may have been given up";

@@ -242,6 +242,7 @@ void Link::ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> inc
 }
 
 void Link::decline(const FrameHeader& header) {
+  if (given_up_.load(std::memory_order_acquire)) return;
   FrameHeader answer;
   answer.type = FrameType::kGrant;
   answer.code = kDeclined;

@@ -136,8 +136,11 @@ class Link {
   Charge take_charge() { return std::move(charge_); }
   // Asks for the rest of a message, of which `header` was the first frame.
   void ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> incoming);
-  // Tells the sender that the rest of a message is not wanted.
+  // Tells the sender that the rest of a message is not wanted: for the sender it has ended well.
   void decline(const FrameHeader& header);
+  // The peer counts as lost.  It may live, and is to hear that and not that its messages ended well: they are
+  // no longer declined.
+  void give_up() { given_up_.store(true, std::memory_order_release); }
   // Forgets that the rest of a message was asked for; the receive that it was for, null if it was given up.
   std::shared_ptr<Incoming> unroute(std::uint64_t message);
   // The receive that a kMore frame belongs to; null if it was given up.
@@ -196,6 +199,7 @@ class Link {
   const int peer_;
   FrameSink& sink_;
   std::atomic<bool> broken_{false};
+  std::atomic<bool> given_up_{false};
   std::atomic<bool> backlog_{false};
 
   std::mutex send_mutex_;
