@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.controller import Master, session
+from shoal.controller import Master, line
 
 NODE = "node:0"
 
@@ -26,7 +26,7 @@ def test_commands_reach_an_idle_node_without_a_wait_for_them(master: Master) -> 
 
 
 def test_a_node_that_is_slow_holds_the_program_back(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "LIMIT", 2000)
+    monkeypatch.setattr(line, "LIMIT", 2000)
     x = torch.zeros(300, 300, device=NODE)
     for _ in range(60):
         x = x @ x  # a millisecond each
@@ -34,7 +34,7 @@ def test_a_node_that_is_slow_holds_the_program_back(master: Master, monkeypatch:
     y = torch.zeros(3, device=NODE)
     for _ in range(6000):
         y = y + 1
-        most = max(most, master._sessions[0]._ahead + master._sessions[0]._size)
+        most = max(most, master._lines[0].pending)
     assert most <= 2000 + 128
     assert y[0].item() == 6000
 

@@ -15,7 +15,7 @@ from ..errors import DeviceMismatch, UnsupportedOperation
 from .commands import FIRST, Definition, Template
 from .metadata import Told, metadata
 from .operators import Operator
-from .session import Session
+from .space import Space
 from .tensor import RemoteTensor
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _template(value: Any, numeric: bool, numeric_list: bool) -> Template:
 
 
 def intern(
-    session: Session,
+    space: Space,
     op: Operator,
     key: list[Any],
     args: Sequence[Any],
@@ -177,12 +177,12 @@ def intern(
         DeviceMismatch: its tensors are on several nodes.
         Exception: what torch raises for such arguments.
     """
-    others = {each.device for each in operands} - {session.device}
+    others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))
         raise DeviceMismatch(
-            f"{op.name}: its tensors are on {session.device} and on {elsewhere}: "
-            f"move them to one node, with .to({str(session.device)!r})"
+            f"{op.name}: its tensors are on {space.device} and on {elsewhere}: "
+            f"move them to one node, with .to({str(space.device)!r})"
         )
     given, named = templates(op, args, kwargs)
     known = [each.handle.metadata for each in operands]
@@ -192,9 +192,9 @@ def intern(
     if predicted is None:
         call = ASKED
     else:
-        if len(session.calls) >= LIMIT:
-            session.forget()
-        call = Call(FIRST + len(session.calls), session.device, predicted)
+        if len(space.calls) >= LIMIT:
+            space.forget()
+        call = Call(FIRST + len(space.calls), space.device, predicted)
         expected: list[Told | None] = [each.told for each in call.results]
         if op.opaque is not None:
             expected[op.opaque] = None
@@ -203,8 +203,8 @@ def intern(
             call.number, op.name, given, named, len(operands), predicted.paths, expected,
             list(predicted.mutated), op.aliasing, op.opaque is None or torch.is_grad_enabled(),
         )  # fmt: skip
-        session.define(tuple(definition))
-    session.calls[tuple(key)] = call
+        space.define(tuple(definition))
+    space.calls[tuple(key)] = call
     return call
 
 

@@ -39,6 +39,8 @@ DEFINE = 8
 FIRST = 16
 
 Template = tuple[Any, ...]
+#: space, stream, numbers, scalars, high, payloads: what :mod:`.space` sends
+Segment = tuple[int, int, bytes, bytes, int, list[Any]]
 
 
 class Definition(NamedTuple):
@@ -73,13 +75,15 @@ class Failure(NamedTuple):
 
     Attributes:
         poison: number of the failure in the session.
-        position: which of the batch's calls it was, -1 if none.
+        segment: of the batch, in which it was.
+        position: which of the segment's calls it was, -1 if none.
         operator, operands: what it was, and of what.
         error, traceback: in words.
         alone: whether no tensor is poisoned by it, as of an assertion.
     """
 
     poison: int
+    segment: int
     position: int
     operator: str
     operands: str

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from ..errors import UsageError
-from .session import Session
+from .space import Space
 
 
 class Nodes(Protocol):
@@ -15,7 +15,7 @@ class Nodes(Protocol):
 
     nodes: list[torch.device]
 
-    def session(self, index: int) -> Session: ...
+    def space(self, index: int) -> Space: ...
 
     def synchronize(self) -> None: ...
 

@@ -79,7 +79,7 @@ class NodeModule:
         if device is None:
             master.synchronize()
         else:
-            master.session(_index(device)).synchronize()
+            master.space(_index(device)).synchronize()
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
         """The state of a node's random generator; of all, one a row, in ``with torch.node.device(-1)``.
@@ -87,13 +87,13 @@ class NodeModule:
         Checkpointing asks so: ``get_device()`` of tensors of a node is -1.
         """
         master = current.master()
-        return torch.stack([master.session(each).random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
+        return torch.stack([master.space(each).random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
         """Set what :meth:`get_rng_state` gave."""
         chosen = self._chosen(device)
         for each, row in zip(chosen, state.reshape(len(chosen), -1), strict=True):
-            current.master().session(each).random_state(row.clone())
+            current.master().space(each).random_state(row.clone())
 
     def _chosen(self, device: object) -> list[int]:
         index = getattr(_context, "index", 0) if device is None else _index(device)

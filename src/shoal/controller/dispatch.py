@@ -13,7 +13,7 @@ from .autograd import of_thread, prepare_thread
 from .calls import ASKED, Call, asked, collect, intern, templates
 from .metadata import metadata, told
 from .operators import Operator, operator
-from .session import Session
+from .space import Space
 from .tensor import Handle, RemoteTensor, rebind, wrap
 
 
@@ -31,28 +31,28 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     scalars: list[float] = []
     if not collect(op, args, kwargs, key, operands, scalars):
         return dispatch(func, *_brought(op, args, kwargs))
-    session = operands[0].handle.session if operands else _session_of(kwargs)
-    with session.lock:
-        call = session.calls.get(tuple(key))
+    space = operands[0].handle.space if operands else _space_of(kwargs)
+    with space.lock:
+        call = space.calls.get(tuple(key))
         if call is None:
-            elsewhere = _made_elsewhere(session, func, args, kwargs)
+            elsewhere = _made_elsewhere(space, func, args, kwargs)
             if elsewhere is not None:
                 return elsewhere
-            call = intern(session, op, key, args, kwargs, operands, scalars)
+            call = intern(space, op, key, args, kwargs, operands, scalars)
         if call is ASKED:
-            return _ask(session, op, args, kwargs, operands, scalars)
-        ids = session.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
+            return _ask(space, op, args, kwargs, operands, scalars)
+        ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
         if call.single:
-            return wrap(session, ids[0], call.results[0])
+            return wrap(space, ids[0], call.results[0])
         if call.in_place:
             return operands[0]
-        return _returned(session, call, ids, operands)
+        return _returned(space, call, ids, operands)
 
 
-def _returned(session: Session, call: Call, ids: list[int], operands: Sequence[RemoteTensor]) -> Any:
-    made = [wrap(session, id, known) for id, known in zip(ids, call.results, strict=False)]
+def _returned(space: Space, call: Call, ids: list[int], operands: Sequence[RemoteTensor]) -> Any:
+    made = [wrap(space, id, known) for id, known in zip(ids, call.results, strict=False)]
     for id, (at, known) in zip(ids[len(made) :], call.mutated, strict=True):
-        rebind(operands[at], Handle(session, id, known))
+        rebind(operands[at], Handle(space, id, known))
 
     def rebuilt(returned: tuple[Any, ...]) -> Any:
         kind, value = returned
@@ -69,7 +69,7 @@ def _returned(session: Session, call: Call, ids: list[int], operands: Sequence[R
 
 
 def _ask(
-    session: Session,
+    space: Space,
     op: Operator,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -79,7 +79,7 @@ def _ask(
     """Run an operation whose results only the node can tell, and wait for what it tells of them."""
     given, named = templates(op, args, kwargs)
     filled = asked([*given, *named.values()], operands, scalars)
-    answer = session.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
+    answer = space.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
     position = 0
 
     def rebuilt(answer: tuple[Any, ...]) -> Any:
@@ -87,8 +87,8 @@ def _ask(
         kind, value = answer
         if kind == "tensor":
             position += 1
-            known = metadata(session.device, (tuple(value[0]), tuple(value[1]), *value[2:]))
-            return wrap(session, session.keep(position - 1), known)
+            known = metadata(space.device, (tuple(value[0]), tuple(value[1]), *value[2:]))
+            return wrap(space, space.keep(position - 1), known)
         return tuple(rebuilt(each) for each in value) if kind == "list" else value
 
     result = rebuilt(answer)
@@ -98,15 +98,15 @@ def _ask(
     return result
 
 
-def _session_of(kwargs: dict[str, Any]) -> Session:
+def _space_of(kwargs: dict[str, Any]) -> Space:
     device = kwargs.get("device")
-    return current.master().session(0 if device is None or device.index is None else device.index)
+    return current.master().space(0 if device is None or device.index is None else device.index)
 
 
-def _made_elsewhere(session: Session, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a factory makes on another device than its operand is on, like ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
-    if device is None or device.index == session.index or (device.type == "node" and device.index is None):
+    if device is None or device.index == space.index or (device.type == "node" and device.index is None):
         return None
 
     def there(value: Any) -> Any:
@@ -123,11 +123,9 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     Raises:
         DeviceMismatch: other tensors of the master, or sparse ones, are among them.
     """
-    session = next(
-        (each.handle.session for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None
-    )
-    if session is None:
-        session = _session_of(kwargs)
+    space = next((each.handle.space for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None)
+    if space is None:
+        space = _space_of(kwargs)
     written = {
         a.name for a in op.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     }
@@ -140,13 +138,13 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
         if value.layout != torch.strided:
             raise DeviceMismatch(
                 f"{op.name}: {name} is {value.layout} on {value.device}, and nodes hold dense tensors: use "
-                f".to_dense().to({str(session.device)!r})"
+                f".to_dense().to({str(space.device)!r})"
             )
         # Numbers of the master may take part, and its indices may choose, as with every device of torch.
         alien = (value.dim() and name != "indices") or name in written
         if alien or value.device.type != "cpu":
-            raise mismatch(op.name, name, value, session.device)
-        return upload(session, value)
+            raise mismatch(op.name, name, value, space.device)
+        return upload(space, value)
 
     names = [a.name for a in op.func._schema.arguments]
     return (
@@ -172,11 +170,11 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return flat
 
 
-def upload(session: Session, value: torch.Tensor) -> RemoteTensor:
+def upload(space: Space, value: torch.Tensor) -> RemoteTensor:
     """A copy of a tensor of the master on a node; the tensor may be changed at once."""
     copy = value.detach().resolve_conj().resolve_neg().clone()
-    with session.lock:
-        return wrap(session, session.put(copy), metadata(session.device, told(copy)))
+    with space.lock:
+        return wrap(space, space.put(copy), metadata(space.device, told(copy)))
 
 
 tensor.RemoteTensor.issue = staticmethod(dispatch)

@@ -1,4 +1,4 @@
-"""A node's half of a session: its tensors, and the calls that were interned.
+"""A node's half of a space: its tensors, and the calls that were interned.
 
 An interned call is compiled to a small function over the list of tensors.  What fails leaves *poison* in the
 place of its results, and whatever is computed of poison is the same poison: the rest goes on.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,41 +58,56 @@ class Unexpected(Exception):
     """An operator gave something else than the master had predicted."""
 
 
-class Tensors:
-    """All tensors of a session on this node, and what the master's log does to them."""
+class Outcome:
+    """What a batch gives, beside tensors.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        values: what was fetched or asked.
+        failures: of its operations.
+        segment: the one that runs.
+        poisons: how many failures the session had.
+    """
+
+    def __init__(self) -> None:
+        self.poisons = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another batch."""
+        self.values: list[Any] = []
+        self.failures: list[Failure] = []
+        self.segment = 0
+
+
+class Tensors:
+    """The tensors of a space on this node, and what the master's log does to them."""
+
+    def __init__(self, device: torch.device, outcome: Outcome, spaces: Mapping[int, Tensors]) -> None:
         self.device = device
+        self._outcome = outcome
+        self._spaces = spaces
         self.tensors: list[Any] = []
         self.calls: dict[int, tuple[Run, int, int]] = {}
         self._definitions: dict[int, Definition] = {}
         self._payloads: Sequence[Any] = ()
         self._asked: list[torch.Tensor] = []
-        self._values: list[Any] = []
-        self._failures: list[Failure] = []
-        self._poisons = 0
         self._forget()
 
-    def run(
-        self, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]
-    ) -> tuple[list[Any], list[tuple[Any, ...]]]:
-        """Execute a batch.
+    def run(self, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]) -> None:
+        """Execute a segment.
 
         Args:
             numbers, scalars: of its commands.
             high: ids are below it.
             payloads: definitions and whatever else is no number.
-
-        Returns:
-            what was fetched or asked, and what failed.
         """
         a, s = array("I", numbers).tolist(), array("d", scalars).tolist()
         t = self.tensors
         if len(t) < high:
             t.extend([None] * (high - len(t)))
-        self._payloads, self._values, self._failures = payloads, [], []
+        self._payloads = payloads
         p = q = 0
-        counted, count = 0, 0  # the position up to which the batch's calls were counted
+        counted, count = 0, 0  # the position up to which the segment's calls were counted
         end = len(a)
         # Some kernels keep what their backward needs only where gradients are on, as they are at the master.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
@@ -113,7 +128,6 @@ class Tensors:
                     self._failed(a, p, count, error)
                     p, q = p + self.calls[a[p]][1], q + self.calls[a[p]][2]
         self._payloads = ()
-        return self._values, [tuple(failure) for failure in self._failures]
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -140,11 +154,13 @@ class Tensors:
     def _poison(
         self, position: int, operator: str, operands: list[Any], error: Exception, alone: bool = False
     ) -> Poison:
-        poison = Poison(self._poisons)
-        self._poisons += 1
-        self._failures.append(
+        outcome = self._outcome
+        poison = Poison(outcome.poisons)
+        outcome.poisons += 1
+        outcome.failures.append(
             Failure(
                 poison.number,
+                outcome.segment,
                 position,
                 operator,
                 ", ".join(map(_shown, operands)),
@@ -160,7 +176,7 @@ class Tensors:
         if a[p] in (PUT, KEEP):
             self.tensors[a[p + 1]] = poison
         elif a[p] in (FETCH, ASK, STATE):
-            self._values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", poison.number))
 
     def _written(self, call: Definition, operands: list[int]) -> list[int]:
         """The ids of the operands that a call writes to."""
@@ -184,9 +200,10 @@ class Tensors:
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()._cdata
-        for i, other in enumerate(self.tensors):
-            if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage:
-                self.tensors[i] = poison
+        for space in self._spaces.values():
+            for i, other in enumerate(space.tensors):
+                if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage:
+                    space.tensors[i] = poison
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -279,10 +296,10 @@ class Tensors:
     def _fetch(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         value = t[a[p + 1]]
         if isinstance(value, Poison):
-            self._values.append(("poison", value.number))
+            self._outcome.values.append(("poison", value.number))
         else:
             # a copy: the next batch may write to the tensor while the reply is sent
-            self._values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
+            self._outcome.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
 
     def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         torch.default_generator.manual_seed(a[p + 1] | a[p + 2] << 32)
@@ -290,7 +307,7 @@ class Tensors:
     def _state(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         state = self._payloads[a[p + 1]]
         if state is None:
-            self._values.append(("tensor", torch.default_generator.get_state()))
+            self._outcome.values.append(("tensor", torch.default_generator.get_state()))
         else:
             torch.default_generator.set_state(state)
 
@@ -301,16 +318,16 @@ class Tensors:
         keyed = {name: self._given(each, operands) for name, each in kwargs.items()}
         poison = next((each for each in operands if isinstance(each, Poison)), None)
         if poison is not None:
-            self._values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", poison.number))
             return
         self._asked = []
         try:
             result = named(operator)(*given, **keyed)
         except Exception as error:
             poison = self._poison(-1, operator, operands, error)
-            self._values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", poison.number))
             return
-        self._values.append(("asked", self._tell(result)))
+        self._outcome.values.append(("asked", self._tell(result)))
 
     def _tell(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

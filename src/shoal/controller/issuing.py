@@ -11,7 +11,7 @@ from types import CodeType
 import torch
 
 #: code, and offset of the instruction in it: cheap to take, and a line once somebody asks
-Line = tuple[CodeType, int]
+Origin = tuple[CodeType, int]
 
 _INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parent) + "/")
 
@@ -21,7 +21,7 @@ def _is_inside(code: CodeType) -> bool:
     return code.co_filename.startswith(_INSIDE) or code.co_filename.startswith("<frozen")
 
 
-def issuing_line() -> Line | None:
+def issuing_line() -> Origin | None:
     """Where the program is, outside torch and this package."""
     frame = sys._getframe(1)
     while _is_inside(frame.f_code):
@@ -32,11 +32,11 @@ def issuing_line() -> Line | None:
     return frame.f_code, frame.f_lasti
 
 
-def shown(line: Line | None) -> str:
+def shown(origin: Origin | None) -> str:
     """``file.py:12, in train: loss.backward()``."""
-    if line is None:
+    if origin is None:
         return "torch's own thread"
-    code, at = line
+    code, at = origin
     number = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
     text = linecache.getline(code.co_filename, number).strip()
     where = f"{code.co_filename}:{number}, in {code.co_name}"

@@ -19,8 +19,9 @@ from ..errors import NodeLost, UsageError
 from ..keywords import checked_count, checked_seconds
 from . import current, device, node
 from .autograd import restore_thread
+from .line import Line
 from .naming import node_name
-from .session import Session
+from .space import Space
 from .start import Workers
 from .tensor import RemoteTensor, fetch
 
@@ -68,27 +69,30 @@ class Master:
         self._gone: set[int] = set()
         self._on_lost: list[Callable[[int], Any]] = []
         name = f"{os.getpid()}-{next(_numbers)}"
-        self._sessions: list[Session] = []
+        self._lines: list[Line] = []
         begun = [peer.options(timeout=math.inf).call(node.begin, name) for peer in workers.peers]
         for index, peer in enumerate(workers.peers):
             begun[index].wait()
             send = partial(peer.options(timeout=math.inf).call, node.run, name)
-            self._sessions.append(Session(index, torch.device("node", index), self._lock, send))
-        self.nodes = [session.device for session in self._sessions]
+            self._lines.append(Line(index, self._lock, send))
+        self._spaces = [
+            Space(line.index, torch.device("node", line.index), (line,), self._lock) for line in self._lines
+        ]
+        self.nodes = [space.device for space in self._spaces]
         workers.agent.on_lost(self._lost)
         self._swapping = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         atexit.register(self.close)
 
-    def session(self, index: int) -> Session:
-        """The session with a node.
+    def space(self, index: int) -> Space:
+        """The space of a node.
 
         Raises:
             UsageError: there is no such node.
         """
-        if not 0 <= index < len(self._sessions):
-            raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._sessions) - 1}")
-        return self._sessions[index]
+        if not 0 <= index < len(self._spaces):
+            raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._spaces) - 1}")
+        return self._spaces[index]
 
     def synchronize(self) -> None:
         """Wait until the nodes have done all that was issued.
@@ -97,11 +101,11 @@ class Master:
             RemoteOpError: an operation failed, of which no error was raised yet.
             NodeLost: a node died.
         """
-        for session in self._sessions:
+        for line in self._lines:
             with self._lock:
-                session.flush()
-        for session in self._sessions:
-            session.synchronize()
+                line.flush()
+        for line in self._lines:
+            line.synchronize()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of many tensors here, for which the nodes are asked at once.
@@ -113,14 +117,14 @@ class Master:
         for tensor in tensors:
             if type(tensor) is RemoteTensor:
                 with self._lock:
-                    tensor.handle.session.flush()
+                    tensor.handle.space.flush()
         return [fetch(each) if type(each) is RemoteTensor else each for each in tensors]
 
     def seed(self, seed: int) -> None:
         """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too."""
         with self._lock:
-            for session in self._sessions:
-                session.seed(seed)
+            for space in self._spaces:
+                space.seed(seed)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
         """Call ``fn(index)`` once when a node has died or cannot be reached any more, in another thread."""
@@ -129,9 +133,9 @@ class Master:
         self._on_lost.append(fn)
 
     def stats(self) -> list[dict[str, int]]:
-        """Counts of each node: operations issued, those not yet replied, calls known, tensors held."""
+        """Counts of each node: operations issued, those not yet replied, calls known, tensors, spaces."""
         with self._lock:
-            return [session.stats() for session in self._sessions]
+            return [line.stats() for line in self._lines]
 
     def close(self) -> None:
         """End the nodes, which get some seconds for what was issued; using their tensors raises NodeLost.
@@ -146,23 +150,23 @@ class Master:
         if current.opened() is self:
             current.set_master(None)
             restore_thread()  # others do so when they begin a backward pass
-        for session in self._sessions:
-            session.finish(_PATIENCE)
-        unseen = [text for session in self._sessions for text in session.unseen()]
-        for session in self._sessions:
-            why = f"node {session.index} is closed: its master was"
-            session.close(NodeLost(why, node_name(session.index), (session.index,)))
+        for line in self._lines:
+            line.finish(_PATIENCE)
+        unseen = [text for line in self._lines for text in line.unseen()]
+        for line in self._lines:
+            why = f"node {line.index} is closed: its master was"
+            line.close(NodeLost(why, node_name(line.index), (line.index,)))
         self._workers.close()
         if unseen:
             warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
 
     def _lost(self, name: str) -> None:
-        for session in self._sessions:
-            if node_name(session.index) == name and session.index not in self._gone:
-                self._gone.add(session.index)  # each of its connections ends
-                session.lose("its process ended, or its connection broke")
+        for line in self._lines:
+            if node_name(line.index) == name and line.index not in self._gone:
+                self._gone.add(line.index)  # each of its connections ends
+                line.lose("its process ended, or its connection broke")
                 for fn in list(self._on_lost):
-                    fn(session.index)
+                    fn(line.index)
 
     @property
     def pids(self) -> list[int]:

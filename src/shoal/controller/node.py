@@ -8,16 +8,36 @@ from typing import Any
 
 import torch
 
-from .execute import Tensors
+from .commands import Segment
+from .execute import Outcome, Tensors
 
 
 class _Session:
-    """One master's session here; batches run in the order of their numbers, whatever thread has them."""
+    """One master's session here; batches run in the order of their numbers, whatever thread has them.
+
+    Attributes:
+        spaces: the tensors of each, which the first segment of a space makes.
+        outcome: of the batch that runs.
+        turn: guards ``next``.
+        next: number of the batch that may run.
+    """
 
     def __init__(self) -> None:
-        self.tensors = Tensors(torch.device("cpu"))
+        self.spaces: dict[int, Tensors] = {}
+        self.outcome = Outcome()
         self.turn = threading.Condition()
         self.next = 0
+
+    def run(self, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+        """Execute the segments of a batch in their order."""
+        outcome = self.outcome
+        outcome.begin()
+        for outcome.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
+            tensors = self.spaces.get(space)
+            if tensors is None:
+                tensors = self.spaces[space] = Tensors(torch.device("cpu"), outcome, self.spaces)
+            tensors.run(numbers, scalars, high, payloads)
+        return outcome.values, [tuple(failure) for failure in outcome.failures]
 
 
 _sessions: dict[str, _Session] = {}
@@ -28,15 +48,17 @@ def begin(session: str) -> None:
     _sessions[session] = _Session()
 
 
-def run(
-    session: str, number: int, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]
-) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Execute the batch ``number`` of a session, after those before it; as :meth:`Tensors.run`."""
+def run(session: str, number: int, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Execute the batch ``number`` of a session, after those before it.
+
+    Returns:
+        what was fetched or asked, and what failed.
+    """
     held = _sessions[session]
     with held.turn:
         held.turn.wait_for(lambda: held.next == number)
         try:
-            return held.tensors.run(numbers, scalars, high, payloads)
+            return held.run(segments)
         finally:
             held.next = number + 1
             held.turn.notify_all()

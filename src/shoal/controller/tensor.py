@@ -16,7 +16,7 @@ from .metadata import Metadata
 if TYPE_CHECKING:
     import numpy as np
 
-    from .session import Session
+    from .space import Space
 
 _wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -28,21 +28,21 @@ class Handle:
     """The master's hold on a tensor of a node, which frees it when nothing has the handle any more.
 
     Attributes:
-        session: with the node.
-        id: index in the node's list of tensors.
+        space: that has the tensor.
+        id: index in the space's list of tensors.
         metadata: of the tensor.
     """
 
-    __slots__ = ("id", "metadata", "session")
+    __slots__ = ("id", "metadata", "space")
 
-    def __init__(self, session: Session, id: int, metadata: Metadata) -> None:
-        self.session = session
+    def __init__(self, space: Space, id: int, metadata: Metadata) -> None:
+        self.space = space
         self.id = id
         self.metadata = metadata
 
     def __del__(self) -> None:
         try:  # noqa: SIM105  # in whatever thread the garbage collector runs: nothing else
-            self.session.freed.append(self.id)
+            self.space.freed.append(self.id)
         except AttributeError:  # a Ctrl-C ended its making
             pass
 
@@ -72,7 +72,7 @@ class RemoteTensor(torch.Tensor):
 
     def get_node(self) -> int:
         """The index of the node."""
-        return self.handle.session.index
+        return self.handle.space.index
 
     def get_device(self) -> int:
         """The device within the node; -1: its processor."""
@@ -179,9 +179,9 @@ def _shown(tensor: RemoteTensor) -> torch.Tensor:
     return filled
 
 
-def wrap(session: Session, id: int, known: Metadata) -> RemoteTensor:
+def wrap(space: Space, id: int, known: Metadata) -> RemoteTensor:
     """A tensor with this id on a node."""
-    return share(Handle(session, id, known))
+    return share(Handle(space, id, known))
 
 
 def share(handle: Handle) -> RemoteTensor:
@@ -211,7 +211,7 @@ def rebind(tensor: RemoteTensor, handle: Handle) -> None:
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
     """A copy of a tensor here; waits for it."""
     handle = tensor.handle
-    value = handle.session.fetch(handle.id)
+    value = handle.space.fetch(handle.id)
     if value.stride() == tensor.stride():
         return value
     known = handle.metadata  # a dense layout is kept, and another one is not that of a copy

@@ -34,8 +34,8 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor, device = args[0], kwargs.get("device")
     if device is None or type(tensor) is not RemoteTensor:
         return NotImplemented
-    session = tensor.handle.session
-    if device.type == "node" and device.index in (None, session.index):
+    space = tensor.handle.space
+    if device.type == "node" and device.index in (None, space.index):
         return NotImplemented
     rest = {name: value for name, value in kwargs.items() if name != "device"}
     if device.type == "meta":
@@ -44,7 +44,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # A narrower dtype is narrowed where the tensor is, and a wider one widened where it goes.
     here = fetch(tensor)
     if device.type == "node":
-        sent = upload(current.master().session(device.index), here)
+        sent = upload(current.master().space(device.index), here)
         return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
     return func(here, **kwargs)
 
@@ -54,14 +54,14 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     to, source = args[0], args[1]
     if type(to) is not RemoteTensor:
         return to.copy_(fetch(source))
-    session = to.handle.session
+    space = to.handle.space
     if type(source) is RemoteTensor:
-        if source.handle.session is session:
+        if source.handle.space is space:
             return NotImplemented
         source = fetch(source)
     elif source.device.type != "cpu":
         source = source.cpu()
-    return dispatch(func, (to, upload(session, source)), {})
+    return dispatch(func, (to, upload(space, source)), {})
 
 
 def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -1,0 +1,340 @@
+"""The master's line to one node: batches on their way, their acknowledgement, failures, and the node's loss.
+
+:mod:`.space` says what travels on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
+from ..future import Future
+from .commands import Failure, Segment
+from .interrupts import undisturbed
+from .issuing import Origin, issuing_line, shown
+from .naming import node_name
+
+#: commands that are sent without waiting for the node to become idle
+BATCH = 256
+#: batches that a busy node is sent ahead
+AHEAD = 4
+#: commands that may be ahead of a node before the program waits for it
+LIMIT = 65_536
+#: seconds that a command may stay in the log of an idle node
+DELAY = 0.001
+#: failures whose texts are kept
+FAILURES = 1000
+
+#: sends a batch: its number, and segments
+Send = Callable[[int, list[Segment]], Future[Any]]
+
+
+class OnLine(Protocol):
+    """A space, as its lines see it; :class:`.space.Space` says what each part is."""
+
+    freed: deque[int]
+    calls: dict[Any, Any]
+    issued: int
+    size: int
+
+    @property
+    def tensors(self) -> int: ...
+
+    def cut(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def lose(self, why: ShoalError) -> None: ...
+
+
+class Batch:
+    """Segments that were sent, until the node has said what became of them.
+
+    Attributes:
+        future: the reply.
+        origins: of each segment, where the program issued its interned calls.
+        origin: where the program waits for its values.
+        size: how many commands.
+        values: what was fetched or asked, once it was replied.
+    """
+
+    __slots__ = ("future", "origin", "origins", "size", "values")
+
+    def __init__(self, future: Future[Any], origins: list[list[Origin | None]], size: int) -> None:
+        self.future = future
+        self.origin: Origin | None = None
+        self.origins = origins
+        self.size = size
+        self.values: list[Any] = []
+
+    def issued(self, failure: Failure) -> Origin | None:
+        """Where the program issued what failed."""
+        if failure.position < 0:
+            return self.origin
+        return self.origins[failure.segment][failure.position]
+
+
+class Line:
+    """One node, as the master reaches it.
+
+    Attributes:
+        index: of the node.
+        lock: the master's.
+        spaces: that the node holds tensors of.
+        open: the space that commands are appended to.
+        lost: why the node cannot be used any more; None: it can.
+        batches: that were sent, and are not taken in.
+    """
+
+    def __init__(self, index: int, lock: threading.RLock, send: Send) -> None:
+        self.index = index
+        self.lock = lock
+        self.spaces: list[OnLine] = []
+        self.open: OnLine | None = None
+        self.lost: ShoalError | None = None
+        self.batches: deque[Batch] = deque()
+        self._send = send
+        self._outbox: list[Segment] = []
+        self._origins: list[list[Origin | None]] = []
+        self._size = self._ahead = 0
+        self._number = 0
+        self._failures: dict[int, RemoteOpError] = {}
+        self._unseen: deque[int] = deque(maxlen=FAILURES)
+        self._alone: deque[int] = deque(maxlen=FAILURES)
+        self._armed = False
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._flush_late, name=f"shoal-node{index}-log", daemon=True)
+        self._thread.start()
+
+    # -- batches; the caller holds the lock -----------------------------------------------------
+
+    def take(self, segment: Segment, origins: list[Origin | None], size: int) -> None:
+        """A segment, of ``size`` commands, for the next batch."""
+        if self.lost is None:
+            self._outbox.append(segment)
+            self._origins.append(origins)
+            self._size += size
+            self.arm()
+
+    def arm(self) -> None:
+        """See to it that what is issued from now on is sent, also if nothing comes after it."""
+        if not self._armed:
+            self._armed = True
+            self._wake.set()
+
+    @property
+    def pending(self) -> int:
+        """Commands that the node has not executed, as far as it is known here."""
+        return self._ahead + self._waiting
+
+    @property
+    def _waiting(self) -> int:
+        return self._size if self.open is None else self._size + self.open.size
+
+    def look(self) -> None:
+        """Send commands if the node has become idle, or there are many; wait if there are too many."""
+        if not self.batches:
+            self.flush()
+        elif self.batches[0].future.done():
+            self.reap()
+            self.flush()
+        elif self._waiting >= BATCH and len(self.batches) < AHEAD:
+            self.flush()
+        elif self.pending >= LIMIT:
+            self._settle(self.batches[0])
+            self.reap()
+            self.flush()
+
+    def flush(self) -> Batch | None:
+        """Send what is in the log; the last batch that was sent and not replied."""
+        undisturbed(self._flush)
+        return self.batches[-1] if self.batches else None
+
+    def _flush(self) -> None:
+        if self.open is not None:
+            self.open.cut()
+        for space in self.spaces:
+            if space.freed:
+                space.cut()
+        if self._size and self.lost is None:
+            future = self._send(self._number, self._outbox)
+            self.batches.append(Batch(future, self._origins, self._size))
+            self._number += 1
+            self._ahead += self._size
+            self._outbox, self._origins, self._size = [], [], 0
+
+    def flush_asked(self) -> Batch:
+        """Send what is in the log, with commands that are replied to."""
+        batch = self.flush()
+        if batch is None:
+            raise self.lost or ShoalError(f"node {self.index}: nothing was sent")
+        batch.origin = issuing_line()
+        return batch
+
+    def reap(self) -> None:
+        """Take in the replies that have come."""
+        while self.batches and self.batches[0].future.done():
+            batch = self.batches.popleft()
+            self._ahead -= batch.size
+            error = batch.future.exception()
+            if error is not None:
+                self.lose(error)
+                continue
+            batch.values, failures = batch.future.value()
+            for told in failures:
+                failure = Failure(*told)
+                self._failures[failure.poison] = self._error(failure, batch.issued(failure))
+                self._failures.pop(failure.poison - FAILURES, None)
+                self._unseen.append(failure.poison)
+                if failure.alone:
+                    self._alone.append(failure.poison)
+
+    # -- sync points -----------------------------------------------------------------------------
+
+    def answers(self, batch: Batch) -> list[Any]:
+        """Wait for the values of a batch.
+
+        Raises:
+            RemoteOpError: one of them could not be computed, or an operation without results failed.
+            NodeLost: the node died.
+        """
+        self.settle(batch)
+        if self._alone:
+            raise self._raised(self._alone[0])
+        return [self._value(*value) for value in batch.values]
+
+    def settle(self, batch: Batch) -> None:
+        """Wait until a batch and all before it are done."""
+        self._settle(batch)
+        with self.lock:
+            self.reap()
+            if self.lost is not None:
+                raise self.lost
+
+    def _settle(self, batch: Batch) -> None:
+        for each in list(self.batches):
+            try:
+                each.future.wait()
+            except (RpcError, GroupError) as error:
+                with self.lock:
+                    self.lose(error)
+                raise (self.lost or error) from error
+            if each is batch:
+                return
+
+    def synchronize(self) -> None:
+        """Wait for all that was issued; raise what failed and was not raised yet."""
+        with self.lock:
+            batch = self.flush()
+        if batch is not None:
+            self.settle(batch)
+        with self.lock:
+            if self.lost is not None:
+                raise self.lost
+            if self._unseen:
+                first, more = self._unseen[0], len(self._unseen) - 1
+                self._unseen.clear()
+                self._alone.clear()
+                raise self._raised(first, more)
+
+    def stats(self) -> dict[str, int]:
+        """Counts, over all spaces of the node; the caller holds the lock."""
+        return {
+            "issued": sum(space.issued for space in self.spaces),
+            "pending": self.pending,
+            "calls": sum(len(space.calls) for space in self.spaces),
+            "tensors": sum(space.tensors for space in self.spaces),
+            "spaces": len(self.spaces),
+        }
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def unseen(self) -> list[str]:
+        """What failed and was never raised, in words."""
+        return [str(self._raised(each)) for each in list(self._unseen)]
+
+    def _value(self, kind: str, value: Any) -> Any:
+        if kind == "poison":
+            raise self._raised(value)
+        return value
+
+    def _raised(self, poison: int, more: int = 0) -> RemoteOpError:
+        for noted in (self._unseen, self._alone):
+            if poison in noted:
+                noted.remove(poison)
+        known = self._failures.get(poison)
+        if known is None:
+            return RemoteOpError(
+                f"node {self.index}: an operation failed so long ago that its text is gone",
+                node_name(self.index),
+            )
+        text = f"{known} ({more} more failed after it)" if more else str(known)
+        return RemoteOpError(text, known.worker, known.traceback, known.line)
+
+    def _error(self, failure: Failure, origin: Origin | None) -> RemoteOpError:
+        where = shown(origin)
+        text = (
+            f"node {self.index}: {failure.operator}({failure.operands}) failed: {failure.error}\n"
+            f"issued at {where}\nthe traceback there:\n{failure.traceback}"
+        )
+        return RemoteOpError(text, node_name(self.index), failure.traceback, where)
+
+    def lose(self, why: BaseException | str) -> None:
+        """The node cannot be used any more, nor can what it is part of."""
+        if self.lost is None and not self._closed:
+            name = node_name(self.index)
+            self._end(NodeLost(f"node {self.index} was lost: {why}", name, (self.index,)))
+
+    def _end(self, why: ShoalError) -> None:
+        self.lost = self.lost or why
+        for space in list(self.spaces):
+            space.lose(self.lost)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def finish(self, seconds: float) -> None:
+        """Let the node do what was issued, if that takes no longer."""
+        with self.lock:
+            batch = self.flush()
+        if batch is not None:
+            with contextlib.suppress(ShoalError):  # it is told by what is asked afterwards
+                batch.future.wait(seconds)
+        with self.lock:
+            self.reap()
+
+    def close(self, why: ShoalError) -> None:
+        """End the thread; what is used afterwards raises ``why``."""
+        with self.lock:
+            self._end(why)
+            self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def _flush_late(self) -> None:
+        """Send what stays in the log: after a moment, or when a busy node has become idle."""
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            while not self._closed:
+                with self.lock:
+                    batch = self.batches[0] if self.batches else None
+                    if self.lost is not None or not (self._waiting or batch):
+                        self._armed = False
+                        if self.open is not None:
+                            self.open.leave()  # which arms it again when it opens
+                        break
+                if batch is None:
+                    time.sleep(DELAY)
+                else:
+                    with contextlib.suppress(Exception):  # whoever uses the node hears of it
+                        batch.future.wait()
+                with self.lock:
+                    self.reap()
+                    if self.lost is None:
+                        self.flush()

@@ -1,0 +1,280 @@
+"""A space of tensors, as the master keeps it: its ids, its interned calls, and its log.
+
+The words of the mode's order, and how they hang together:
+
+- A *space* is a set of ids with the tensors that they name, the calls that are interned for them, and the log
+  of the commands on them.  Each node has one; a place of several nodes has one, which each of these nodes
+  holds with tensors of its own.  A command is encoded once, however many nodes execute it.
+- A *line* (:mod:`.line`) is the master's connection to one node, over which the commands of all spaces of
+  that node go.
+- A line has at most one *open* space.  A space that gets a command opens on all its lines, and closes those
+  that were open there; so each node gets its commands in the order of the program, whatever spaces they are
+  of.  Spaces that share no node do not close each other.
+- A *segment* is what a space's log holds when it is cut: because another space opens on one of its lines, or
+  because a line sends what it has.  It is a tuple, as the node takes it::
+
+      space, stream, numbers, scalars, high, payloads
+
+  ``space`` is the space's number, ``stream`` is 0, ids are below ``high``, and :mod:`.commands` says what the
+  numbers mean.  Each line of the space gets the segment into its outbox.
+- A *batch* is the segments of an outbox, sent as one call; the reply acknowledges it.
+
+A command that concerns several spaces is a command in the log of each.  What a node answers (``FETCH``,
+``ASK``, ``STATE``) comes with the reply of the batch, so it belongs to a line.
+
+All of this happens under the master's lock.  An id is free for another tensor as soon as its FREE is in the
+log, since a node executes the log in order.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from array import array
+from collections import deque
+from typing import Any
+
+import torch
+
+from ..errors import ShoalError
+from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, STATE, Template
+from .interrupts import undisturbed
+from .issuing import Origin, issuing_line
+from .line import Line
+
+#: how often it is looked what the nodes have done, in commands
+_LOOK = 32
+
+
+class Space:
+    """The tensors of one node, or of a place of several.
+
+    Attributes:
+        number: by which its nodes know it.
+        device: ``node:index``.
+        index: of the device.
+        lines: of its nodes.
+        lock: the master's.
+        freed: ids that nothing holds any more.
+        calls: interned calls by key.
+        lost: why it cannot be used any more; None: it can.
+        issued: operations, so far.
+        size: commands in the log.
+    """
+
+    def __init__(
+        self, number: int, device: torch.device, lines: tuple[Line, ...], lock: threading.RLock
+    ) -> None:
+        self.number = number
+        self.device = device
+        self.index: int = device.index
+        self.lines = lines
+        self.lock = lock
+        self.freed: deque[int] = deque()
+        self.calls: dict[Any, Any] = {}
+        self.issued = self.size = 0
+        self._open = False
+        self._numbers = array("I")
+        self._scalars = array("d")
+        self._payloads: list[Any] = []
+        self._origins: list[Origin | None] = []
+        self._ticks = 0
+        self._ids: list[int] = []
+        self._high = 0
+        self.lost: ShoalError | None = None
+        for line in lines:
+            line.spaces.append(self)
+            self.lost = self.lost or line.lost
+
+    # -- the log; the caller holds the lock -----------------------------------------------------
+
+    def issue(self, number: int, ids: list[int], scalars: list[float], results: int) -> list[int]:
+        """Append an interned call; the ids of its results."""
+        if not self._open:
+            self._enter()
+        if self.freed:
+            self._free()
+        numbers, values, origins = self._numbers, self._scalars, self._origins
+        before = len(numbers), len(values), len(origins)
+        try:
+            numbers.append(number)
+            if ids:
+                numbers.fromlist(ids)
+            made = []
+            for _ in range(results):
+                id = self._ids.pop() if self._ids else self._new_id()
+                numbers.append(id)
+                made.append(id)
+            if scalars:
+                values.fromlist(scalars)
+            origins.append(issuing_line())
+        except BaseException:  # a Ctrl-C leaves no half of a command
+            del numbers[before[0] :], values[before[1] :], origins[before[2] :]
+            raise
+        self.issued += 1
+        self._appended()
+        return made
+
+    def put(self, tensor: torch.Tensor) -> int:
+        """Send a tensor, of which the caller gives a copy; its id."""
+        id = self.new_id()
+        self._command(PUT, id, self._payload(tensor))
+        return id
+
+    def new_id(self) -> int:
+        """An id that no tensor has."""
+        if not self._open:
+            self._enter()
+        if self.freed:
+            self._free()
+        return self._ids.pop() if self._ids else self._new_id()
+
+    def define(self, definition: tuple[Any, ...]) -> None:
+        """Tell the nodes of a call; raises what pickling raises before anything is in the log."""
+        pickled = pickle.dumps(definition)
+        self._command(DEFINE, self._payload(pickled))
+
+    def forget(self) -> None:
+        """Forget all interned calls, here and there."""
+        self.calls.clear()
+        self._command(FORGET)
+
+    def seed(self, seed: int) -> None:
+        """Seed the random generator of each node."""
+        self._command(SEED, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+
+    def keep(self, position: int) -> int:
+        """Keep a tensor of what was asked last; its id."""
+        id = self.new_id()
+        self._command(KEEP, id, position)
+        return id
+
+    def _command(self, *numbers: int) -> None:
+        if not self._open:
+            self._enter()
+        self._numbers.fromlist(list(numbers))
+        self._appended()
+
+    def _payload(self, value: Any) -> int:
+        """The index of a payload of the next command, which must not be cut off from it."""
+        if not self._open:
+            self._enter()
+        self._payloads.append(value)
+        return len(self._payloads) - 1
+
+    def _new_id(self) -> int:
+        self._high += 1
+        return self._high - 1
+
+    def _free(self) -> None:
+        while self.freed:
+            id = self.freed[0]
+            self._numbers.fromlist([FREE, id])
+            # A Ctrl-C in between frees it once more, which does nothing.
+            self.size += 1
+            self.freed.popleft()
+            self._ids.append(id)
+
+    def _appended(self) -> None:
+        self.size += 1
+        self._ticks += 1
+        if not self._ticks % _LOOK:
+            for line in self.lines:
+                line.look()
+
+    # -- segments --------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Open, so that commands may be appended."""
+        if self.lost is None:
+            undisturbed(self._become_open)
+        if self.lost is not None:  # perhaps since a moment: whoever loses a line holds no lock
+            self._open = False
+            raise self.lost
+
+    def _become_open(self) -> None:
+        for line in self.lines:
+            if line.open is not None and line.open is not self:
+                line.open.leave()
+        for line in self.lines:
+            line.open = self
+            line.arm()
+        self._open = True
+
+    def leave(self) -> None:
+        """Close: what comes next on a line may be another space's."""
+        self.cut()
+        self._open = False
+        for line in self.lines:
+            if line.open is self:
+                line.open = None
+
+    def lose(self, why: ShoalError) -> None:
+        """One of its nodes is lost; the caller may have no lock."""
+        self.lost = self.lost or why
+        self._open = False
+
+    def cut(self) -> None:
+        """Make a segment of the log and of what was freed, for each line; undisturbed."""
+        if self.freed:
+            self._free()
+        if not self.size:
+            return
+        numbers, scalars = self._numbers.tobytes(), self._scalars.tobytes()
+        segment = self.number, 0, numbers, scalars, self._high, self._payloads
+        for line in self.lines:
+            line.take(segment, self._origins, self.size)
+        self._numbers, self._scalars, self._payloads = array("I"), array("d"), []
+        self._origins, self.size = [], 0
+
+    # -- sync points -----------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send what is in the log."""
+        for line in self.lines:
+            line.flush()
+
+    def fetch(self, id: int) -> torch.Tensor:
+        """The elements of a tensor.
+
+        Raises:
+            RemoteOpError: they could not be computed.
+            NodeLost: the node died.
+        """
+        return self.ask_all([(FETCH, id)])[0]  # type: ignore[no-any-return]
+
+    def ask_all(self, commands: list[tuple[int, ...]]) -> list[Any]:
+        """Append commands that are replied to, and wait for what they give."""
+        with self.lock:
+            for command in commands:
+                self._command(*command)
+            # As whoever asks flushes under the lock, no other values are in the batches.
+            asked = [(line, line.flush_asked()) for line in self.lines]
+        answers = [line.answers(batch) for line, batch in asked]
+        return answers[0]
+
+    def ask(self, operator: str, args: list[Template], kwargs: dict[str, Template]) -> Any:
+        """Run an operator now; what it gives, with metadata in the place of tensors."""
+        question = pickle.dumps((operator, args, kwargs))
+        with self.lock:
+            return self.ask_all([(ASK, self._payload(question))])[0]
+
+    def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The state of the random generator, or set it."""
+        with self.lock:
+            if state is None:
+                return self.ask_all([(STATE, self._payload(None))])[0]  # type: ignore[no-any-return]
+            self._command(STATE, self._payload(state))
+            return None
+
+    def synchronize(self) -> None:
+        """Wait for all that was issued to its nodes; raise what failed and was not raised yet."""
+        with self.lock:
+            self.flush()
+        for line in self.lines:
+            line.synchronize()
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it has."""
+        return self._high - len(self._ids) - len(self.freed)
