@@ -6,7 +6,7 @@ as operands are in it by type.  A call that is known costs the master a look int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,23 +75,11 @@ def collect(
 ) -> bool:
     """Take a call apart; False: it has tensors that are on no node."""
     numeric, lists = op.numeric, op.numeric_lists
-    at: int | str
-    for at, value in enumerate(args):
-        kind = type(value)
-        if kind is RemoteTensor:
-            operands.append(value)
-            key.append(value.handle.metadata)
-        elif at in numeric:
-            _number(value, key, scalars)
-        elif kind is list or kind is tuple:
-            if not _list(value, at in lists, key, operands, scalars):
-                return False
-        elif isinstance(value, torch.Tensor):
-            return False
-        else:
-            key.append(value)
-    for at, value in kwargs.items():
-        key.append(at)
+    given: Iterable[tuple[int | str, Any]] = enumerate(args)
+    if kwargs:
+        key.append(tuple(kwargs))
+        given = (*given, *kwargs.items())
+    for at, value in given:
         kind = type(value)
         if kind is RemoteTensor:
             operands.append(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import sys
-from functools import cache
 from pathlib import Path
 from types import CodeType
 
@@ -16,20 +15,27 @@ Origin = tuple[CodeType, int]
 _INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parent) + "/")
 
 
-@cache
-def _is_inside(code: CodeType) -> bool:
-    return code.co_filename.startswith(_INSIDE) or code.co_filename.startswith("<frozen")
+class _Files(dict[str, bool]):
+    """Whether a file is inside, by its name: a code object would be hashed with all its constants."""
+
+    def __missing__(self, name: str) -> bool:
+        inside = self[name] = name.startswith(_INSIDE) or name.startswith("<frozen")
+        return inside
+
+
+_inside = _Files()
 
 
 def issuing_line() -> Origin | None:
     """Where the program is, outside torch and this package."""
     frame = sys._getframe(1)
-    while _is_inside(frame.f_code):
+    code = frame.f_code
+    while _inside[code.co_filename]:
         outer = frame.f_back
         if outer is None:
             return None
-        frame = outer
-    return frame.f_code, frame.f_lasti
+        frame, code = outer, outer.f_code
+    return code, frame.f_lasti
 
 
 def shown(origin: Origin | None) -> str:

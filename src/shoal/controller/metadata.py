@@ -6,6 +6,7 @@ Equal metadata is one object, so the calls of :mod:`.calls` are looked up by ide
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +20,16 @@ class Metadata:
 
     Attributes:
         lazy: whether the tensor is a conjugated or negated view, which torch resolves when it is read.
+        make: makes a tensor of the master with it; :mod:`.tensor` says it when the first one is made.
     """
 
-    __slots__ = ("__weakref__", "conj", "device", "dtype", "lazy", "neg", "offset", "shape", "stride")
+    __slots__ = ("__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride")
 
     def __init__(self, device: torch.device, told: Told) -> None:
         self.device = device
         self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg = told
         self.lazy = self.conj or self.neg
+        self.make: Callable[[], Any] | None = None
 
     @property
     def told(self) -> Told:

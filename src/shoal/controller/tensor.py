@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .space import Space
-
-_wrapper = torch.Tensor._make_wrapper_subclass
 
 #: an operator, its arguments, and those with keywords
 _Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -187,14 +186,11 @@ def wrap(space: Space, id: int, known: Metadata) -> RemoteTensor:
 def share(handle: Handle) -> RemoteTensor:
     """One more tensor of the master for a tensor on a node."""
     known = handle.metadata
-    made: RemoteTensor = _wrapper(
-        RemoteTensor,
-        known.shape,
-        strides=known.stride,
-        storage_offset=known.offset,
-        dtype=known.dtype,
-        device=known.device,
-    )
+    make = known.make
+    if make is None:  # arguments in their order are what torch takes apart the fastest
+        layout = (known.shape, known.stride, known.offset, None, known.dtype, torch.strided, known.device)
+        make = known.make = partial(torch.Tensor._make_wrapper_subclass, RemoteTensor, *layout)
+    made: RemoteTensor = make()
     made.handle = handle
     if known.lazy:
         torch._C._set_conj(made, known.conj)
