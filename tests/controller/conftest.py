@@ -1,4 +1,4 @@
-"""One master with two nodes, which the tests of a process share."""
+"""One master with three nodes, which the tests of a process share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.controller import Master
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Master]:
-    with shoal.init_master_worker(workers=2) as master:
+    with shoal.init_master_worker(workers=3) as master:
         yield master
 
 

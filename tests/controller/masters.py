@@ -29,6 +29,8 @@ def loses_a_node(tell: Connection) -> None:
     heard = threading.Event()
     master.on_lost(lambda index: (told.append(index), heard.set()))
     x, y = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    both = master.nodes
+    z = torch.ones(3, device=both.device)
     master.synchronize()
     os.kill(master.pids[0], signal.SIGKILL)
 
@@ -37,7 +39,10 @@ def loses_a_node(tell: Connection) -> None:
             _ = x + 1
 
     lost = []
-    attempts = [for_ever, x.sum, x.tolist, master.synchronize, lambda: torch.zeros(1, device="node:0")]
+    attempts = [
+        for_ever, x.sum, x.tolist, master.synchronize, lambda: torch.zeros(1, device="node:0"),
+        z.sum, lambda: both.gather(z), lambda: both.replicate(torch.ones(1)), lambda: z.on(0).sum(),
+    ]  # fmt: skip
     for attempt in attempts:
         try:
             attempt()
@@ -45,6 +50,7 @@ def loses_a_node(tell: Connection) -> None:
             lost.append((error.worker, error.ranks))
     assert lost == [("node0", (0,))] * len(attempts)
     assert (y + 1).tolist() == [2, 2, 2]
+    assert (z.on(1) + 1).tolist() == [2, 2, 2]  # what the other node has of it
     assert heard.wait(BACKSTOP)
     assert told == [0]
     master.close()

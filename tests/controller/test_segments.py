@@ -65,7 +65,7 @@ class Bench:
         self.nodes = [Node() for _ in range(3)]
         self.lines = [Line(i, self.lock, node.send) for i, node in enumerate(self.nodes)]
         self.spaces = [
-            Space(number, torch.device("cpu", number), tuple(self.lines[i] for i in place), self.lock)
+            Space(torch.device("cpu", number), tuple(self.lines[i] for i in place), self.lock)
             for number, place in enumerate(PLACES)
         ]
 

@@ -229,8 +229,8 @@ def test_a_deep_copy_is_one_of_its_own(master: Master) -> None:
 def test_the_device_module_tells_of_the_nodes(master: Master) -> None:
     node = torch.node  # type: ignore[attr-defined]
     assert node.is_available()
-    assert node.device_count() == 2
-    assert master.nodes == [torch.device("node:0"), torch.device("node:1")]
+    assert node.device_count() == 3
+    assert list(master.nodes) == [torch.device(f"node:{i}") for i in range(3)]
     node.synchronize()
     node.synchronize("node:1")
     assert torch.zeros(1, device=NODE).is_node  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@
 """
 
 from .master import Master, init_master_worker
+from .place import Place
 from .tensor import RemoteTensor
 
-__all__ = ["Master", "RemoteTensor", "init_master_worker"]
+__all__ = ["Master", "Place", "RemoteTensor", "init_master_worker"]

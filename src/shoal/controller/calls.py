@@ -168,10 +168,10 @@ def intern(
     others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))
-        raise DeviceMismatch(
-            f"{op.name}: its tensors are on {space.device} and on {elsewhere}: "
-            f"move them to one node, with .to({str(space.device)!r})"
-        )
+        advice = f"move them to one node, with .to({str(space.device)!r})"
+        if any(len(each.handle.space.lines) > len(space.lines) for each in operands):
+            advice = f"take what one node has of the others, with .on({space.index})"
+        raise DeviceMismatch(f"{op.name}: its tensors are on {space.device} and on {elsewhere}: {advice}")
     given, named = templates(op, args, kwargs)
     known = [each.handle.metadata for each in operands]
     from .prediction import predict  # not at a node, which needs none

@@ -35,6 +35,8 @@ KEEP = 6
 STATE = 7
 #: DEFINE index of a payload, a definition
 DEFINE = 8
+#: SHARE space, id, space, id: the tensor of the first is the second's too
+SHARE = 9
 #: number of the first interned call
 FIRST = 16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +14,8 @@ from .space import Space
 class Nodes(Protocol):
     """A master, as operators and the device see it."""
 
-    nodes: list[torch.device]
+    @property
+    def nodes(self) -> Sequence[torch.device]: ...
 
     def space(self, index: int) -> Space: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from . import composite, current
 from .autograd import DeviceGuard, wrap_engine
 from .dispatch import dispatch
 from .operators import fused_on_nodes, named
+from .space import Space
 
 NAME = "node"
 
@@ -86,18 +87,20 @@ class NodeModule:
 
         Checkpointing asks so: ``get_device()`` of tensors of a node is -1.
         """
-        master = current.master()
-        return torch.stack([master.space(each).random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
+        return torch.stack([each.random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
         """Set what :meth:`get_rng_state` gave."""
         chosen = self._chosen(device)
         for each, row in zip(chosen, state.reshape(len(chosen), -1), strict=True):
-            current.master().space(each).random_state(row.clone())
+            each.random_state(row.clone())
 
-    def _chosen(self, device: object) -> list[int]:
+    def _chosen(self, device: object) -> Sequence[Space]:
         index = getattr(_context, "index", 0) if device is None else _index(device)
-        return list(range(self.device_count())) if index < 0 else [index]
+        master = current.master()
+        if index < 0:
+            return [master.space(each) for each in range(self.device_count())]
+        return master.space(index).parts
 
     @contextlib.contextmanager
     def device(self, device: object) -> Iterator[None]:

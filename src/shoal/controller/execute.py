@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from .commands import (
     KEEP,
     PUT,
     SEED,
+    SHARE,
     STATE,
     Definition,
     Failure,
@@ -79,10 +80,26 @@ class Outcome:
         self.segment = 0
 
 
+class Spaces(dict[int, "Tensors"]):
+    """The spaces of a session on this node by number; each is made when it is first used.
+
+    Attributes:
+        outcome: of the batch that runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.outcome = Outcome()
+        self._device = device
+
+    def __missing__(self, number: int) -> Tensors:
+        made = self[number] = Tensors(self._device, self.outcome, self)
+        return made
+
+
 class Tensors:
     """The tensors of a space on this node, and what the master's log does to them."""
 
-    def __init__(self, device: torch.device, outcome: Outcome, spaces: Mapping[int, Tensors]) -> None:
+    def __init__(self, device: torch.device, outcome: Outcome, spaces: Spaces) -> None:
         self.device = device
         self._outcome = outcome
         self._spaces = spaces
@@ -103,8 +120,7 @@ class Tensors:
         """
         a, s = array("I", numbers).tolist(), array("d", scalars).tolist()
         t = self.tensors
-        if len(t) < high:
-            t.extend([None] * (high - len(t)))
+        self._reach(high)
         self._payloads = payloads
         p = q = 0
         counted, count = 0, 0  # the position up to which the segment's calls were counted
@@ -175,6 +191,8 @@ class Tensors:
         poison = self._poison(-1, "a command of the master", [], error)
         if a[p] in (PUT, KEEP):
             self.tensors[a[p + 1]] = poison
+        elif a[p] == SHARE:
+            self._spaces[a[p + 3]].hold(a[p + 4], poison)
         elif a[p] in (FETCH, ASK, STATE):
             self._outcome.values.append(("poison", poison.number))
 
@@ -280,6 +298,7 @@ class Tensors:
             KEEP: (self._keep, 3, 0),
             STATE: (self._state, 2, 0),
             DEFINE: (self._define, 2, 0),
+            SHARE: (self._share, 5, 0),
         }
 
     def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
@@ -292,6 +311,19 @@ class Tensors:
 
     def _put(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._payloads[a[p + 2]].to(self.device)
+
+    def _share(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        self._spaces[a[p + 3]].hold(a[p + 4], self._spaces[a[p + 1]].tensors[a[p + 2]])
+
+    def hold(self, id: int, value: Any) -> None:
+        """Give a tensor of another space an id here too."""
+        self._reach(id + 1)
+        self.tensors[id] = value
+
+    def _reach(self, high: int) -> None:
+        t = self.tensors
+        if len(t) < high:
+            t.extend([None] * (high - len(t)))
 
     def _fetch(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         value = t[a[p + 1]]

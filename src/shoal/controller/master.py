@@ -21,6 +21,7 @@ from . import current, device, node
 from .autograd import restore_thread
 from .line import Line
 from .naming import node_name
+from .place import Named, Place, indices_of
 from .space import Space
 from .start import Workers
 from .tensor import RemoteTensor, fetch
@@ -28,6 +29,8 @@ from .tensor import RemoteTensor, fetch
 _numbers = itertools.count()
 #: seconds that a node gets for what was issued before the master closed
 _PATIENCE = 5.0
+#: index of the first place of several nodes: torch's device indices are of 8 bits
+_HIGHEST = 126
 
 
 def init_master_worker(*, workers: int, timeout: float = 300.0) -> Master:
@@ -58,7 +61,7 @@ class Master:
     """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it.
 
     Attributes:
-        nodes: the devices of the nodes.
+        nodes: the place of all of them, a sequence of their devices.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -75,24 +78,57 @@ class Master:
             begun[index].wait()
             send = partial(peer.options(timeout=math.inf).call, node.run, name)
             self._lines.append(Line(index, self._lock, send))
-        self._spaces = [
-            Space(line.index, torch.device("node", line.index), (line,), self._lock) for line in self._lines
-        ]
-        self.nodes = [space.device for space in self._spaces]
+        self._spaces = {
+            line.index: Space(torch.device("node", line.index), (line,), self._lock) for line in self._lines
+        }
+        self._places: dict[tuple[int, ...], Place] = {}
+        self.nodes = self.place(range(len(self._lines)))
+        self.seed(torch.initial_seed())  # so that what a place draws first is the same on its nodes
         workers.agent.on_lost(self._lost)
         self._swapping = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         atexit.register(self.close)
 
     def space(self, index: int) -> Space:
-        """The space of a node.
+        """The space of the device ``node:index``, a node or a place of several.
 
         Raises:
             UsageError: there is no such node.
         """
-        if not 0 <= index < len(self._spaces):
-            raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._spaces) - 1}")
-        return self._spaces[index]
+        space = self._spaces.get(index)
+        if space is None:
+            raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._lines) - 1}")
+        return space
+
+    def place(self, nodes: Named) -> Place:
+        """Some of the nodes, as one place of tensors; the same one for the same nodes.
+
+        Args:
+            nodes: indices or devices, also of places; in any order.
+
+        Raises:
+            UsageError: there is no such node, none is named, or torch has no index left.
+        """
+        with self._lock:
+            indices = indices_of(nodes, self.space)
+            place = self._places.get(indices)
+            if place is None:
+                place = self._places[indices] = Place(self._space_of(indices), self.place)
+            return place
+
+    def _space_of(self, indices: tuple[int, ...]) -> Space:
+        parts = tuple(self._spaces[index] for index in indices)
+        if len(parts) == 1:
+            return parts[0]
+        index = min([_HIGHEST + 1, *(each for each in self._spaces if each >= len(self._lines))]) - 1
+        if index < len(self._lines):
+            raise UsageError(
+                f"there are {len(self._places)} places, and torch has no index left for another one: a place "
+                "lasts as long as its master"
+            )
+        lines = tuple(part.lines[0] for part in parts)
+        space = self._spaces[index] = Space(torch.device("node", index), lines, self._lock, parts)
+        return space
 
     def synchronize(self) -> None:
         """Wait until the nodes have done all that was issued.
@@ -120,11 +156,16 @@ class Master:
                     tensor.handle.space.flush()
         return [fetch(each) if type(each) is RemoteTensor else each for each in tensors]
 
-    def seed(self, seed: int) -> None:
-        """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too."""
+    def seed(self, seed: int, *, distinct: bool = False) -> None:
+        """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too.
+
+        Args:
+            seed: what the CPU draws from it, nodes draw too.
+            distinct: whether node ``i`` gets ``seed + i``.
+        """
         with self._lock:
-            for space in self._spaces:
-                space.seed(seed)
+            for index in range(len(self._lines)):
+                self._spaces[index].seed(seed + index * distinct)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
         """Call ``fn(index)`` once when a node has died or cannot be reached any more, in another thread."""

@@ -53,6 +53,16 @@ def metadata(device: torch.device, told: Told) -> Metadata:
     return found
 
 
+def answer_in_words(answer: Any) -> str:
+    """What a node told of the results of an operator: ``("tensor", told)``, a list of such, or a constant."""
+    kind, value = answer
+    if kind == "list":
+        return f"[{', '.join(answer_in_words(each) for each in value)}]"
+    if kind == "tensor":
+        return f"{str(value[3]).removeprefix('torch.')}{list(value[0])}"
+    return repr(value)
+
+
 def told(tensor: torch.Tensor) -> Told:
     """The metadata of a real or fake tensor."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())

@@ -9,34 +9,29 @@ from typing import Any
 import torch
 
 from .commands import Segment
-from .execute import Outcome, Tensors
+from .execute import Spaces
 
 
 class _Session:
     """One master's session here; batches run in the order of their numbers, whatever thread has them.
 
     Attributes:
-        spaces: the tensors of each, which the first segment of a space makes.
-        outcome: of the batch that runs.
+        spaces: the tensors of each.
         turn: guards ``next``.
         next: number of the batch that may run.
     """
 
     def __init__(self) -> None:
-        self.spaces: dict[int, Tensors] = {}
-        self.outcome = Outcome()
+        self.spaces = Spaces(torch.device("cpu"))
         self.turn = threading.Condition()
         self.next = 0
 
     def run(self, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
         """Execute the segments of a batch in their order."""
-        outcome = self.outcome
+        outcome = self.spaces.outcome
         outcome.begin()
         for outcome.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
-            tensors = self.spaces.get(space)
-            if tensors is None:
-                tensors = self.spaces[space] = Tensors(torch.device("cpu"), outcome, self.spaces)
-            tensors.run(numbers, scalars, high, payloads)
+            self.spaces[space].run(numbers, scalars, high, payloads)
         return outcome.values, [tuple(failure) for failure in outcome.failures]
 
 

@@ -36,11 +36,12 @@ from typing import Any
 
 import torch
 
-from ..errors import ShoalError
-from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, STATE, Template
+from ..errors import ShoalError, UsageError
+from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, SHARE, STATE, Template
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
 from .line import Line
+from .metadata import answer_in_words
 
 #: how often it is looked what the nodes have done, in commands
 _LOOK = 32
@@ -50,10 +51,11 @@ class Space:
     """The tensors of one node, or of a place of several.
 
     Attributes:
-        number: by which its nodes know it.
+        number: by which its nodes know it: the index of its device.
         device: ``node:index``.
         index: of the device.
         lines: of its nodes.
+        parts: the spaces of its nodes one by one.
         lock: the master's.
         freed: ids that nothing holds any more.
         calls: interned calls by key.
@@ -63,12 +65,16 @@ class Space:
     """
 
     def __init__(
-        self, number: int, device: torch.device, lines: tuple[Line, ...], lock: threading.RLock
+        self,
+        device: torch.device,
+        lines: tuple[Line, ...],
+        lock: threading.RLock,
+        parts: tuple[Space, ...] = (),
     ) -> None:
-        self.number = number
         self.device = device
-        self.index: int = device.index
+        self.number = self.index = device.index
         self.lines = lines
+        self.parts = parts or (self,)
         self.lock = lock
         self.freed: deque[int] = deque()
         self.calls: dict[Any, Any] = {}
@@ -148,6 +154,33 @@ class Space:
         id = self.new_id()
         self._command(KEEP, id, position)
         return id
+
+    def share(self, id: int, other: Space) -> int:
+        """Name a tensor of another space here too, on the nodes of this one; its id here."""
+        new = self.new_id()
+        self._command(SHARE, other.number, id, self.number, new)
+        return new
+
+    def give(self, id: int, other: Space, new: int) -> None:
+        """Name a tensor of this space in another one too, on the nodes of this one."""
+        self._command(SHARE, self.number, id, other.number, new)
+
+    def part(self, node: int | str | torch.device) -> Space:
+        """The space of one of its nodes.
+
+        Raises:
+            UsageError: it is none of them.
+        """
+        index = node if isinstance(node, int) else torch.device(node).index
+        for part in self.parts:
+            if part.index == index:
+                return part
+        raise UsageError(f"{self.device} has no part on {node}: it is {self.nodes}")
+
+    @property
+    def nodes(self) -> str:
+        """``node 2``, or ``nodes 0, 2``."""
+        return f"node{'s' * (len(self.lines) > 1)} {', '.join(str(line.index) for line in self.lines)}"
 
     def _command(self, *numbers: int) -> None:
         if not self._open:
@@ -238,32 +271,52 @@ class Space:
         """The elements of a tensor.
 
         Raises:
+            UsageError: there are several nodes, each with elements of its own.
             RemoteOpError: they could not be computed.
             NodeLost: the node died.
         """
-        return self.ask_all([(FETCH, id)])[0]  # type: ignore[no-any-return]
+        if len(self.lines) > 1:
+            raise UsageError(
+                f"a tensor on {self.device} has elements on each of {self.nodes}: "
+                f"x.on({self.lines[0].index}) is one node's part, and mean(x) of its place the mean of all"
+            )
+        return self.fetch_all(id)[0]
 
-    def ask_all(self, commands: list[tuple[int, ...]]) -> list[Any]:
-        """Append commands that are replied to, and wait for what they give."""
+    def fetch_all(self, id: int) -> list[torch.Tensor]:
+        """The elements of a tensor on each node."""
+        return self._answers(FETCH, id)
+
+    def _answers(self, *command: int) -> list[Any]:
+        """What each node replies to a command."""
         with self.lock:
-            for command in commands:
-                self._command(*command)
+            self._command(*command)
             # As whoever asks flushes under the lock, no other values are in the batches.
             asked = [(line, line.flush_asked()) for line in self.lines]
-        answers = [line.answers(batch) for line, batch in asked]
-        return answers[0]
+        return [line.answers(batch)[0] for line, batch in asked]
 
     def ask(self, operator: str, args: list[Template], kwargs: dict[str, Template]) -> Any:
-        """Run an operator now; what it gives, with metadata in the place of tensors."""
+        """Run an operator now; what it gives, with metadata in the place of tensors.
+
+        Raises:
+            UsageError: its nodes give different ones.
+        """
         question = pickle.dumps((operator, args, kwargs))
         with self.lock:
-            return self.ask_all([(ASK, self._payload(question))])[0]
+            answers = self._answers(ASK, self._payload(question))
+        for line, answer in zip(self.lines, answers, strict=True):
+            if answer != answers[0]:
+                first, one, other = self.lines[0].index, answer_in_words(answers[0]), answer_in_words(answer)
+                raise UsageError(
+                    f"{operator}: a tensor on {self.device} must be alike on all of its nodes, and this is "
+                    f"{one} on node {first}, and {other} on node {line.index}; use x.on({first})"
+                )
+        return answers[0]
 
     def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The state of the random generator, or set it."""
+        """The state of the random generator of a node, or set it."""
         with self.lock:
             if state is None:
-                return self.ask_all([(STATE, self._payload(None))])[0]  # type: ignore[no-any-return]
+                return self._answers(STATE, self._payload(None))[0]  # type: ignore[no-any-return]
             self._command(STATE, self._payload(state))
             return None
 

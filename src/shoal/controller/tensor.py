@@ -12,7 +12,7 @@ from torch._tensor_str import PRINT_OPTS
 
 from ..errors import UsageError
 from .autograd import prepare_thread
-from .metadata import Metadata
+from .metadata import Metadata, metadata
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,8 +70,30 @@ class RemoteTensor(torch.Tensor):
         return RemoteTensor.issue(func, args, {} if kwargs is None else kwargs)
 
     def get_node(self) -> int:
-        """The index of the node."""
-        return self.handle.space.index
+        """The index of the node.
+
+        Raises:
+            UsageError: there are several.
+        """
+        space = self.handle.space
+        if len(space.lines) > 1:
+            raise UsageError(f"a tensor on {self.device} is on {space.nodes}: on(i) is one node's part")
+        return space.index
+
+    def on(self, node: int | str | torch.device) -> RemoteTensor:
+        """What one node has of a tensor on several: a tensor there, of the same memory, without a graph.
+
+        Raises:
+            UsageError: the tensor is not on that node.
+            NodeLost: that node died.
+        """
+        handle = self.handle
+        space = handle.space.part(node)
+        if space is handle.space:
+            return share(handle)
+        with space.lock:
+            known = metadata(space.device, handle.metadata.told)
+            return wrap(space, space.share(handle.id, handle.space), known)
 
     def get_device(self) -> int:
         """The device within the node; -1: its processor."""
@@ -123,7 +145,7 @@ class RemoteTensor(torch.Tensor):
         return object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        text = repr(_shown(self))
+        text = repr(_shown(self)).replace(", device='meta'", "")
         extra = [f"device={str(self.device)!r}"]
         if self.grad_fn is not None:
             extra.append(f"grad_fn=<{self.grad_fn.name()}>")
@@ -162,7 +184,12 @@ def _unpickled(value: torch.Tensor, requires_grad: bool, parameter: bool) -> tor
 
 
 def _shown(tensor: RemoteTensor) -> torch.Tensor:
-    """What printing a tensor reads, in a tensor of the CPU of the same shape: all, or its edges."""
+    """What printing a tensor reads, in a tensor of the CPU of the same shape: all, or its edges.
+
+    On several nodes it reads nothing.
+    """
+    if len(tensor.handle.space.lines) > 1:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if tensor.numel() <= PRINT_OPTS.threshold:
         return fetch(tensor)
     edge = PRINT_OPTS.edgeitems
