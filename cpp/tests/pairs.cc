@@ -216,8 +216,7 @@ class PairRank {
       check(!finish(receive) && receive->error().code == ErrorCode::kPeerLost,
             "a rank without peers receives");
       finish(unread);
-      // Until then it says no goodbye, which might be heard before the others notice.
-      while (noticed_ < world_.size() - 1) std::this_thread::yield();
+      ++noticed_;
       return false;
     }
     const OperationPtr ops[] = {message(Kind::kRecv, lost_, kNever + 1, &room),
@@ -243,6 +242,9 @@ class PairRank {
   }
 
   void leave() {
+    desk_.doing("waiting until all know of the lost rank", group_.get());
+    // A goodbye may be heard before the loss, on either side, and then the peer has left and is not lost.
+    while (lost_at_ >= 0 && noticed_ < world_.size()) std::this_thread::yield();
     desk_.doing("closing");
     group_->close(now_ns() + 20 * kSecond);
     context().close(now_ns() + 2 * kSecond);
@@ -257,7 +259,7 @@ class PairRank {
   const int rank_;
   const int rounds_;
   const int lost_, lost_at_;
-  std::atomic<int>& noticed_;  // who has seen that the rank is lost
+  std::atomic<int>& noticed_;  // how many know that the rank is lost, itself too
   std::vector<int> ring_;      // who takes part
   std::shared_ptr<Group> group_;
 };
