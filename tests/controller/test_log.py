@@ -71,6 +71,24 @@ def test_calls_that_are_known_are_forgotten_when_there_are_too_many(
     assert len(master.space(0).calls) <= 8
 
 
+def test_values_come_though_ids_are_freed_right_after_something_was_sent(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.arange(3, device=NODE)
+    held: list[torch.Tensor] = []
+    look = line.Line.look
+
+    def look_and_free(looking: line.Line) -> None:
+        look(looking)
+        held.clear()
+
+    monkeypatch.setattr(line.Line, "look", look_and_free)
+    for _ in range(100):
+        held.append(x + 1)
+        assert x.tolist() == [0, 1, 2]
+        assert x.nonzero().tolist() == [[1], [2]]
+
+
 @pytest.mark.stress
 def test_a_million_operations_leave_nothing_behind(master: Master) -> None:
     x = torch.zeros(2, device=NODE)

@@ -183,10 +183,13 @@ class Space:
         return f"node{'s' * (len(self.lines) > 1)} {', '.join(str(line.index) for line in self.lines)}"
 
     def _command(self, *numbers: int) -> None:
+        self._append(numbers)
+        self._appended()
+
+    def _append(self, numbers: tuple[int, ...]) -> None:
         if not self._open:
             self._enter()
         self._numbers.fromlist(list(numbers))
-        self._appended()
 
     def _payload(self, value: Any) -> int:
         """The index of a payload of the next command, which must not be cut off from it."""
@@ -289,7 +292,10 @@ class Space:
     def _answers(self, *command: int) -> list[Any]:
         """What each node replies to a command."""
         with self.lock:
-            self._command(*command)
+            # No look at the lines, which may send it: ids that are freed then are a batch of their own,
+            # and that one would be waited for.
+            self._append(command)
+            self.size += 1
             # As whoever asks flushes under the lock, no other values are in the batches.
             asked = [(line, line.flush_asked()) for line in self.lines]
         return [line.answers(batch)[0] for line, batch in asked]
