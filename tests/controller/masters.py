@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 import shoal
-
-#: seconds that nothing here may take
-BACKSTOP = 120
+from tests.controller.nodes import BACKSTOP
 
 
 def loses_a_node(tell: Connection) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
-
-import torch
 
 from ..errors import UsageError
 from .space import Space
@@ -15,7 +12,7 @@ class Nodes(Protocol):
     """A master, as operators and the device see it."""
 
     @property
-    def nodes(self) -> Sequence[torch.device]: ...
+    def count(self) -> int: ...
 
     def space(self, index: int) -> Space: ...
 

@@ -54,7 +54,7 @@ class NodeModule:
     def device_count(self) -> int:
         """How many nodes there are."""
         master = current.opened()
-        return 0 if master is None else len(master.nodes)
+        return 0 if master is None else master.count
 
     def current_device(self) -> int:
         """The node of tensors that are given none."""

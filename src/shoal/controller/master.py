@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import math
 import os
@@ -15,79 +16,150 @@ from typing import Any
 
 import torch
 
-from ..errors import NodeLost, UsageError
+from ..errors import NodeLost, UsageError, WorkerLost
 from ..keywords import checked_count, checked_seconds
+from ..wire import Deadline
 from . import current, device, node
 from .autograd import restore_thread
 from .line import Line
 from .naming import node_name
 from .place import Named, Place, indices_of
 from .space import Space
-from .start import Workers
+from .start import Worker, Workers
 from .tensor import RemoteTensor, fetch
 
 _numbers = itertools.count()
+_ENDED = "its process ended, or its connection broke"
 #: seconds that a node gets for what was issued before the master closed
 _PATIENCE = 5.0
 #: index of the first place of several nodes: torch's device indices are of 8 bits
 _HIGHEST = 126
 
 
-def init_master_worker(*, workers: int, timeout: float = 300.0) -> Master:
-    """Start nodes on this machine, as processes that end with this one, and become their master.
+def init_master_worker(
+    *,
+    workers: int | None = None,
+    url: str | None = None,
+    secret: str | bytes | None = None,
+    timeout: float = 300.0,
+) -> Master:
+    """Become the master of nodes, which are processes started here, ranks of a launcher, or whoever joins.
 
     Node ``i`` is the torch device ``node:i`` from then on.  A process has one master at a time.
 
+    Without ``workers`` and ``url`` this is called by all ranks of ``shoal run``, torchrun, Slurm or mpiexec:
+    rank 0 becomes the master, rank ``i`` is its node ``i - 1``.  There the call does not return: it serves
+    the master, and ends the process with exit code 0 when that ends.
+
     Args:
-        workers: how many nodes.
-        timeout: seconds for them to start.
+        workers: how many nodes to start on this machine, as processes that end with this one.
+        url: where workers join by themselves (``shoal worker URL``), as of :func:`shoal.init`; the master
+            starts the store of a ``tcp://`` place where none listens.  They become nodes by
+            :meth:`Master.wait_for`.
+        secret: the job's; None: as for :func:`shoal.init`.
+        timeout: seconds for the nodes to start.
 
     Raises:
-        UsageError: this process is a master already.
+        UsageError: this process is a master already, the place has one, or nothing says what the nodes are.
         UnsupportedOperation: torch cannot take such a device.
-        LaunchError: a node did not start.
+        LaunchError, RendezvousTimeout: a node did not start.
     """
-    count = checked_count("workers", workers)
+    count = None if workers is None else checked_count("workers", workers)
     seconds = checked_seconds("timeout", timeout)
     if current.opened() is not None:
         raise UsageError("this process is a master already: close() that one first")
     device.register()
-    master = Master(Workers(count, seconds))
+    master = Master(Workers(count, None if url == "env://" else url, secret, seconds), seconds)
     current.set_master(master)
     return master
 
 
 class Master:
-    """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it.
+    """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it."""
 
-    Attributes:
-        nodes: the place of all of them, a sequence of their devices.
-    """
-
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, timeout: float) -> None:
         self._workers = workers
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
-        self._gone: set[int] = set()
+        self._gone: set[str] = set()
         self._on_lost: list[Callable[[int], Any]] = []
-        name = f"{os.getpid()}-{next(_numbers)}"
+        #: what nodes that come later are given too, so that what a place draws first is the same on its nodes
+        self._seed = torch.initial_seed(), False
+        self._name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
+        #: the nodes' indices by the names of their workers
+        self._indices: dict[str, int] = {}
+        self._pids: list[int] = []
         self._lines: list[Line] = []
-        begun = [peer.options(timeout=math.inf).call(node.begin, name) for peer in workers.peers]
-        for index, peer in enumerate(workers.peers):
-            begun[index].wait()
-            send = partial(peer.options(timeout=math.inf).call, node.run, name)
-            self._lines.append(Line(index, self._lock, send))
-        self._spaces = {
-            line.index: Space(torch.device("node", line.index), (line,), self._lock) for line in self._lines
-        }
+        #: of nodes and of places of several, by the index of their device
+        self._spaces: dict[int, Space] = {}
         self._places: dict[tuple[int, ...], Place] = {}
-        self.nodes = self.place(range(len(self._lines)))
-        self.seed(torch.initial_seed())  # so that what a place draws first is the same on its nodes
         workers.agent.on_lost(self._lost)
+        try:
+            deadline = Deadline(timeout)
+            for index in range(workers.count):
+                self._take(index, workers.first, deadline)
+        except BaseException:
+            self._end()
+            raise
         self._swapping = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         atexit.register(self.close)
+
+    @property
+    def nodes(self) -> Place:
+        """The place of all nodes, a sequence of their devices."""
+        return self.place(range(len(self._lines)))
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return len(self._lines)
+
+    def wait_for(self, count: int, timeout: float = 300.0) -> Place:
+        """Take in workers that join at the master's ``url`` until there are ``count`` nodes; all nodes.
+
+        They become nodes in the order in which they have come, and places that there are already stay as they
+        are.  A Ctrl-C ends the wait; nodes that were taken in stay.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            UsageError: nobody can join.
+            RendezvousTimeout: not enough came in time.
+        """
+        checked_count("count", count)
+        deadline = Deadline(checked_seconds("timeout", timeout))
+        while len(self._lines) < count:
+            self._take(len(self._lines), self._workers.next, deadline)
+        return self.nodes
+
+    def _take(self, index: int, how: Callable[[int, Deadline], Worker], deadline: Deadline) -> None:
+        """Make the worker that ``how`` gives node ``index``."""
+        while True:
+            worker = how(index, deadline)
+            peer = worker.peer.options(timeout=math.inf)
+            try:
+                peer.call(node.begin, self._name).wait()
+                break
+            except WorkerLost:
+                continue  # it died just now, and never was a node
+            except BaseException:  # a Ctrl-C
+                self._workers.give_back(worker)
+                raise
+        send = partial(peer.call, node.run, self._name)
+        with self._lock:
+            line = Line(index, self._lock, send)
+            space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
+            self._lines[index : index + 1] = [line]
+            self._pids[index : index + 1] = [worker.arrival.pid]
+            self._indices[peer.name] = index
+            if peer.name in self._gone:
+                line.lose(_ENDED)
+            else:
+                seed, distinct = self._seed
+                space.seed(seed + index * distinct)
 
     def space(self, index: int) -> Space:
         """The space of the device ``node:index``, a node or a place of several.
@@ -110,6 +182,8 @@ class Master:
             UsageError: there is no such node, none is named, or torch has no index left.
         """
         with self._lock:
+            if not self._lines:
+                raise UsageError("no worker has joined yet: wait_for(n) waits until n nodes are there")
             indices = indices_of(nodes, self.space)
             place = self._places.get(indices)
             if place is None:
@@ -164,8 +238,10 @@ class Master:
             distinct: whether node ``i`` gets ``seed + i``.
         """
         with self._lock:
+            self._seed = seed, distinct
             for index in range(len(self._lines)):
-                self._spaces[index].seed(seed + index * distinct)
+                with contextlib.suppress(NodeLost):
+                    self._spaces[index].seed(seed + index * distinct)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
         """Call ``fn(index)`` once when a node has died or cannot be reached any more, in another thread."""
@@ -191,6 +267,12 @@ class Master:
         if current.opened() is self:
             current.set_master(None)
             restore_thread()  # others do so when they begin a backward pass
+        unseen = self._end()
+        if unseen:
+            warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
+
+    def _end(self) -> list[str]:
+        """End the nodes; what failed and nobody has seen."""
         for line in self._lines:
             line.finish(_PATIENCE)
         unseen = [text for line in self._lines for text in line.unseen()]
@@ -198,21 +280,24 @@ class Master:
             why = f"node {line.index} is closed: its master was"
             line.close(NodeLost(why, node_name(line.index), (line.index,)))
         self._workers.close()
-        if unseen:
-            warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
+        return unseen
 
     def _lost(self, name: str) -> None:
-        for line in self._lines:
-            if node_name(line.index) == name and line.index not in self._gone:
-                self._gone.add(line.index)  # each of its connections ends
-                line.lose("its process ended, or its connection broke")
-                for fn in list(self._on_lost):
-                    fn(line.index)
+        with self._lock:
+            if name in self._gone:
+                return  # each of its connections ends
+            self._gone.add(name)
+            index = self._indices.get(name)
+            if index is None:
+                return
+            self._lines[index].lose(_ENDED)
+        for fn in list(self._on_lost):
+            fn(index)
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the nodes."""
-        return self._workers.pids
+        """The processes of the nodes, each on its own machine."""
+        return list(self._pids)
 
     def __enter__(self) -> Master:
         return self
@@ -226,4 +311,4 @@ class Master:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<shoal.controller.Master of {len(self.nodes)} nodes{', closed' if self._closed else ''}>"
+        return f"<shoal.controller.Master of {len(self._lines)} nodes{', closed' if self._closed else ''}>"

@@ -62,3 +62,8 @@ def run(session: str, number: int, segments: Sequence[Segment]) -> tuple[list[An
 def end(session: str) -> None:
     """Let go of all tensors of a session."""
     _sessions.pop(session, None)
+
+
+def end_all() -> None:
+    """Let go of all sessions."""
+    _sessions.clear()

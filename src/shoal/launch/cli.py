@@ -16,6 +16,7 @@ from ..wire import build_version
 COMMANDS = {
     "run": "shoal.launch.run:run",
     "store": "shoal.launch.store:store",
+    "worker": "shoal.launch.worker:worker",
     "bench": "shoal.tools.bench.command:bench",
     "dumps": "shoal.tools.dumps:dumps",
 }

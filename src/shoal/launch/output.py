@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO
 
+from ..lines import Lines
 from .environment import prefix
-from .lines import Lines
 from .logs import LAUNCHER, Logs
 from .sink import Sink, open_sinks
 

@@ -1,0 +1,83 @@
+"""The processes of nodes that a master starts on its own machine, which end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+from ..errors import LaunchError
+from ..wire import Deadline
+from .output import Output
+
+#: seconds for a worker to end by itself, and for what it has written to come
+_END = 5.0
+
+
+class Processes:
+    """Starts processes of nodes, which join at a store.
+
+    Args:
+        url: of the store.
+        secret: of the job.
+        count: how many share the cores of this process.
+    """
+
+    def __init__(self, url: str, secret: bytes, count: int) -> None:
+        self._url = url
+        self._threads = max(1, len(os.sched_getaffinity(0)) // count)
+        self._secret = secret
+        self._output = Output()
+        #: the latest process of each node
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, index: int) -> None:
+        """Start a process that becomes node ``index``, in the place of an earlier one if there was one."""
+        self._end([index])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.controller.worker", str(index), self._url, str(self._threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self._started[index] = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._output.attach(index, process.stdout, process.stderr)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: check() tells
+            process.stdin.write(self._secret.hex().encode())
+            process.stdin.flush()
+
+    def has(self, index: int) -> bool:
+        """Whether node ``index`` was started here."""
+        return index in self._started
+
+    def check(self, index: int) -> None:
+        """Raise LaunchError if the process of node ``index`` has ended."""
+        code = self._started[index].poll()
+        if code is not None:
+            raise LaunchError(
+                f"the process of node {index} ended with {code} before it joined: its output says why"
+            )
+
+    def close(self) -> None:
+        """End all processes, when they have lost their master."""
+        self._end(list(self._started))
+        self._output.close(_END)
+
+    def _end(self, indices: list[int]) -> None:
+        ending = [process for index in indices if (process := self._started.pop(index, None)) is not None]
+        for process in ending:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # which ends it, if the end of the connection did not
+        deadline = Deadline(_END)
+        for process in ending:
+            try:
+                process.wait(deadline.remaining())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

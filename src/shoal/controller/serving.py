@@ -1,0 +1,154 @@
+"""A process as a node: it comes to the master, and serves it until that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from .. import config, failure_report, rpc
+from ..errors import (
+    AuthenticationError,
+    RendezvousTimeout,
+    ShoalError,
+    StoreError,
+    UnknownWorker,
+    VersionMismatch,
+    WireError,
+    WorkerLost,
+)
+from ..rendezvous.place import Place, open_place
+from ..rpc.join import HANDLERS, at_place, checked_settings
+from ..wire import Deadline
+from ..wording import in_seconds
+from . import node
+from .joining import arrive
+from .naming import MASTER, node_name, worker_name
+
+#: seconds for leaving a master that has ended
+_END = 5.0
+#: seconds for a look at whether a master is still there
+_LOOK = 2.0
+#: seconds until a store that has gone is looked for again
+_PAUSE = 0.1
+#: seconds that a worker waits at a time for a master that has not come
+_LONG = 3600.0
+
+
+def join(place: Place, name: str) -> rpc.Agent:
+    """A worker at an open place, which it closes at its end."""
+    try:
+        return at_place(place, name, checked_settings(None, None, HANDLERS))
+    except BaseException:
+        place.close()
+        raise
+
+
+def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
+    """Serve the master until a connection to it ends, and let go of what it had here; whether it was there.
+
+    Args:
+        index: of the node that this worker is to be; None: as the master says.
+        patience: seconds for the master to come.
+
+    Raises:
+        UnknownWorker: it did not come in time.
+    """
+    over = threading.Event()
+    # A broken connection is the end too: the master takes it for this worker's death.
+    agent.on_lost(lambda name: over.set() if name == MASTER else None)
+    master = agent.peer(MASTER, timeout=patience)
+    there, served = agent.directory.look(MASTER), False
+    try:
+        master.call(arrive, index, os.getpid()).wait()
+        served = True
+        over.wait()
+    except WorkerLost:
+        pass
+    finally:
+        node.end_all()
+    try:
+        agent.reach(MASTER, _LOOK)
+    except WorkerLost:  # on another machine nobody else knows, and another master could not have the name
+        if there is not None:
+            agent.directory.withdraw(there)
+    except ShoalError:
+        pass  # it has left, or the store is gone
+    return served
+
+
+def serve_rank(place: Place, rank: int, timeout: float) -> NoReturn:
+    """Be the node of a rank that a launcher has started, and end this process with the master.
+
+    Raises:
+        RendezvousTimeout: rank 0 does not become the master.
+    """
+    ignore_interrupts()
+    agent = join(place, worker_name(node_name(rank - 1)))
+    try:
+        attend(agent, rank - 1, timeout)
+    except UnknownWorker:
+        raise RendezvousTimeout(
+            f"rank {rank}: rank 0 has not called shoal.init_master_worker within {in_seconds(timeout)}"
+        ) from None
+    finally:
+        failure_report.left()
+        agent.close(_END, graceful=False)
+    if agent.executor.thread_count():
+        end()  # nobody waits for what a handler still does
+    raise SystemExit(0)
+
+
+def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
+    """Serve the masters that come to a place, one after another, until the place is gone.
+
+    Args:
+        url: of the place.
+        name: that the names of this worker begin with.
+        say: told in words what happens.
+
+    Raises:
+        ShoalError: the place was not there within ``SHOAL_TIMEOUT`` seconds, or does not let this worker in.
+    """
+    seconds = config.TIMEOUT.get()
+    say(f"waits for a master at {url}")
+    served, gone = False, Deadline(seconds)
+    while True:
+        try:
+            agent = join(open_place(url, timeout=seconds), worker_name(name))
+        except (AuthenticationError, VersionMismatch):
+            raise
+        except (RendezvousTimeout, StoreError, WireError):
+            if not served:
+                raise
+            if gone.expired:
+                say(f"ends, because there was no store at {url} for {in_seconds(seconds)}")
+                return
+            time.sleep(_PAUSE)  # it went with its master just now
+            continue
+        try:
+            # Neither a master that does not come nor a store that goes with its master is an end.
+            with contextlib.suppress(UnknownWorker, StoreError, WireError):
+                if attend(agent, None, _LONG):
+                    say("waits for another master")
+        finally:
+            agent.close(_END, graceful=False)
+        served, gone = True, Deadline(seconds)
+
+
+def ignore_interrupts() -> None:
+    """A Ctrl-C ends what the master waits for, and not its nodes."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def end() -> NoReturn:
+    """End this process now, whatever its handlers do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
