@@ -19,19 +19,23 @@ from .interrupts import undisturbed
 from .issuing import Origin, issuing_line, shown
 from .naming import node_name
 
-#: commands that are sent without waiting for the node to become idle
+#: commands of the first batch after a wait; each further one takes twice as many
+FIRST = 32
+#: commands of a batch at most, unless the node is far behind
 BATCH = 256
 #: batches that a busy node is sent ahead
 AHEAD = 4
 #: commands that may be ahead of a node before the program waits for it
 LIMIT = 65_536
-#: seconds that a command may stay in the log of an idle node
-DELAY = 0.001
+#: seconds that a command may stay in the log when none comes after it, and while batches go out all the time
+DELAY, BUSY = 0.001, 0.002
+#: rounds without a command after which the thread that sends what stays in the log goes to sleep
+_QUIET = 64
 #: failures whose texts are kept
 FAILURES = 1000
 
-#: sends a batch: its number, and segments
-Send = Callable[[int, list[Segment]], Future[Any]]
+#: sends a batch: segments
+Send = Callable[[list[Segment]], Future[Any]]
 
 
 class OnLine(Protocol):
@@ -101,8 +105,8 @@ class Line:
         self._send = send
         self._outbox: list[Segment] = []
         self._origins: list[list[Origin | None]] = []
-        self._size = self._ahead = 0
-        self._number = 0
+        self._size = self._ahead = self._sent = 0
+        self._worth = FIRST
         self._failures: dict[int, RemoteOpError] = {}
         self._unseen: deque[int] = deque(maxlen=FAILURES)
         self._alone: deque[int] = deque(maxlen=FAILURES)
@@ -138,17 +142,13 @@ class Line:
         return self._size if self.open is None else self._size + self.open.size
 
     def look(self) -> None:
-        """Send commands if the node has become idle, or there are many; wait if there are too many."""
-        if not self.batches:
-            self.flush()
-        elif self.batches[0].future.done():
-            self.reap()
-            self.flush()
-        elif self._waiting >= BATCH and len(self.batches) < AHEAD:
-            self.flush()
-        elif self.pending >= LIMIT:
+        """Send commands if they are worth a batch; wait if there are too many."""
+        self.reap()
+        if self.batches and self.pending >= LIMIT:
             self._settle(self.batches[0])
             self.reap()
+        if self._waiting >= self._worth and len(self.batches) < AHEAD:
+            self._worth = min(2 * self._worth, BATCH)
             self.flush()
 
     def flush(self) -> Batch | None:
@@ -163,9 +163,9 @@ class Line:
             if space.freed:
                 space.cut()
         if self._size and self.lost is None:
-            future = self._send(self._number, self._outbox)
+            future = self._send(self._outbox)
             self.batches.append(Batch(future, self._origins, self._size))
-            self._number += 1
+            self._sent += 1
             self._ahead += self._size
             self._outbox, self._origins, self._size = [], [], 0
 
@@ -213,6 +213,7 @@ class Line:
         """Wait until a batch and all before it are done."""
         self._settle(batch)
         with self.lock:
+            self._worth = FIRST  # the node is idle
             self.reap()
             if self.lost is not None:
                 raise self.lost
@@ -245,6 +246,7 @@ class Line:
 
     def stats(self) -> dict[str, int]:
         """Counts, over all spaces of the node; the caller holds the lock."""
+        self.reap()
         return {
             "issued": sum(space.issued for space in self.spaces),
             "pending": self.pending,
@@ -317,24 +319,34 @@ class Line:
         self._thread.join()
 
     def _flush_late(self) -> None:
-        """Send what stays in the log: after a moment, or when a busy node has become idle."""
+        """Send what stays in the log, after a moment.
+
+        The thread looks every millisecond, and is not woken when something happens: to be woken, and to get
+        the interpreter then, costs the program more than a look does.
+        """
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
+            quiet, sent, pause = 0, self._sent, DELAY
+            full: Batch | None = None
             while not self._closed:
+                if full is None:
+                    time.sleep(pause)
+                else:
+                    with contextlib.suppress(Exception):  # whoever uses the node hears of it
+                        full.future.wait()
                 with self.lock:
-                    batch = self.batches[0] if self.batches else None
-                    if self.lost is not None or not (self._waiting or batch):
+                    self.reap()
+                    full, busy = None, sent != self._sent
+                    pause = BUSY if busy else DELAY
+                    quiet = 0 if busy or self._waiting else quiet + 1
+                    if len(self.batches) >= AHEAD:
+                        full = self.batches[0]
+                    elif not busy:  # what the program sends by itself goes without this thread
+                        self.flush()
+                    sent = self._sent
+                    if self.lost is not None or quiet >= _QUIET:
                         self._armed = False
                         if self.open is not None:
                             self.open.leave()  # which arms it again when it opens
                         break
-                if batch is None:
-                    time.sleep(DELAY)
-                else:
-                    with contextlib.suppress(Exception):  # whoever uses the node hears of it
-                        batch.future.wait()
-                with self.lock:
-                    self.reap()
-                    if self.lost is None:
-                        self.flush()

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 
 from ..errors import NodeLost, UsageError, WorkerLost
+from ..future import Future
 from ..keywords import checked_count, checked_seconds
+from ..rpc import Peer
 from ..wire import Deadline
 from . import current, device, node
 from .autograd import restore_thread
+from .commands import Segment
 from .line import Line
 from .naming import node_name
 from .place import Named, Place, indices_of
@@ -141,14 +144,14 @@ class Master:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
             try:
-                peer.call(node.begin, self._name).wait()
+                mailbox = peer.call(node.begin, self._name).wait()
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node
             except BaseException:  # a Ctrl-C
                 self._workers.give_back(worker)
                 raise
-        send = partial(peer.call, node.run, self._name)
+        send = partial(_send, peer, mailbox, self._name)
         with self._lock:
             line = Line(index, self._lock, send)
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
@@ -312,3 +315,8 @@ class Master:
 
     def __repr__(self) -> str:
         return f"<shoal.controller.Master of {len(self._lines)} nodes{', closed' if self._closed else ''}>"
+
+
+def _send(peer: Peer, mailbox: int, session: str, segments: list[Segment]) -> Future[Any]:
+    """Send a batch: the mailbox of the session takes them in order."""
+    return peer._call(mailbox, node.run, (session, segments), {})

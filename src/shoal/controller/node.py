@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..rpc import current
 from .commands import Segment
 from .execute import Spaces
 
 
 class _Session:
-    """One master's session here; batches run in the order of their numbers, whatever thread has them.
+    """One master's session here; its batches come to a mailbox of its own, whose thread runs them in order.
 
     Attributes:
+        mailbox: its number.
         spaces: the tensors of each.
-        turn: guards ``next``.
-        next: number of the batch that may run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agent: Any) -> None:
+        self._executor = agent.executor
+        self.mailbox: int = agent.references.ledger.new_mailbox()
         self.spaces = Spaces(torch.device("cpu"))
-        self.turn = threading.Condition()
-        self.next = 0
+        self._executor.consume(self.mailbox)
 
     def run(self, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
         """Execute the segments of a batch in their order."""
@@ -34,36 +34,35 @@ class _Session:
             self.spaces[space].run(numbers, scalars, high, payloads)
         return outcome.values, [tuple(failure) for failure in outcome.failures]
 
+    def end(self) -> None:
+        """Take no more batches."""
+        self._executor.release(self.mailbox)
+
 
 _sessions: dict[str, _Session] = {}
 
 
-def begin(session: str) -> None:
-    """Make an empty session."""
-    _sessions[session] = _Session()
+def begin(session: str) -> int:
+    """Make an empty session; the number of the mailbox that its batches have to go to."""
+    begun = _sessions[session] = _Session(current().agent)
+    return begun.mailbox
 
 
-def run(session: str, number: int, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Execute the batch ``number`` of a session, after those before it.
+def run(session: str, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Execute a batch of a session; called in the order of the batches.
 
     Returns:
         what was fetched or asked, and what failed.
     """
-    held = _sessions[session]
-    with held.turn:
-        held.turn.wait_for(lambda: held.next == number)
-        try:
-            return held.run(segments)
-        finally:
-            held.next = number + 1
-            held.turn.notify_all()
+    return _sessions[session].run(segments)
 
 
 def end(session: str) -> None:
     """Let go of all tensors of a session."""
-    _sessions.pop(session, None)
+    _sessions.pop(session).end()
 
 
 def end_all() -> None:
     """Let go of all sessions."""
-    _sessions.clear()
+    for session in list(_sessions):
+        end(session)

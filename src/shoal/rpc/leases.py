@@ -151,9 +151,13 @@ class Ledger:
         """A mailbox for the calls of an actor, which ``consume`` opens; 0: nobody holds it any more."""
         with self.lock:
             if self._owned.get(ident) is owned:
-                owned.mailbox = next(self._mailboxes)
+                owned.mailbox = self.new_mailbox()
                 consume(owned.mailbox)
             return owned.mailbox
+
+    def new_mailbox(self) -> int:
+        """The number of a mailbox that nothing has."""
+        return next(self._mailboxes)
 
     def held(self) -> dict[str, Owned]:
         """The objects that are held, by their identity."""
