@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # signal makes enums of what this gives, for 10 us a call
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,15 @@ def undisturbed(fn: Callable[[], object]) -> None:
     if threading.current_thread() is not threading.main_thread():
         fn()  # Python handles signals in the main thread only
         return
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _signal.getsignal(_signal.SIGINT)
     if not callable(handler):
         fn()
         return
     noted: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *signalled: noted.append(signalled))
+    _signal.signal(_signal.SIGINT, lambda *signalled: noted.append(signalled))
     try:
         fn()
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         if noted:
             handler(*noted[0])

@@ -144,7 +144,7 @@ class Line:
     def look(self) -> None:
         """Send commands if they are worth a batch; wait if there are too many."""
         self.reap()
-        if self.batches and self.pending >= LIMIT:
+        while self.batches and self.pending >= LIMIT:
             self._settle(self.batches[0])
             self.reap()
         if self._waiting >= self._worth and len(self.batches) < AHEAD:
