@@ -71,6 +71,20 @@ def test_calls_that_are_known_are_forgotten_when_there_are_too_many(
     assert len(master.space(0).calls) <= 8
 
 
+def test_a_number_in_the_place_of_a_tensor_is_an_operand_of_its_own_type(master: Master) -> None:
+    numbers = [1, True, 1.0, 0, False, 0.0, -0.0, 2**60, 0.5]
+    for here in (torch.arange(3), torch.tensor([True, False]), torch.ones(2)):
+        x = here.to(NODE)
+        for number in numbers:
+            there, expected = (x * number).cpu(), here * number
+            assert (there.dtype, str(there.tolist())) == (expected.dtype, str(expected.tolist()))
+    before = master.stats()[0]["calls"]
+    for number in range(50):
+        y = x / (number + 0.5)
+    assert y[0].item() == torch.tensor(1 / 49.5).item()
+    assert master.stats()[0]["calls"] <= before + 3
+
+
 def test_values_come_though_ids_are_freed_right_after_something_was_sent(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,8 @@ def collect(
             operands.append(value)
             key.append(value.handle.metadata)
         elif at in numeric:
-            _number(value, key, scalars)
+            if not _number(value, key, scalars):
+                return False
         elif kind is list or kind is tuple:
             if not _list(value, at in lists, key, operands, scalars):
                 return False
@@ -96,13 +97,17 @@ def collect(
     return True
 
 
-def _number(value: Any, key: list[Any], scalars: list[float]) -> None:
+def _number(value: Any, key: list[Any], scalars: list[float]) -> bool:
+    """Take a number, or what stands in its place; False: a tensor that is on no node."""
     kind = number_kind(value)
-    key.append(type(value))
-    if kind is None:
-        key.append(value)
-    else:
+    key.append(type(value))  # equal numbers of other types give other dtypes
+    if kind is not None:
         scalars.append(value)
+    elif isinstance(value, torch.Tensor):
+        return False
+    else:
+        key.append(value)
+    return True
 
 
 def _list(
@@ -114,7 +119,8 @@ def _list(
             operands.append(value)
             key.append(value.handle.metadata)
         elif numeric:
-            _number(value, key, scalars)
+            if not _number(value, key, scalars):
+                return False
         elif isinstance(value, torch.Tensor):
             return False
         else:

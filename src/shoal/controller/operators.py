@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-#: marks arguments whose values travel as operands, and are no part of a call's key
-_NUMERIC = {"number", "float", "Optional[number]", "Optional[float]"}
+#: marks arguments whose numbers travel as operands, and are no part of a call's key; a number may be given in
+#: the place of a tensor
+_NUMERIC = {"number", "float", "Optional[number]", "Optional[float]", "Tensor"}
 _NUMERIC_LISTS = {"List[number]"}
 #: operators whose results have a shape that depends on such a value
 _SHAPED = ("aten::arange", "aten::range")
