@@ -166,7 +166,7 @@ def test_tensors_of_two_places_are_refused_with_the_remedy(master: Master) -> No
 
 
 def test_a_node_that_is_not_there_is_refused(master: Master) -> None:
-    with pytest.raises(shoal.UsageError, match="there is no node:7: the nodes are 0 to 1"):
+    with pytest.raises(shoal.UsageError, match="there is no node:7: the nodes are 0 to 2"):
         torch.zeros(1, device="node:7")
 
 

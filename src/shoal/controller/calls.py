@@ -17,6 +17,7 @@ from .metadata import Told, metadata
 from .operators import Operator
 from .space import Space
 from .tensor import RemoteTensor
+from .within import Within
 
 if TYPE_CHECKING:
     from .prediction import Prediction
@@ -148,6 +149,8 @@ def _template(value: Any, numeric: bool, numeric_list: bool) -> Template:
         return "number", kind
     if isinstance(value, torch.device):
         return ("device",)
+    if isinstance(value, Within):
+        return "device", value.index
     if isinstance(value, torch.Generator):
         raise UnsupportedOperation(
             "a generator of this process cannot draw numbers on a node: leave generator= out, and seed all "

@@ -6,7 +6,8 @@ A command is the number of a call, the ids of its operands and the ids that its 
     ("tensor",)             the next operand
     ("number", "float")     the next scalar, or "int"
     ("constant", value)
-    ("device",)             the node's own device
+    ("device",)             that of the first operand; the node's processor, if there is none
+    ("device", index)       within the node; -1: its processor
     ("list", [templates])
     ("id", id)              in calls that are asked: the tensor with this id
 """

@@ -3,7 +3,8 @@
 For a device that it does not know, torch takes those of GPUs, or none that are fused.  Such an operator is
 recorded here, once for each kind of arguments: torch runs it on fake tensors of the node's own device, and
 what it calls is then called with the tensors of the node, under autograd.  So results are those of the
-node's device, to the last bit.
+node's device, to the last bit.  For tensors on a GPU of a node, plain operators are recorded, which every GPU
+has: this process may have none, and no torch for them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,6 +27,7 @@ from ..errors import UnsupportedOperation
 from .dispatch import mismatch
 from .operators import special
 from .prediction import quiet
+from .within import node
 
 #: the operators
 NAMES = (
@@ -117,15 +120,28 @@ def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value.dtype, str(value.tolist())
-        return value.shape, value.stride(), value.dtype, value.requires_grad
+        return value.shape, value.stride(), value.dtype, value.requires_grad, value.get_device() >= 0
     if isinstance(value, (list, tuple)):
         return tuple(_described(each) for each in value)
     return type(value), value
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Leave the transforms and modes of the program, and keep whether it differentiates."""
+def _without_onednn() -> Iterator[None]:
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _alone(plain: bool) -> Iterator[None]:
+    """Leave the transforms and modes of the program, and keep whether it differentiates.
+
+    ``plain``: without the kernels that only processors have.
+    """
     differentiating = torch.is_grad_enabled()
     with (
         temporarily_clear_interpreter_stack(),
@@ -133,6 +149,8 @@ def _alone() -> Iterator[None]:
         torch.set_grad_enabled(differentiating),
         torch.autocast("cpu", enabled=False),
         quiet(),
+        sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext(),
+        _without_onednn() if plain else contextlib.nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -151,7 +169,8 @@ def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recordin
         made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cpu")
         return made.requires_grad_(each.requires_grad)
 
-    with _alone():
+    plain = any(each.get_device() >= 0 for each in _tensors((tuple(args), kwargs)))
+    with _alone(plain):
         args, kwargs = tree_map(fake, (tuple(args), kwargs))
         given = [each for each in _tensors((args, kwargs)) if isinstance(each, FakeTensor)]
         recorder = _Recorder(given)
@@ -211,10 +230,12 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def filled(value: Any) -> Any:
         return tree_map(fill, value, is_leaf=lambda each: isinstance(each, (_Value, _Device)))
 
-    for step in recording.steps:
-        made = step.func(*filled(step.args), **filled(step.kwargs))
-        for index, tensor in zip(step.made, _tensors(made), strict=True):
-            values[index] = tensor
+    within = max(each.get_device() for each in given)
+    with contextlib.nullcontext() if within < 0 else node(device.index, within):
+        for step in recording.steps:
+            made = step.func(*filled(step.args), **filled(step.kwargs))
+            for index, tensor in zip(step.made, _tensors(made), strict=True):
+                values[index] = tensor
     return filled(recording.result)
 
 

@@ -15,6 +15,7 @@ from .metadata import metadata, told
 from .operators import Operator, operator
 from .space import Space
 from .tensor import Handle, RemoteTensor, rebind, wrap
+from .within import Within, chosen, within
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -31,7 +32,13 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     scalars: list[float] = []
     if not collect(op, args, kwargs, key, operands, scalars):
         return dispatch(func, *_brought(op, args, kwargs))
-    space = operands[0].handle.space if operands else _space_of(kwargs)
+    if operands:
+        space = operands[0].handle.space
+    else:
+        space = _space_of(kwargs)
+        if chosen.device >= 0 and chosen.node == space.index:
+            kwargs = {**kwargs, "device": within(chosen.device)}
+            key.append(chosen.device)
     with space.lock:
         call = space.calls.get(tuple(key))
         if call is None:
@@ -106,7 +113,12 @@ def _space_of(kwargs: dict[str, Any]) -> Space:
 def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a factory makes on another device than its operand is on, like ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
-    if device is None or device.index == space.index or (device.type == "node" and device.index is None):
+    if (
+        device is None
+        or type(device) is Within
+        or device.index == space.index
+        or (device.type == "node" and device.index is None)
+    ):
         return None
 
     def there(value: Any) -> Any:

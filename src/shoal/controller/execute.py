@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from . import accelerators
 from .commands import (
     ASK,
     DEFINE,
@@ -279,7 +280,7 @@ class Tensors:
                     f"and the master counts on {_words(expected)} with strides {expected[1]} and offset "
                     f"{expected[2]}"
                 )
-            made = torch.empty_strided(expected[0], expected[1], dtype=expected[3], device=self.device)
+            made = torch.empty_strided(expected[0], expected[1], dtype=expected[3], device=t[i].device)
             t[i] = made.copy_(t[i])
             restrided = True
         return restrided
@@ -334,14 +335,14 @@ class Tensors:
             self._outcome.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
 
     def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        torch.default_generator.manual_seed(a[p + 1] | a[p + 2] << 32)
+        accelerators.seed(a[p + 1] | a[p + 2] << 32)
 
     def _state(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         state = self._payloads[a[p + 1]]
         if state is None:
-            self._outcome.values.append(("tensor", torch.default_generator.get_state()))
+            self._outcome.values.append(("tensor", accelerators.random_state()))
         else:
-            torch.default_generator.set_state(state)
+            accelerators.set_random_state(state)
 
     def _ask(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         operator, args, kwargs = pickle.loads(self._payloads[a[p + 1]])
@@ -376,7 +377,11 @@ class Tensors:
             return operands[-1]
         if kind == "list":
             return [self._given(each, operands) for each in template[1]]
-        return self.device if kind == "device" else template[1]
+        if kind != "device":
+            return template[1]
+        if len(template) > 1:
+            return accelerators.device(template[1])
+        return operands[0].device if operands else self.device
 
     def _keep(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._asked[a[p + 2]]
@@ -437,10 +442,10 @@ def _compiled(definition: Definition, operator: Any, device: torch.device) -> tu
             return f"int(s[q+{at}])" if template[1] == "int" else f"s[q+{at}]"
         if kind == "list":
             return "[" + ", ".join(text(each) for each in template[1]) + "]"
-        if kind == "device":
-            return "device"
+        if kind == "device" and len(template) == 1:
+            return "t[a[p+1]].device" if definition.operands else "device"
         name = f"c{len(names)}"
-        names[name] = template[1]
+        names[name] = accelerators.device(template[1]) if kind == "device" else template[1]
         return name
 
     given = [text(each) for each in definition.args]

@@ -93,15 +93,17 @@ class Line:
         open: the space that commands are appended to.
         lost: why the node cannot be used any more; None: it can.
         batches: that were sent, and are not taken in.
+        accelerators: how many GPUs the node has.
     """
 
-    def __init__(self, index: int, lock: threading.RLock, send: Send) -> None:
+    def __init__(self, index: int, lock: threading.RLock, send: Send, accelerators: int = 0) -> None:
         self.index = index
         self.lock = lock
         self.spaces: list[OnLine] = []
         self.open: OnLine | None = None
         self.lost: ShoalError | None = None
         self.batches: deque[Batch] = deque()
+        self.accelerators = accelerators
         self._send = send
         self._outbox: list[Segment] = []
         self._origins: list[list[Origin | None]] = []

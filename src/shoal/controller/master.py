@@ -21,7 +21,7 @@ from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..rpc import Peer
 from ..wire import Deadline
-from . import current, device, node
+from . import current, device, node, sending
 from .autograd import restore_thread
 from .commands import Segment
 from .line import Line
@@ -74,6 +74,7 @@ def init_master_worker(
     device.register()
     master = Master(Workers(count, None if url == "env://" else url, secret, seconds), seconds)
     current.set_master(master)
+    sending.give()
     return master
 
 
@@ -144,7 +145,7 @@ class Master:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
             try:
-                mailbox = peer.call(node.begin, self._name).wait()
+                mailbox, gpus = peer.call(node.begin, self._name).wait()
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node
@@ -153,7 +154,7 @@ class Master:
                 raise
         send = partial(_send, peer, mailbox, self._name)
         with self._lock:
-            line = Line(index, self._lock, send)
+            line = Line(index, self._lock, send, gpus)
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]
             self._pids[index : index + 1] = [worker.arrival.pid]
@@ -269,6 +270,7 @@ class Master:
         torch.__future__.set_swap_module_params_on_conversion(self._swapping)
         if current.opened() is self:
             current.set_master(None)
+            sending.take_away()
             restore_thread()  # others do so when they begin a backward pass
         unseen = self._end()
         if unseen:

@@ -11,34 +11,40 @@ from typing import Any
 
 import torch
 
-#: shape, stride, offset, dtype, and whether it is conjugated or negated lazily, as master and nodes tell them
-Told = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool]
+#: shape, stride, offset, dtype, whether it is conjugated or negated lazily, and the device within the node:
+#: as master and nodes tell them
+Told = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool, int]
 
 
 class Metadata:
     """Shape, stride, storage offset, dtype and device of a tensor on a node; made by :func:`metadata`.
 
     Attributes:
+        within: the device within the node; -1: its processor.
         lazy: whether the tensor is a conjugated or negated view, which torch resolves when it is read.
         make: makes a tensor of the master with it; :mod:`.tensor` says it when the first one is made.
     """
 
-    __slots__ = ("__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride")
+    __slots__ = (
+        "__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride",
+        "within",
+    )  # fmt: skip
 
     def __init__(self, device: torch.device, told: Told) -> None:
         self.device = device
-        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg = told
+        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within = told
         self.lazy = self.conj or self.neg
         self.make: Callable[[], Any] | None = None
 
     @property
     def told(self) -> Told:
         """As it goes to a node, or came from there."""
-        return self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg
+        return self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}[{', '.join(map(str, self.shape))}] on {self.device}"
+        where = f"{self.device}" if self.within < 0 else f"GPU {self.within} of {self.device}"
+        return f"{dtype}[{', '.join(map(str, self.shape))}] on {where}"
 
 
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
@@ -66,4 +72,7 @@ def answer_in_words(answer: Any) -> str:
 def told(tensor: torch.Tensor) -> Told:
     """The metadata of a real or fake tensor."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return shape, stride, int(tensor.storage_offset()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    device = tensor.device
+    within = -1 if device.type == "cpu" else device.index
+    offset = int(tensor.storage_offset())
+    return shape, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), within

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..rpc import current
+from . import accelerators
 from .commands import Segment
 from .execute import Spaces
 
@@ -42,10 +43,10 @@ class _Session:
 _sessions: dict[str, _Session] = {}
 
 
-def begin(session: str) -> int:
-    """Make an empty session; the number of the mailbox that its batches have to go to."""
+def begin(session: str) -> tuple[int, int]:
+    """Make an empty session; the number of the mailbox that its batches go to, and how many GPUs it has."""
     begun = _sessions[session] = _Session(current().agent)
-    return begun.mailbox
+    return begun.mailbox, accelerators.count()
 
 
 def run(session: str, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:

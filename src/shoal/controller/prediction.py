@@ -12,12 +12,13 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 
-from ..errors import UnsupportedOperation
+from ..errors import DeviceMismatch, UnsupportedOperation
 from .commands import Template
 from .metadata import Metadata, Told, told
 
@@ -58,6 +59,12 @@ class Prediction(NamedTuple):
     paths: list[tuple[int, ...]]
     mutated: dict[int, Told]
 
+    def on(self, gpu: int) -> Prediction:
+        """The same with all that it makes on a GPU of the node."""
+        results = [(*each[:-1], gpu) for each in self.results]
+        mutated = {at: (*each[:-1], gpu) for at, each in self.mutated.items()}
+        return self._replace(results=results, mutated=mutated)
+
 
 def predict(
     operator: Any,
@@ -69,14 +76,54 @@ def predict(
     """What a call gives; None: only the node can tell.
 
     Raises:
+        DeviceMismatch: its tensors are on devices within the node that do not go together.
         Exception: what torch raises for such arguments.
     """
     if operator in _MISTAKEN:
         return None
+    gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
+    if not gpus:
+        return _predict(operator, args, kwargs, operands, scalars, True)
+    try:
+        return _predict(operator, args, kwargs, operands, scalars, False)
+    except FakeTensorDeviceMismatchError as error:
+        raise DeviceMismatch(
+            f"{operator}: {error} These are devices within a node: move the tensors to one of them, with "
+            ".cuda(k), or .within(-1) for the processor"
+        ) from None
+    except RuntimeError:  # of a kernel of GPUs, which torch for processors lacks, or of such arguments
+        found = _predict(operator, args, kwargs, operands, scalars, True)
+        return None if found is None else found.on(gpus[-1])
+
+
+def _gpus(template: Any) -> list[int]:
+    """The GPUs that are named in templates."""
+    if isinstance(template, dict):
+        return _gpus(list(template.values()))
+    if isinstance(template, tuple) and template[:1] == ("device",):
+        return [each for each in template[1:] if each >= 0]
+    if isinstance(template, (list, tuple)):
+        return [gpu for each in template for gpu in _gpus(each)]
+    return []
+
+
+def _predict(
+    operator: Any,
+    args: Sequence[Template],
+    kwargs: dict[str, Template],
+    operands: Sequence[Metadata],
+    scalars: Sequence[float],
+    on_processor: bool,
+) -> Prediction | None:
+    """As :func:`predict`; ``on_processor``: as if all tensors were on the processor of the node."""
     numbers = iter(scalars)
+
+    def device(within: int) -> torch.device:
+        return torch.device("cpu") if on_processor or within < 0 else torch.device("cuda", within)
+
     with _MODE:
         anywhere = operator.overloadpacket in _ANYWHERE
-        fakes = [_fake(each, anywhere) for each in operands]
+        fakes = [_fake(each, anywhere, device(each.within)) for each in operands]
         left = iter(fakes)
 
         def given(template: Template) -> Any:
@@ -88,7 +135,9 @@ def predict(
                 return int(value) if template[1] == "int" else value
             if kind == "list":
                 return [given(each) for each in template[1]]
-            return torch.device("cpu") if kind == "device" else template[1]
+            if kind != "device":
+                return template[1]
+            return device(template[1]) if len(template) > 1 else fakes[0].device if fakes else device(-1)
 
         try:
             with quiet():
@@ -121,7 +170,7 @@ def predict(
         mutated = {
             position: told(fake)
             for position, (fake, known) in enumerate(zip(fakes, operands, strict=True))
-            if told(fake) != known.told
+            if told(fake)[:-1] != known.told[:-1]
         }
         return Prediction(shape, results, paths, mutated)
 
@@ -151,18 +200,18 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(_Quiet())
 _MODE = FakeTensorMode()
 
 
-def _fake(known: Metadata, anywhere: bool) -> torch.Tensor:
+def _fake(known: Metadata, anywhere: bool, device: torch.device) -> torch.Tensor:
     """A tensor of this metadata; ``anywhere``: in a storage that no view leaves."""
     if 0 in known.shape:
         reach = 0
     else:
         reach = sum((n - 1) * s for n, s in zip(known.shape, known.stride, strict=True)) + 1
     if not anywhere and not known.offset and reach <= _numel(known.shape):
-        made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="cpu")
+        made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
     else:
         # A view's storage is larger than what the view shows; how large, only its node knows.
         size = _LARGEST // known.dtype.itemsize if anywhere else known.offset + reach
-        base = torch.empty(size, dtype=known.dtype, device="cpu")
+        base = torch.empty(size, dtype=known.dtype, device=device)
         made = base.as_strided(known.shape, known.stride, known.offset)
     if known.lazy:
         torch._C._set_conj(made, known.conj)

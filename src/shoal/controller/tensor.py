@@ -13,6 +13,7 @@ from torch._tensor_str import PRINT_OPTS
 from ..errors import UsageError
 from .autograd import prepare_thread
 from .metadata import Metadata, metadata
+from .within import Moved, checked, of_accelerator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,13 +98,49 @@ class RemoteTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """The device within the node; -1: its processor."""
-        return -1
+        return self.handle.metadata.within
 
-    def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A node's tensors are on its processor in this version: refused."""
-        raise UsageError(
-            f"{self.device} holds its tensors on the processor: none moves to a GPU within its node"
-        )
+    def within(self, device: int) -> torch.Tensor:
+        """The tensor on another device of its node, which autograd follows; itself, if it is there.
+
+        Args:
+            device: -1 is the processor of the node, and its GPUs count from 0.
+
+        Raises:
+            UsageError: the node has no such GPU.
+        """
+        if checked(self.handle.space, device) == self.get_device():
+            return self
+        return cast(torch.Tensor, Moved.apply(self, device))  # type: ignore[no-untyped-call]
+
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The tensor on a GPU of its node: the first, or the one that is named.
+
+        Raises:
+            UsageError: the node has no such GPU.
+        """
+        index = 0 if device is None else of_accelerator(device)
+        return self.within(device if index is None else index)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As of every tensor; ``"cuda:1"`` is a GPU of its node."""
+        given = kwargs.get("device", kwargs.get("other", args[0] if args else None))
+        if type(given) is RemoteTensor:
+            index = given.get_device() if given.device == self.device else None
+        else:
+            index = of_accelerator(given)
+        if index is None:
+            return super().to(*args, **kwargs)
+        moved = self.within(index)
+        if type(given) is RemoteTensor:
+            return moved.to(given.dtype)
+        kwargs.pop("device", None)
+        rest: torch.Tensor = torch.Tensor.to(moved, self.device, *args[1:], **kwargs)
+        return rest
+
+    def dist_receive(self) -> torch.Tensor:
+        """A copy here, as ``cpu()``: waits for it."""
+        return self.cpu()
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As of every tensor."""

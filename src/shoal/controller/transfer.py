@@ -12,6 +12,7 @@ from . import current
 from .dispatch import dispatch, upload
 from .operators import special
 from .tensor import RemoteTensor, fetch, share
+from .within import Within
 
 
 @special("aten::detach", "aten::alias", "aten::lift_fresh", "aten::lift")
@@ -32,7 +33,7 @@ def _is_pinned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 @special("aten::_to_copy")
 def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor, device = args[0], kwargs.get("device")
-    if device is None or type(tensor) is not RemoteTensor:
+    if device is None or type(device) is Within or type(tensor) is not RemoteTensor:
         return NotImplemented
     space = tensor.handle.space
     if device.type == "node" and device.index in (None, space.index):

@@ -21,6 +21,9 @@ the whole object API works on ``dist.group.WORLD`` and on what ``dist.new_group`
 ``ranks``              global ranks, and ranks of a group
 ``backend``, ``stores``  torch's names for what shoal has
 =====================  ==================================================================
+
+The words of the :mod:`master-worker mode <shoal.controller>` are here too: ``init_master_worker``, ``node``
+and ``FloatTensor`` with its kin.  They are loaded when they are used, since that mode stands above this one.
 """
 
 from ..group import ProcessGroup
@@ -173,3 +176,32 @@ __all__ = [
     "split_group",
     "supports_complex",
 ]
+
+#: what ``shoal.controller.spellings`` has
+_OF_MASTERS = (
+    "BFloat16Tensor",
+    "BoolTensor",
+    "ByteTensor",
+    "CharTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+    "ShortTensor",
+    "init_master_worker",
+    "node",
+)
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _OF_MASTERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module("shoal.controller.spellings"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_MASTERS})

@@ -1,0 +1,53 @@
+"""The GPUs of a node's process, as torch sees them: what a node offers beside its processor."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def _kind() -> str | None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type == "node" else found.type
+
+
+def count() -> int:
+    """How many there are."""
+    return torch.accelerator.device_count() if _kind() is not None else 0
+
+
+def device(index: int) -> torch.device:
+    """One of them; -1: the processor."""
+    return torch.device("cpu") if index < 0 else torch.device(_kind() or "cuda", index)
+
+
+def seed(number: int) -> None:
+    """Seed the random generators of the processor and of all GPUs."""
+    torch.default_generator.manual_seed(number)
+    if count():
+        _module().manual_seed_all(number)
+
+
+def random_state() -> torch.Tensor:
+    """The states of the random generators: the processor's, and those of the GPUs after it."""
+    return torch.cat(_states())
+
+
+def set_random_state(state: torch.Tensor) -> None:
+    """Set what :func:`random_state` gave."""
+    first, *others = torch.split(state, [len(each) for each in _states()])
+    torch.default_generator.set_state(first.clone())
+    for index, each in enumerate(others):
+        _module().set_rng_state(each.clone(), index)
+
+
+def _states() -> list[torch.Tensor]:
+    states = [torch.default_generator.get_state()]
+    return states + [_module().get_rng_state(index) for index in range(count())]
+
+
+def _module() -> Any:
+    return torch.get_device_module(_kind())

@@ -1,0 +1,135 @@
+"""Devices within nodes: -1 is a node's processor, and its GPUs count from 0, as ``Tensor.get_device`` does.
+
+A node is one device of torch, so ``x.device`` says the node only, and what is made on ``node:i`` is on its
+processor, unless :class:`node` chooses a GPU.  Results are where the operands are.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UsageError
+from . import current
+
+if TYPE_CHECKING:
+    from .space import Space
+
+
+class Within:
+    """In the place of a device in a call: one within the node of the call.
+
+    Attributes:
+        index: -1 is the processor.
+    """
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+_known: dict[int, Within] = {}
+
+
+def within(index: int) -> Within:
+    """The one object for this index, which is part of the keys of calls."""
+    return _known.setdefault(index, Within(index))
+
+
+def shown(index: int) -> str:
+    """``its GPU 1``."""
+    return "its processor" if index < 0 else f"its GPU {index}"
+
+
+class _Chosen(threading.local):
+    """What :class:`node` has chosen in a thread."""
+
+    node = 0
+    device = -1
+
+
+chosen = _Chosen()
+
+
+def checked(space: Space, device: Any) -> int:
+    """A device of a node, by its number.
+
+    Raises:
+        UsageError: the node has no such GPU.
+    """
+    if not isinstance(device, int) or isinstance(device, bool) or device < -1:
+        raise UsageError(f"device={device!r}: -1 is the processor of a node, and its GPUs count from 0")
+    count = min(line.accelerators for line in space.lines)
+    if device >= count:
+        if not count:
+            raise UsageError(f"{space.device} has no GPU: its tensors stay on its processor, device -1")
+        have = "is GPU 0" if count == 1 else f"are GPUs 0 to {count - 1}"
+        raise UsageError(f"{space.device} has no GPU {device}: there {have}")
+    return device
+
+
+def of_accelerator(device: Any) -> int | None:
+    """The index of ``"cuda:1"``, 0 of ``"cuda"``; None: it is another device, or none."""
+    if isinstance(device, str) and not device.startswith("cuda"):
+        return None
+    if not isinstance(device, (str, torch.device)):
+        return None
+    parsed = torch.device(device)
+    return (parsed.index or 0) if parsed.type == "cuda" else None
+
+
+class Moved(torch.autograd.Function):
+    """A tensor on another device of its node; its gradient goes back to where it was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, device: int) -> Any:
+        ctx.back = x.get_device()
+        how: dict[str, Any] = {"device": within(device)}
+        known = torch.empty_strided(x.shape, x.stride(), device="meta")
+        if (
+            torch.empty_like(known).stride() != x.stride()
+        ):  # torch predicts that such strides stay, and they do not
+            how["memory_format"] = torch.contiguous_format
+        return type(x).issue(torch.ops.aten._to_copy.default, (x,), how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return Moved.apply(grad, ctx.back), None  # type: ignore[no-untyped-call]
+
+
+class node:
+    """``with node(1):`` torch's factories, typed constructors and ``dist_send`` make tensors on node 1.
+
+    Args:
+        index: of the node.
+        device: within it; -1: its processor.
+
+    Raises:
+        UsageError: there is no such node, or the node has no such GPU.
+    """
+
+    def __init__(self, index: int, device: int = -1) -> None:
+        space = current.master().space(index)
+        self.index = index
+        self.device = checked(space, device)
+        self._torch = space.device
+        self._before: list[tuple[int, int]] = []
+
+    def __enter__(self) -> node:
+        self._torch.__enter__()
+        self._before.append((chosen.node, chosen.device))
+        chosen.node, chosen.device = self.index, self.device
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        chosen.node, chosen.device = self._before.pop()
+        self._torch.__exit__(kind, error, trace)
