@@ -114,6 +114,7 @@ struct Received {
 struct Pending {
   CallPtr call;
   std::shared_ptr<Post> post;
+  std::weak_ptr<void> memory = {};  // of the parts, while it may be read
 };
 
 // Room among what is on its way to a peer, given back when Python lets go of this.
@@ -181,10 +182,11 @@ Pending request(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes h
   bool room = post.has_room(peer, contents.copied);
   if (!room)
     room = in_slices(limit, [&](auto until) { return post.await_room(peer, contents.copied, until); });
+  std::weak_ptr<void> memory = keeper;
   nb::gil_scoped_release release;
   return {post.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline,
                        !room, {std::move(shown), function}),
-          endpoint.post};
+          endpoint.post, std::move(memory)};
 }
 
 bool send(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
@@ -329,6 +331,7 @@ void bind_post(nb::module_& m) {
 
   nb::class_<Pending> call(m, "Call", "A request on its way.");
   call.def_prop_ro("peer", [](const Pending& self) { return self.call->peer; })
+      .def_prop_ro("reads", [](const Pending& self) { return !self.memory.expired(); })
       .def_prop_ro("number", [](const Pending& self) { return self.call->number.load(); })
       .def("done", [](const Pending& self) { return self.call->done(); })
       .def(

@@ -266,6 +266,9 @@ class Call:
     @property
     def peer(self) -> int: ...
     @property
+    def reads(self) -> bool:
+        """Whether the memory of the parts may still be read: some of it is neither sent nor lent."""
+    @property
     def number(self) -> int: ...
     def announce_failure(self, ticket: int, flags: int = 0) -> bool:
         """Let ``ticket`` appear among the completions if the call ends with an error or a failed reply.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,15 +105,45 @@ def test_values_come_though_ids_are_freed_right_after_something_was_sent(
         assert x.nonzero().tolist() == [[1], [2]]
 
 
+def test_a_large_tensor_may_be_changed_as_soon_as_it_was_sent(master: Master) -> None:
+    large = torch.empty(2**19)
+    sent = []
+    for value in range(8):
+        large.fill_(value)
+        sent.append(large.to(NODE))
+        sent.append(large.view(2, -1).t().to(NODE))  # not contiguous, and so not as it is
+        sent.append(large[1:].to(NODE))
+    large.zero_()
+    for index, there in enumerate(sent):
+        assert there.min().item() == there.max().item() == index // 3
+    there = sent[-2]
+    assert (there.shape, there.stride()) == ((2**18, 2), (1, 2**18))
+    assert there.mul_(2)[5, 1].item() == 14  # the memory is the node's own
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process's memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.mark.stress
 def test_a_million_operations_leave_nothing_behind(master: Master) -> None:
+    pids = os.getpid(), master.pids[0]
     x = torch.zeros(2, device=NODE)
+
+    def issue(count: int) -> None:
+        nonlocal x
+        for _ in range(count):
+            x = x + 1
+
+    issue(100_000)  # what is kept for the next ones is there
     master.synchronize()
-    before = master.stats()[0]
-    for _ in range(1_000_000):
-        x = x + 1
-    assert x[0].item() == 1_000_000
+    before, memory = master.stats()[0], [_resident(pid) for pid in pids]
+    issue(1_000_000)
+    assert x[0].item() == 1_100_000
     after = master.stats()[0]
     assert after["tensors"] <= before["tensors"] + 2
     assert after["calls"] <= before["calls"] + 4
     assert after["issued"] - before["issued"] >= 1_000_000
+    for pid, was in zip(pids, memory, strict=True):
+        assert _resident(pid) - was < 8 * 2**20  # 8 bytes an operation would be seen

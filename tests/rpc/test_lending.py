@@ -14,6 +14,7 @@ import torch
 from shoal._core import Post
 from shoal.errors import RpcError, WorkerLost
 from shoal.rpc import Agent
+from shoal.rpc.call import reads_arguments
 from shoal.rpc.post import Endpoint
 from shoal.testing import Agents, faults, no_leaks
 from tests.rpc import handlers
@@ -61,6 +62,24 @@ def views(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the two share memory, and may be written to."""
     x += 1
     return bool(y[0] == 2)
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_an_argument_may_be_changed_when_its_memory_is_no_longer_read(
+    meeting: Agents, a: Agent, host: str
+) -> None:
+    meeting.join("b", **({} if host == "here" else {"host_id": host}))
+    b, x = a.peer("b"), torch.ones(32 * LARGE)
+    for value in range(1, 4):
+        x.fill_(value)
+        future = b.call(torch.sum, x)
+        if host == "here":
+            assert not reads_arguments(future)  # it was lent, which takes a copy
+        while reads_arguments(future):
+            time.sleep(0.0001)
+        x.zero_()
+        assert future.wait() == value * x.numel()
+        assert not reads_arguments(future)
 
 
 def test_what_is_lent_is_the_receivers_own_and_returns(meeting: Agents, a: Agent) -> None:

@@ -17,6 +17,9 @@ from .space import Space
 from .tensor import Handle, RemoteTensor, rebind, wrap
 from .within import Within, chosen, within
 
+#: bytes from which a tensor of the master is sent without a copy of it before
+_LARGE = 2**20
+
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Issue an operation; its results, at once."""
@@ -184,9 +187,19 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 def upload(space: Space, value: torch.Tensor) -> RemoteTensor:
     """A copy of a tensor of the master on a node; the tensor may be changed at once."""
-    copy = value.detach().resolve_conj().resolve_neg().clone()
+    source = value.detach().resolve_conj().resolve_neg()
+    # Where memory is lent, to send is to copy; so a large tensor is sent as it is, and at once.
+    as_it_is = source.nbytes >= _LARGE and source.is_contiguous() and not source.storage_offset()
+    if not as_it_is:
+        source = source.clone()
     with space.lock:
-        return wrap(space, space.put(copy), metadata(space.device, told(copy)))
+        made = wrap(space, space.put(source), metadata(space.device, told(source)))
+        if as_it_is:
+            space.flush()
+        sent = [batch for line in space.lines for batch in line.batches] if as_it_is else []
+    for batch in sent:
+        batch.wait_until_read()
+    return made
 
 
 tensor.RemoteTensor.issue = staticmethod(dispatch)

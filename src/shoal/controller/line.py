@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
 from ..future import Future
+from ..rpc.call import reads_arguments
 from .commands import Failure, Segment
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line, shown
@@ -31,6 +32,8 @@ LIMIT = 65_536
 DELAY, BUSY = 0.001, 0.002
 #: rounds without a command after which the thread that sends what stays in the log goes to sleep
 _QUIET = 64
+#: seconds between looks at whether memory is sent
+_PAUSE = 0.0002
 #: failures whose texts are kept
 FAILURES = 1000
 
@@ -75,6 +78,11 @@ class Batch:
         self.origins = origins
         self.size = size
         self.values: list[Any] = []
+
+    def wait_until_read(self) -> None:
+        """Wait until the memory of its payloads may be changed: where it is lent, that is at once."""
+        while not self.future.done() and reads_arguments(self.future):
+            time.sleep(_PAUSE)
 
     def issued(self, failure: Failure) -> Origin | None:
         """Where the program issued what failed."""

@@ -196,6 +196,12 @@ def _encoded(
     return message
 
 
+def reads_arguments(future: Future[Any]) -> bool:
+    """Whether the memory of a call's arguments may still be read; lent memory takes a copy at once."""
+    source = future._source
+    return isinstance(source, _Source) and source.reads()
+
+
 class _Source:
     """A call, as its future sees it."""
 
@@ -221,6 +227,10 @@ class _Source:
 
     def done(self) -> bool:
         return self._call.done()
+
+    def reads(self) -> bool:
+        """As of :func:`reads_arguments`."""
+        return self._call.reads
 
     def cancel(self) -> bool:
         return self._call.cancel()
