@@ -22,7 +22,7 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress sanitize bench scaling training lint type format docs wheel core clean
+.PHONY: help demo test stress sanitize bench scaling controller training lint type format docs wheel core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -74,6 +74,9 @@ training: $(DONE)/shoal  ## what a training step with DDP costs beyond computing
 
 scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
+controller: $(DONE)/shoal  ## what an operation of the master-worker mode costs, beside local torch, 4 minutes
+	$(BIN)/python benchmarks/controller.py $(ARGS)
 
 lint: $(BIN)/ruff type  ## style, format, types and layers; changes nothing
 	$(BIN)/ruff check .

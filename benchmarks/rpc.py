@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as torch_rpc
 import torch.multiprocessing as mp
+from panels import draw
 from rpc_bars import against_bars
 from rpc_figures import LARGE, SMALL, Library, Work, measure
 from rpc_floor import floor
@@ -213,32 +214,6 @@ def of_actors(name: str, python: str, work: Work) -> Figures:
     done = subprocess.run([python, str(script), name, words], stdout=subprocess.PIPE, text=True, check=True)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
     return figures
-
-
-# -- the picture --------------------------------------------------------------------------------
-
-
-def draw(medians: Mapping[str, Figures], path: Path) -> None:
-    """A panel for each figure, a bar for each library that has it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = [what for what in medians["shoal"] if "p10" not in what and "p99" not in what]
-    figure, panels = pyplot.subplots(
-        1, len(shown), figsize=(2.8 * len(shown), 3), layout="constrained", squeeze=False
-    )
-    for axes, what in zip(panels[0], shown, strict=True):
-        bars = {name: figures[what] for name, figures in medians.items() if what in figures}
-        colours = ["#1f77b4" if name.startswith("shoal") else "#7f7f7f" for name in bars]
-        drawn = axes.bar(range(len(bars)), list(bars.values()), color=colours)
-        axes.bar_label(drawn, fmt="{:.3g}", fontsize=7)
-        axes.set_xticks(range(len(bars)), list(bars), fontsize=8, rotation=40, ha="right")
-        axes.set_title(what, fontsize=9)
-        axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

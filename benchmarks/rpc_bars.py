@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _NO_OP, _ECHO, _LARGE = "no-op [us, p50]", "echo 20x20 [us, p50]", "64 MB [ms]"
@@ -40,10 +40,10 @@ BARS = (
 )
 
 
-def against_bars(medians: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def against_bars(medians: Mapping[str, Mapping[str, float]], bars: Sequence[Bar] = BARS) -> dict[str, float]:
     """How many times each figure is as good as its bar: from 1 on the bar is met."""
     result: dict[str, float] = {}
-    for bar in BARS:
+    for bar in bars:
         try:
             value = medians[bar.row][bar.figure]
             anchor = 1.0 if bar.of is None else medians[bar.of[0]][bar.of[1]]

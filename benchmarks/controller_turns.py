@@ -1,0 +1,211 @@
+"""One library's turn in benchmarks/controller.py, in a process of its own; prints its figures as JSON.
+
+    python benchmarks/controller_turns.py shoal '{"operations": 2000}'
+
+``shoal`` and ``local`` run the same program: on a node, and on this process's own CPU.  In Ray and Monarch an
+actor keeps two tensors, and each of its methods is one operation on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from controller_figures import FEATURES, LARGE, ROWS, SMALL, WIDTH, Figures, Library, Work, measure
+
+
+def on(device: str, wait: Callable[[], object]) -> Library:
+    """The operations, on a device of torch."""
+    x, y = torch.randn(SMALL, device=device), torch.randn(SMALL, device=device)
+    number = torch.ones((), device=device)
+    layers = [torch.nn.Linear(FEATURES, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)]
+    net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(WIDTH, 1)).to(device)
+    optimiser = torch.optim.SGD(net.parameters(), lr=1e-3, foreach=False)
+    data = torch.randn(ROWS, FEATURES, device=device)
+    large, here = torch.ones(LARGE // 4), torch.empty(LARGE // 4)
+
+    def add(count: int) -> None:
+        for _ in range(count):
+            x + y
+
+    def step() -> None:
+        loss = net(data).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    def bring() -> None:
+        if device == "cpu":
+            here.copy_(large)
+        else:
+            there = large.to(device)
+            wait()
+            del there
+
+    return Library(wait=wait, add=add, fetch=number.item, step=step, large=bring)
+
+
+def local(work: Work) -> Figures:
+    """Torch alone: the operations cost what they cost, and 64 MB are one memcpy to memory that is mapped."""
+    return measure(on("cpu", lambda: None), work)
+
+
+def on_nodes(work: Work) -> Figures:
+    """The operations on one node, and on a place of four."""
+    return on_one(work) | on_a_place(4, work)
+
+
+def on_one(work: Work) -> Figures:
+    """The operations on one node, and what they leave."""
+    import shoal
+
+    with shoal.init_master_worker(workers=1) as master:
+        library = on("node:0", master.synchronize)
+        figures = measure(library, work)
+        if work.soak and library.add is not None:
+            figures |= soaked(master, library.add, work.soak)
+        return figures
+
+
+def on_a_place(count: int, work: Work) -> Figures:
+    """One operation that ``count`` nodes execute."""
+    import shoal
+
+    with shoal.init_master_worker(workers=count) as master:
+        device = master.place(range(count)).device
+        x, y = torch.ones(SMALL, device=device), torch.ones(SMALL, device=device)
+
+        def add(operations: int) -> None:
+            for _ in range(operations):
+                x + y
+
+        return measure(Library(wait=master.synchronize, add_team=add), work)
+
+
+def soaked(master: Any, add: Callable[[int], object], operations: int) -> Figures:
+    """How much the master and its node have grown by so many operations."""
+
+    def now() -> Figures:
+        master.synchronize()
+        counts = master.stats()[0]
+        return {
+            "master grew [MB]": resident(os.getpid()),
+            "node grew [MB]": resident(master.pids[0]),
+            "more tensors": counts["tensors"],
+            "more calls": counts["calls"],
+        }
+
+    add(operations // 10)
+    before = now()
+    begun = time.perf_counter()
+    add(operations)
+    after = now()
+    rate = {"x + y, soaked [1/s]": operations / (time.perf_counter() - begun)}
+    return rate | {what: after[what] - before[what] for what in after}
+
+
+def resident(pid: int) -> float:
+    """The memory of a process, in MB."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# -- actors -------------------------------------------------------------------------------------
+
+
+class Held:
+    """Two tensors, and the operations on them."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(SMALL), torch.randn(SMALL)
+        self.sum = self.x
+
+    def add(self) -> None:
+        self.sum = self.x + self.y
+
+    def number(self) -> float:
+        return float(self.sum[0, 0])
+
+    def bring(self, value: Any) -> int:
+        return int(value.numel())
+
+
+def with_ray(work: Work) -> Figures:
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the user's home
+    import ray  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as folder:
+        ray.init(
+            num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder,
+            object_store_memory=2**30,
+        )  # fmt: skip
+        try:
+            actor = ray.remote(Held).remote()
+            return acted(actor, lambda method, *args: method.remote(*args), ray.get, work)
+        finally:
+            ray.shutdown()
+
+
+def with_monarch(work: Work) -> Figures:
+    from monarch.actor import Actor, endpoint, this_host  # type: ignore[import-not-found]
+
+    class Served(Held, Actor):  # type: ignore[misc]
+        add = endpoint(Held.add)
+        number = endpoint(Held.number)
+        bring = endpoint(Held.bring)
+
+    processes = this_host().spawn_procs(per_host={"gpus": 1})
+    actor = processes.spawn("held", Served)
+    try:
+        return acted(actor, lambda method, *args: method.call_one(*args), lambda each: each.get(), work)
+    finally:
+        processes.stop().get()
+
+
+def acted(
+    actor: Any, begin: Callable[..., Any], end: Callable[[Any], Any], work: Work, window: int = 500
+) -> Figures:
+    """The operations by an actor, whose calls are done in their order: a window of them is pending."""
+    large = torch.ones(LARGE // 4)
+
+    def add(count: int) -> None:
+        pending = [begin(actor.add) for _ in range(min(window, count))]
+        for index in range(count - len(pending)):
+            end(pending[index % window])
+            pending[index % window] = begin(actor.add)
+        for each in pending:
+            end(each)
+
+    return measure(
+        Library(
+            wait=lambda: None,
+            add=add,
+            fetch=lambda: end(begin(actor.number)),
+            large=lambda: end(begin(actor.bring, large)),
+        ),
+        work,
+    )
+
+
+TURNS: dict[str, Callable[[Work], Figures]] = {
+    "shoal": on_nodes,
+    "local": local,
+    "ray": with_ray,
+    "monarch": with_monarch,
+}
+
+
+def main(name: str, words: str) -> None:
+    """Take the turn."""
+    torch.set_num_threads(1)
+    print(json.dumps(TURNS[name](Work(**json.loads(words)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,29 @@
+"""The picture of a benchmark: a panel for each figure, a bar for each library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def draw(medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """A panel for each figure, a bar for each library that has it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [what for what in medians["shoal"] if "p10" not in what and "p99" not in what]
+    figure, panels = pyplot.subplots(
+        1, len(shown), figsize=(2.8 * len(shown), 3), layout="constrained", squeeze=False
+    )
+    for axes, what in zip(panels[0], shown, strict=True):
+        bars = {name: figures[what] for name, figures in medians.items() if what in figures}
+        colours = ["#1f77b4" if name.startswith("shoal") else "#7f7f7f" for name in bars]
+        drawn = axes.bar(range(len(bars)), list(bars.values()), color=colours)
+        axes.bar_label(drawn, fmt="{:.3g}", fontsize=7)
+        axes.set_xticks(range(len(bars)), list(bars), fontsize=8, rotation=40, ha="right")
+        axes.set_title(what, fontsize=9)
+        axes.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
