@@ -206,6 +206,11 @@ RPC_MEMORY: Variable[int] = Variable(
     "Most bytes of large parts (over 256 KiB) of calls that an agent of `shoal.rpc` holds unhandled or keeps "
     "memory for, and most that it lends, in shared memory, to workers of its host.",
 )  # fmt: skip
+CONTROLLER: Variable[str] = Variable(
+    "SHOAL_CONTROLLER", "async or sync", _choice("async", "sync"), "async",
+    "Whether a master goes on while nodes compute. With `sync` each operation is waited for, and what fails "
+    "raises at its line.",
+)  # fmt: skip
 RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
     "Number of the latest operations that the flight recorder keeps; 0 turns it off.",

@@ -181,6 +181,9 @@ def intern(
         if any(len(each.handle.space.lines) > len(space.lines) for each in operands):
             advice = f"take what one node has of the others, with .on({space.index})"
         raise DeviceMismatch(f"{op.name}: its tensors are on {space.device} and on {elsewhere}: {advice}")
+    for each in operands:
+        if each.handle.space is not space and each.handle.space.lost is not None:
+            raise each.handle.space.lost  # it was on the node that was there before
     given, named = templates(op, args, kwargs)
     known = [each.handle.metadata for each in operands]
     from .prediction import predict  # not at a node, which needs none

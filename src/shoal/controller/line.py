@@ -47,6 +47,7 @@ class OnLine(Protocol):
     freed: deque[int]
     calls: dict[Any, Any]
     issued: int
+    lost: ShoalError | None
     size: int
 
     @property

@@ -32,6 +32,8 @@ from .start import Worker, Workers
 from .tensor import RemoteTensor, fetch
 
 _numbers = itertools.count()
+#: numbers of spaces in the place of lost ones, which no device's index is
+_renewed = itertools.count(1000)
 _ENDED = "its process ended, or its connection broke"
 #: seconds that a node gets for what was issued before the master closed
 _PATIENCE = 5.0
@@ -139,6 +141,42 @@ class Master:
             self._take(len(self._lines), self._workers.next, deadline)
         return self.nodes
 
+    def replace(self, node: int | str | torch.device, timeout: float = 300.0) -> torch.device:
+        """Give the index of a node that was lost to a new worker, which begins with nothing.
+
+        It is started here if the lost one was, and else the next that joins.  Tensors of the lost node, and
+        of places that it was in, raise NodeLost for good.  New ones can be made there, and on these places.
+
+        Args:
+            timeout: seconds for the worker to come.
+
+        Raises:
+            UsageError: the node is there, or nobody can join.
+            LaunchError, RendezvousTimeout: no worker came.
+        """
+        index = self.space(node if isinstance(node, int) else torch.device(node).index or 0).index
+        if index >= len(self._lines) or self._lines[index].lost is None:
+            raise UsageError(f"{self.space(index).nodes} was not lost, so nothing can replace it")
+        self._take(index, self._workers.again, Deadline(checked_seconds("timeout", timeout)))
+        return self._spaces[index].device
+
+    def _renew(self, index: int) -> None:
+        """Begin the places anew that have a node which was replaced; the caller holds the lock."""
+        for line in self._lines:
+            line.spaces = [each for each in line.spaces if each.lost is None or each.tensors]
+        for indices, place in self._places.items():
+            if index in indices:
+                place.space = self._spaces[place.space.index] = self._new_space(
+                    place.device, indices, next(_renewed)
+                )
+
+    def _new_space(self, device: torch.device, indices: tuple[int, ...], number: int | None = None) -> Space:
+        parts = tuple(self._spaces[index] for index in indices)
+        if len(parts) == 1:
+            return parts[0]
+        lines = tuple(part.lines[0] for part in parts)
+        return Space(device, lines, self._lock, parts, number)
+
     def _take(self, index: int, how: Callable[[int, Deadline], Worker], deadline: Deadline) -> None:
         """Make the worker that ``how`` gives node ``index``."""
         while True:
@@ -155,6 +193,7 @@ class Master:
         send = partial(_send, peer, mailbox, self._name)
         with self._lock:
             line = Line(index, self._lock, send, gpus)
+            ended = self._lines[index : index + 1]
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]
             self._pids[index : index + 1] = [worker.arrival.pid]
@@ -164,6 +203,10 @@ class Master:
             else:
                 seed, distinct = self._seed
                 space.seed(seed + index * distinct)
+            if ended:
+                self._renew(index)
+        for each in ended:
+            each.close(each.lost or NodeLost(_ENDED))
 
     def space(self, index: int) -> Space:
         """The space of the device ``node:index``, a node or a place of several.
@@ -195,17 +238,15 @@ class Master:
             return place
 
     def _space_of(self, indices: tuple[int, ...]) -> Space:
-        parts = tuple(self._spaces[index] for index in indices)
-        if len(parts) == 1:
-            return parts[0]
+        if len(indices) == 1:
+            return self._spaces[indices[0]]
         index = min([_HIGHEST + 1, *(each for each in self._spaces if each >= len(self._lines))]) - 1
         if index < len(self._lines):
             raise UsageError(
                 f"there are {len(self._places)} places, and torch has no index left for another one: a place "
                 "lasts as long as its master"
             )
-        lines = tuple(part.lines[0] for part in parts)
-        space = self._spaces[index] = Space(torch.device("node", index), lines, self._lock, parts)
+        space = self._spaces[index] = self._new_space(torch.device("node", index), indices)
         return space
 
     def synchronize(self) -> None:

@@ -59,6 +59,15 @@ def metadata(device: torch.device, told: Told) -> Metadata:
     return found
 
 
+def forget(device: torch.device) -> None:
+    """Make new objects from now on: those that there are belong to tensors that an earlier node had there.
+
+    So no call that was interned for the new node is found for a tensor of the old one.
+    """
+    for key in [key for key in list(_known.keys()) if key[0] == device]:
+        _known.pop(key, None)
+
+
 def answer_in_words(answer: Any) -> str:
     """What a node told of the results of an operator: ``("tensor", told)``, a list of such, or a constant."""
     kind, value = answer

@@ -45,6 +45,8 @@ _sessions: dict[str, _Session] = {}
 
 def begin(session: str) -> tuple[int, int]:
     """Make an empty session; the number of the mailbox that its batches go to, and how many GPUs it has."""
+    if session in _sessions:  # the master was interrupted before it knew that
+        end(session)
     begun = _sessions[session] = _Session(current().agent)
     return begun.mailbox, accelerators.count()
 

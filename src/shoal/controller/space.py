@@ -36,12 +36,13 @@ from typing import Any
 
 import torch
 
+from .. import config
 from ..errors import ShoalError, UsageError
 from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, SHARE, STATE, Template
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
 from .line import Line
-from .metadata import answer_in_words
+from .metadata import answer_in_words, forget
 
 #: how often it is looked what the nodes have done, in commands
 _LOOK = 32
@@ -51,7 +52,7 @@ class Space:
     """The tensors of one node, or of a place of several.
 
     Attributes:
-        number: by which its nodes know it: the index of its device.
+        number: by which its nodes know it: the index of its device, unless they have had another one there.
         device: ``node:index``.
         index: of the device.
         lines: of its nodes.
@@ -70,9 +71,12 @@ class Space:
         lines: tuple[Line, ...],
         lock: threading.RLock,
         parts: tuple[Space, ...] = (),
+        number: int | None = None,
     ) -> None:
+        forget(device)
         self.device = device
-        self.number = self.index = device.index
+        self.index: int = device.index
+        self.number = self.index if number is None else number
         self.lines = lines
         self.parts = parts or (self,)
         self.lock = lock
@@ -85,6 +89,7 @@ class Space:
         self._payloads: list[Any] = []
         self._origins: list[Origin | None] = []
         self._ticks = 0
+        self._sync = config.CONTROLLER.get() == "sync"
         self._ids: list[int] = []
         self._high = 0
         self.lost: ShoalError | None = None
@@ -119,7 +124,17 @@ class Space:
             raise
         self.issued += 1
         self._appended()
+        if self._sync:
+            self._acknowledged(made)
         return made
+
+    def _acknowledged(self, made: list[int]) -> None:
+        """Wait until the nodes have done what was issued; raise what failed."""
+        try:
+            self.synchronize()
+        except BaseException:
+            self.freed.extend(made)  # they get no handles
+            raise
 
     def put(self, tensor: torch.Tensor) -> int:
         """Send a tensor, of which the caller gives a copy; its id."""
@@ -157,6 +172,8 @@ class Space:
 
     def share(self, id: int, other: Space) -> int:
         """Name a tensor of another space here too, on the nodes of this one; its id here."""
+        if other.lost is not None and not set(self.lines) <= set(other.lines):
+            raise other.lost
         new = self.new_id()
         self._command(SHARE, other.number, id, self.number, new)
         return new

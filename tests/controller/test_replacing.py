@@ -1,0 +1,172 @@
+"""Nodes that died, and others in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import shoal
+from shoal.controller import Master
+from shoal.errors import NodeLost, RemoteOpError, UsageError
+from shoal.store import TCPStoreServer
+from shoal.wire import Deadline
+from tests.controller import nodes
+from tests.controller.nodes import BACKSTOP, Program, programs, wait_until_gone
+
+SECRET = "of the test"
+start = pytest.fixture(programs)
+
+
+class Crew:
+    """A master whose nodes join, so that a new one takes a moment.
+
+    Attributes:
+        master: of them.
+    """
+
+    def __init__(self, start: Callable[..., Program], url: str, count: int) -> None:
+        self._start = start
+        self._url = url
+        self.workers = [self.joining() for _ in range(count)]
+        self.master = shoal.init_master_worker(url=url, secret=SECRET)
+        self.master.wait_for(count, BACKSTOP)
+        self.workers.sort(key=lambda worker: self.master.pids.index(worker.pid))
+
+    def joining(self) -> Program:
+        """A new worker."""
+        return self._start(nodes.joins, self._url, SECRET)
+
+    def kill(self, index: int) -> None:
+        """Kill a node, and wait until its loss is known."""
+        os.kill(self.master.pids[index], signal.SIGKILL)
+        wait_until_lost(self.master, index)
+
+
+def wait_until_lost(master: Master, index: int) -> None:
+    deadline = Deadline(BACKSTOP)
+    with contextlib.suppress(NodeLost):
+        while True:
+            torch.zeros(1, device=f"node:{index}").item()
+            assert not deadline.expired, "its loss is not known"
+
+
+@pytest.fixture
+def crew(start: Callable[..., Program], no_master: None) -> Iterator[Crew]:
+    with TCPStoreServer(secret=SECRET.encode()) as server:
+        crew = Crew(start, server.url, 3)
+        with crew.master:
+            yield crew
+
+
+def test_a_replaced_node_begins_empty_and_what_was_on_it_is_lost_for_good(crew: Crew) -> None:
+    master = crew.master
+    x, y = (torch.arange(4.0, device=f"node:{each}") for each in (0, 1))
+    warm = torch.zeros(4, device="node:1")
+    _ = warm + warm  # a call that is interned: the new node must not be sent it for an old tensor
+    lost: list[int] = []
+    master.on_lost(lost.append)
+    crew.kill(1)
+    new = crew.joining()
+    assert master.replace(1, BACKSTOP) == torch.device("node:1")
+    assert master.pids[1] == new.pid
+    assert lost == [1]
+    again = torch.full((4,), 5.0, device="node:1")
+    assert (again + again).tolist() == [10] * 4
+    for use in (
+        lambda: y + y, lambda: y.tolist(), lambda: again + y, lambda: y + again, lambda: again.copy_(y),
+        lambda: torch.cat([again, y]), lambda: y.to("node:0"), lambda: x.copy_(y), lambda: y.nonzero(),
+        lambda: torch.nonzero(again[y]),
+    ):  # fmt: skip
+        with pytest.raises(NodeLost, match="node 1 was lost"):
+            use()
+    assert (x + 1).tolist() == [1, 2, 3, 4]
+    assert (again.to("node:0") + x).tolist() == [5, 6, 7, 8]
+    master.synchronize()
+    crew.kill(1)
+    with pytest.raises(NodeLost):
+        again.tolist()
+    crew.joining()
+    master.replace("node:1", BACKSTOP)
+    assert lost == [1, 1]
+    assert torch.ones(2, device="node:1").tolist() == [1, 1]
+
+
+def test_places_of_a_replaced_node_can_be_used_again(crew: Crew) -> None:
+    team = crew.master.nodes
+    x = team.replicate(torch.arange(3.0))
+    others = crew.master.place([0, 2]).replicate(torch.ones(2))
+    crew.kill(2)
+    crew.joining()
+    crew.master.replace(2, BACKSTOP)
+    with pytest.raises(NodeLost, match="node 2 was lost"):
+        x + x
+    with pytest.raises(NodeLost, match="node 2 was lost"):
+        x.on(2)  # type: ignore[attr-defined]
+    y = team.replicate(torch.full((3,), 7.0))
+    with pytest.raises(NodeLost, match="node 2 was lost"):
+        y + x
+    assert [each.tolist() for each in team.gather(y + y)] == [[14.0] * 3] * 3
+    assert x.on(0).tolist() == [0, 1, 2]  # type: ignore[attr-defined]
+    assert others.on(0).tolist() == [1, 1]  # type: ignore[attr-defined]
+    del x, others
+    crew.master.synchronize()
+    assert crew.master.nodes is team
+
+
+def test_a_replacement_is_started_here_where_the_lost_one_was(no_master: None) -> None:
+    with shoal.init_master_worker(workers=1) as master:
+        first = master.pids[0]
+        with pytest.raises(UsageError, match="node 0 was not lost"):
+            master.replace(0)
+        os.kill(first, signal.SIGKILL)
+        wait_until_lost(master, 0)
+        torch.manual_seed(3)  # for the others, and for those to come
+        master.replace(0, BACKSTOP)
+        assert master.pids[0] != first
+        assert torch.rand(2, device="node:0").tolist() == (torch.manual_seed(3) and torch.rand(2)).tolist()
+        pids = master.pids
+    wait_until_gone([first, *pids])
+
+
+def test_with_sync_what_fails_raises_at_its_line(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Program]
+) -> None:
+    monkeypatch.setenv("SHOAL_CONTROLLER", "sync")
+    crew.kill(0)
+    crew.joining()
+    crew.master.replace(0, BACKSTOP)  # the others go on as they began
+    x = torch.arange(4, device="node:0")
+    with pytest.raises(RemoteOpError, match=r"node 0: aten\.index\.Tensor") as caught:
+        x[torch.tensor([9], device="node:0")]
+    assert "x[torch.tensor([9]" in caught.value.line
+    assert (x + 1).tolist() == [1, 2, 3, 4]
+    crew.master.synchronize()
+
+
+def test_what_nodes_write_comes_as_whole_lines(no_master: None, capfd: pytest.CaptureFixture[str]) -> None:
+    master = shoal.init_master_worker(workers=2)
+    agent = master._workers.agent
+    count = 2000
+    written = [peer.call(_write, count) for peer in agent.peers()]
+    for each in written:
+        each.wait(BACKSTOP)
+    master.close()
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    for index in range(2):
+        mine = [line for line in lines if line.startswith(f"[node {index}] ")]
+        assert mine == [f"[node {index}] {number} {'x' * 50}" for number in range(count)]
+    assert len(lines) == 2 * count
+    assert sorted(err.splitlines()) == [f"[node {index}] 100%" for index in range(2)]
+
+
+def _write(count: int) -> None:
+    for number in range(count):
+        print(number, "x" * 50)
+    os.write(2, b"10%\r50%\r")
+    os.write(2, b"100%\r\n")
