@@ -363,7 +363,7 @@ def test_commands_of_nodes_and_their_places_are_executed_in_the_order_of_the_pro
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.parametrize("seed", range(100, 120))
 def test_long_programs_of_nodes_and_their_places(master: Master, seed: int) -> None:
     torch.manual_seed(seed)
     program = _Programs(master, seed)
