@@ -117,8 +117,9 @@ def cannot_start(tell: Connection) -> None:
 
 def is_interrupted(tell: Connection) -> None:
     """Press Ctrl-C again and again while operations are issued and waited for."""
-    master = shoal.init_master_worker(workers=1)
+    master = shoal.init_master_worker(workers=2)
     x = torch.ones(3, device="node:0")
+    counted = torch.zeros(2, device=master.nodes.device)
     armed: list[bool] = []
     done = threading.Event()
 
@@ -140,6 +141,7 @@ def is_interrupted(tell: Connection) -> None:
             armed.append(True)
             while True:
                 y = (x * 1.5).reshape(3, 1)
+                counted += 1  # which closes the node's own log, and is closed by it
                 if random.random() < 0.1:
                     y.tolist()
         except KeyboardInterrupt:
@@ -147,6 +149,8 @@ def is_interrupted(tell: Connection) -> None:
     done.set()
     pressing.join()
     tell.send((x * 1.5).tolist())
+    one, other = master.nodes.gather(counted)
+    assert one.tolist() == other.tolist()  # every command reached both nodes, or none
     master.synchronize()
     master.close()
     tell.send("done")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import threading
 from collections.abc import Callable
@@ -91,8 +92,9 @@ def test_a_part_is_a_tensor_on_its_node_of_the_same_memory(master: Master) -> No
     assert _parts(place, x)[2] == [[5, 7]]
     parameter = nn.Parameter(x)
     assert not _on(parameter, 0).requires_grad
-    with pytest.raises(shoal.UsageError, match="no part on 0: it is node 1"):
-        part.on(0)
+    for wrong in (0, "cpu", "cuda:1", "node:2"):
+        with pytest.raises(shoal.UsageError, match=f"no part on {wrong}: it is node 1"):
+            part.on(wrong)
 
 
 def test_parts_on_their_nodes_become_one_tensor_without_a_copy(master: Master) -> None:
@@ -250,6 +252,15 @@ def test_a_model_on_a_place_learns_on_each_node_what_it_learns_on_one(master: Ma
     for many, one in zip(values, alone, strict=True):
         for part in place.gather(many):
             assert torch.equal(part, one.cpu())
+    with pytest.raises(shoal.UsageError, match=r"x\.on\(0\)"):
+        torch.save(there.state_dict(), io.BytesIO())
+    file = io.BytesIO()
+    torch.save({name: _on(value, 0) for name, value in there.state_dict().items()}, file)
+    file.seek(0)
+    loaded = _net().to(place.device)
+    loaded.load_state_dict(torch.load(file))
+    for a, b in zip(loaded.state_dict().values(), there.state_dict().values(), strict=True):
+        assert _parts(place, a) == _parts(place, b)
     for moved in (copy.deepcopy(there).to(place.device), _net().to(place.device)):
         moved.load_state_dict(there.state_dict())
         for a, b in zip(moved.parameters(), there.parameters(), strict=True):

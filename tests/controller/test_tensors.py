@@ -210,7 +210,7 @@ def _saved(x: torch.Tensor) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(x, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=False)  # type: ignore[no-any-return]
+    return torch.load(buffer)  # type: ignore[no-any-return]
 
 
 def test_a_deep_copy_is_one_of_its_own(master: Master) -> None:

@@ -188,7 +188,11 @@ class Space:
         Raises:
             UsageError: it is none of them.
         """
-        index = node if isinstance(node, int) else torch.device(node).index
+        index: int | None = None
+        if isinstance(node, int):
+            index = node
+        elif torch.device(node).type == self.device.type:
+            index = torch.device(node).index
         for part in self.parts:
             if part.index == index:
                 return part

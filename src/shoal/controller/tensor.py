@@ -193,7 +193,11 @@ class RemoteTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.is_leaf:
             raise UsageError("a tensor with a graph cannot be pickled: pickle x.detach()")
-        return _unpickled, (fetch(self), self.requires_grad, getattr(self, "_is_param", False))
+        # It is one of the CPU wherever it is read, in the form that torch.load takes with weights_only.
+        here = fetch(self).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            here = torch.nn.Parameter(here, self.requires_grad)
+        return here.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
@@ -211,13 +215,6 @@ class RemoteTensor(torch.Tensor):
         if self.grad is not None:
             copy.grad = copying.deepcopy(self.grad, memo)
         return copy
-
-
-def _unpickled(value: torch.Tensor, requires_grad: bool, parameter: bool) -> torch.Tensor:
-    """A pickled tensor of a node is one of the CPU, wherever it is read."""
-    if parameter:
-        return torch.nn.Parameter(value, requires_grad)
-    return value.requires_grad_(requires_grad)
 
 
 def _shown(tensor: RemoteTensor) -> torch.Tensor:
