@@ -38,6 +38,12 @@ STATE = 7
 DEFINE = 8
 #: SHARE space, id, space, id: the tensor of the first is the second's too
 SHARE = 9
+#: CALL index of a payload, number: run a function of the program, and tell of its result
+CALL = 13
+#: TAKE id, number, position: the tensor in the result of that call
+TAKE = 14
+#: DROP number: forget the tensors in the result of that call
+DROP = 15
 #: number of the first interned call
 FIRST = 16
 

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 
 from . import accelerators
+from .called import answer
 from .commands import (
     ASK,
+    CALL,
     DEFINE,
+    DROP,
     FETCH,
     FIRST,
     FORGET,
@@ -28,6 +31,7 @@ from .commands import (
     SEED,
     SHARE,
     STATE,
+    TAKE,
     Definition,
     Failure,
     Template,
@@ -109,6 +113,7 @@ class Tensors:
         self._definitions: dict[int, Definition] = {}
         self._payloads: Sequence[Any] = ()
         self._asked: list[torch.Tensor] = []
+        self._called: dict[int, list[torch.Tensor]] = {}
         self._forget()
 
     def run(self, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]) -> None:
@@ -190,11 +195,11 @@ class Tensors:
 
     def _failed_command(self, a: list[int], p: int, error: Exception) -> None:
         poison = self._poison(-1, "a command of the master", [], error)
-        if a[p] in (PUT, KEEP):
+        if a[p] in (PUT, KEEP, TAKE):
             self.tensors[a[p + 1]] = poison
         elif a[p] == SHARE:
             self._spaces[a[p + 3]].hold(a[p + 4], poison)
-        elif a[p] in (FETCH, ASK, STATE):
+        elif a[p] in (FETCH, ASK, CALL, STATE):
             self._outcome.values.append(("poison", poison.number))
 
     def _written(self, call: Definition, operands: list[int]) -> list[int]:
@@ -300,6 +305,9 @@ class Tensors:
             STATE: (self._state, 2, 0),
             DEFINE: (self._define, 2, 0),
             SHARE: (self._share, 5, 0),
+            CALL: (self._call, 3, 0),
+            TAKE: (self._take, 4, 0),
+            DROP: (self._drop, 2, 0),
         }
 
     def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
@@ -361,6 +369,31 @@ class Tensors:
             self._outcome.values.append(("poison", poison.number))
             return
         self._outcome.values.append(("asked", self._tell(result)))
+
+    def _call(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        poisoned: list[Poison] = []
+
+        def tensor(space: int, id: int) -> Any:
+            found = self._spaces[space].tensors[id]
+            if isinstance(found, Poison):
+                poisoned.append(found)
+            return found
+
+        try:
+            given = answer(self._payloads[a[p + 1]], tensor, poisoned)
+        except Exception as error:
+            poison = poisoned[0] if poisoned else self._poison(-1, "call", [], error)
+            self._outcome.values.append(("poison", poison.number))
+            return
+        if given.tensors:
+            self._called[a[p + 2]] = given.tensors
+        self._outcome.values.append(("called", (given.value, given.told)))
+
+    def _take(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        t[a[p + 1]] = self._called[a[p + 2]][a[p + 3]]
+
+    def _drop(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        self._called.pop(a[p + 1], None)
 
     def _tell(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

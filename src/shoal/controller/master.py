@@ -23,6 +23,7 @@ from ..rpc import Peer
 from ..wire import Deadline
 from . import current, device, node, sending
 from .autograd import restore_thread
+from .calling import call
 from .commands import Segment
 from .line import Line
 from .naming import node_name
@@ -274,6 +275,26 @@ class Master:
                 with self._lock:
                     tensor.handle.space.flush()
         return [fetch(each) if type(each) is RemoteTensor else each for each in tensors]
+
+    def call(self, place: Named, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``fn(*args, **kwargs)`` on a node, in the order of what was issued, and wait for what it gives.
+
+        Tensors of nodes in the arguments are the node's own tensors there, which ``fn`` may change, and
+        tensors in the result stay on the node.  The rest is pickled; a function of the program itself goes
+        by value, for which cloudpickle is needed.
+
+        Args:
+            place: the node; on several nodes each runs the function, with its own of a place's tensors.
+
+        Returns:
+            the result; on several nodes a list, with an element for each.
+
+        Raises:
+            UsageError: a tensor is on another node, or an argument cannot be pickled.
+            RemoteOpError: the function failed, or an argument could not be computed.
+            NodeLost: a node died.
+        """
+        return call(self.place(place).space.parts, fn, args, kwargs)
 
     def seed(self, seed: int, *, distinct: bool = False) -> None:
         """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too.

@@ -32,6 +32,7 @@ import pickle
 import threading
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from ..errors import ShoalError, UsageError
 from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, SHARE, STATE, Template
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
-from .line import Line
+from .line import Batch, Line
 from .metadata import answer_in_words, forget
 
 #: how often it is looked what the nodes have done, in commands
@@ -310,16 +311,36 @@ class Space:
         """The elements of a tensor on each node."""
         return self._answers(FETCH, id)
 
+    def asked(self, command: int, payload: Any, *numbers: int) -> Callable[[], Any]:
+        """Send a command that its one node replies to; what waits for that and gives it."""
+        with self.lock:
+            line, batch = self._asked((command, self._payload(payload), *numbers))[0]
+        return lambda: line.answers(batch)[0]
+
+    def send(self, *command: int) -> None:
+        """Append a command that has no reply."""
+        with self.lock:
+            self._command(*command)
+
+    def take(self, command: int, *numbers: int) -> int:
+        """Give a tensor that a command names an id; that."""
+        id = self.new_id()
+        self._command(command, id, *numbers)
+        return id
+
     def _answers(self, *command: int) -> list[Any]:
         """What each node replies to a command."""
+        return [line.answers(batch)[0] for line, batch in self._asked(command)]
+
+    def _asked(self, command: tuple[int, ...]) -> list[tuple[Line, Batch]]:
+        """Send a command that is replied to; the batches in which it is."""
         with self.lock:
             # No look at the lines, which may send it: ids that are freed then are a batch of their own,
             # and that one would be waited for.
             self._append(command)
             self.size += 1
             # As whoever asks flushes under the lock, no other values are in the batches.
-            asked = [(line, line.flush_asked()) for line in self.lines]
-        return [line.answers(batch)[0] for line, batch in asked]
+            return [(line, line.flush_asked()) for line in self.lines]
 
     def ask(self, operator: str, args: list[Template], kwargs: dict[str, Template]) -> Any:
         """Run an operator now; what it gives, with metadata in the place of tensors.

@@ -1,0 +1,97 @@
+"""``Master.call``: a function of the program, run on a node on the real tensors, in the order of the log."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import ShoalError, UsageError
+from .called import pickled_with, unpickled_with
+from .commands import CALL, DROP, TAKE
+from .metadata import metadata
+from .space import Space
+from .tensor import RemoteTensor, wrap
+
+_numbers = itertools.count()
+
+
+class Pending:
+    """A call that a node has been sent.
+
+    Attributes:
+        space: of the node.
+    """
+
+    def __init__(self, space: Space, payload: bytes) -> None:
+        self.space = space
+        self._number = next(_numbers) % 2**32
+        self._wait = space.asked(CALL, payload, self._number)
+
+    def result(self) -> Any:
+        """Wait for what the function gave; tensors in it stay on the node.
+
+        Raises:
+            RemoteOpError: the function failed, or an argument could not be computed.
+            NodeLost: the node died.
+        """
+        space = self.space
+        tensors: list[RemoteTensor] = []
+        try:
+            pickled, told = self._wait()
+            with space.lock:
+                for position, each in enumerate(told):
+                    known = metadata(space.device, (tuple(each[0]), tuple(each[1]), *each[2:]))
+                    id = space.take(TAKE, self._number, position)
+                    tensors.append(wrap(space, id, known))
+        finally:
+            self.drop()
+        return unpickled_with(pickled, tensors.__getitem__)
+
+    def drop(self) -> None:
+        """Let the node forget tensors of the result that were not taken, or will not be."""
+        with contextlib.suppress(ShoalError):  # a lost node has forgotten them
+            self.space.send(DROP, self._number)
+
+
+def payload_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], spaces: Sequence[Space]
+) -> bytes:
+    """A function and its arguments, as the nodes of all these spaces take it; tensors of nodes by their ids.
+
+    Raises:
+        UsageError: a tensor is on another node, or something cannot be pickled.
+    """
+    nodes = {space.lines[0].index for space in spaces}
+
+    def name(value: Any) -> tuple[int, int] | None:
+        if type(value) is not RemoteTensor:
+            return None
+        space = value.handle.space
+        if not nodes <= {line.index for line in space.lines}:
+            where = ", ".join(f"node:{each}" for each in sorted(nodes))
+            raise UsageError(f"call on {where} of a tensor on {value.device}: move it there first")
+        return space.number, value.handle.id
+
+    try:
+        return pickled_with((fn, tuple(args), kwargs), name)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"call: {fn!r} or an argument of it cannot be pickled: {error}") from error
+
+
+def call(spaces: Sequence[Space], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function on nodes; what it gave, on several nodes a list."""
+    payload = payload_of(fn, args, kwargs, spaces)
+    pending = [Pending(space, payload) for space in spaces]
+    results, errors = [], []
+    for each in pending:
+        try:
+            results.append(each.result())
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results if len(spaces) > 1 else results[0]
