@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from .autograd import restore_thread
 from .calling import call
 from .commands import Segment
 from .line import Line
+from .loader import load
 from .naming import node_name
 from .place import Named, Place, indices_of
 from .space import Space
@@ -295,6 +296,27 @@ class Master:
             NodeLost: a node died.
         """
         return call(self.place(place).space.parts, fn, args, kwargs)
+
+    def load(self, place: Named, make_loader: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
+        """Run a loader on each node; an iterator over its batches, whose tensors stay on the nodes.
+
+        A thread of the node reads two batches ahead, and the master knows the metadata of two, so neither
+        waits for the other, nor for a shorter last batch.  The end of the loop, ``break`` too, ends the
+        loaders.
+
+        Args:
+            place: of the batches.  On several nodes a tensor of a batch is one on the place, whose parts the
+                nodes' loaders give: they must be alike, and the shortest loader ends the loop.  What is no
+                tensor is what the first node's loader gave.
+            make_loader: ``make_loader(index, count)``, called on each node with its position in the place and
+                the number of nodes, gives the batches: tuples, lists, dictionaries of tensors and others.
+
+        Raises:
+            RemoteOpError: a loader failed; in the place of its batch.
+            UsageError: the nodes' batches differ in shape, or ``make_loader`` cannot be pickled.
+            NodeLost: a node died.
+        """
+        return load(self.place(place), make_loader)
 
     def seed(self, seed: int, *, distinct: bool = False) -> None:
         """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too.

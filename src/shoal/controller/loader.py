@@ -1,0 +1,71 @@
+"""``Master.load``: loaders that run on the nodes, and whose batches stay there."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..errors import RemoteOpError, ShoalError
+from . import loading
+from .calling import Pending, payload_of
+from .issuing import issuing_line, shown
+from .naming import node_name
+from .place import Place
+
+
+def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
+    """The batches of a loader on each node of a place."""
+    spaces = place.space.parts
+    name = secrets.token_hex(8)
+    follow = payload_of(loading.following, (name,), {}, spaces)
+    asked: list[deque[Pending]] = [deque() for _ in spaces]
+    begun = []
+    try:
+        for index, space in enumerate(spaces):
+            begun.append(space)
+            payload = payload_of(loading.begin, (name, make, index, len(spaces)), {}, (space,))
+            Pending(space, payload).drop()
+        for _ in range(loading.AHEAD):
+            for each, space in zip(asked, spaces, strict=True):
+                each.append(Pending(space, follow))
+        while True:
+            found = [each.popleft().result() for each in asked]
+            for space, each in zip(spaces, found, strict=True):
+                if each[0] == "failed":
+                    raise _failed(space.lines[0].index, *each[1:])
+            if any(each[0] == "end" for each in found):
+                return
+            for each, space in zip(asked, spaces, strict=True):
+                each.append(Pending(space, follow))
+            batches = [each[1] for each in found]
+            yield batches[0] if len(batches) == 1 else _joined(place, batches)
+    finally:
+        with contextlib.suppress(ShoalError):  # who uses a lost node hears of it
+            for pending in asked:
+                for one in pending:
+                    one.drop()
+            for space in begun:
+                Pending(space, payload_of(loading.stop, (name,), {}, (space,))).drop()
+
+
+def _failed(index: int, error: str, traceback: str) -> RemoteOpError:
+    line = shown(issuing_line())
+    return RemoteOpError(
+        f"node {index}: a loader failed: {error}\nread at {line}\nthe traceback there:\n{traceback}",
+        node_name(index), traceback, line,
+    )  # fmt: skip
+
+
+def _joined(place: Place, batches: list[Any]) -> Any:
+    """One batch of those of all nodes: tensors on the place, and of the first node whatever else it is."""
+
+    def joined(*parts: Any) -> Any:
+        return place.scatter(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
+
+    return tree_map(joined, *batches)

@@ -1,0 +1,95 @@
+"""A node's half of ``Master.load``: a loader, which a thread reads ahead of what the master asks for."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+#: batches that are read ahead
+AHEAD = 2
+
+_END = object()
+
+
+class _Loading:
+    """A loader, and the batches that it has given."""
+
+    def __init__(self, make: Callable[[int, int], Iterable[Any]], index: int, count: int) -> None:
+        self._changed = threading.Condition()
+        self._batches: deque[Any] = deque()
+        self._error: BaseException | None = None
+        self._read = self._stopped = False
+        threading.Thread(
+            target=self._read_all, args=(make, index, count), name="shoal-node-loader", daemon=True
+        ).start()
+
+    def following(self) -> Any:
+        """Wait for the next batch; ``_END`` after the last one.
+
+        Raises:
+            BaseException: what the loader raised in its place.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._batches or self._read)
+            if self._batches:
+                batch = self._batches.popleft()
+                self._changed.notify_all()
+                return batch
+            if self._error is not None:
+                raise self._error
+            return _END
+
+    def stop(self) -> None:
+        """Let the thread end, and drop the batches."""
+        with self._changed:
+            self._stopped = True
+            self._batches.clear()
+            self._changed.notify_all()
+
+    def _read_all(self, make: Callable[[int, int], Iterable[Any]], index: int, count: int) -> None:
+        try:
+            for batch in make(index, count):
+                if not self._offer(batch):
+                    break
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._read = True
+            self._changed.notify_all()
+
+    def _offer(self, batch: Any) -> bool:
+        """Keep a batch until it is asked for; False: nobody will."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or len(self._batches) < AHEAD)
+            if not self._stopped:
+                self._batches.append(batch)
+                self._changed.notify_all()
+            return not self._stopped
+
+
+_loadings: dict[str, _Loading] = {}
+
+
+def begin(name: str, make: Callable[[int, int], Iterable[Any]], index: int, count: int) -> None:
+    """Make a loader and begin to read it."""
+    _loadings[name] = _Loading(make, index, count)
+
+
+def following(name: str) -> tuple[Any, ...]:
+    """("batch", it), ("end",), or ("failed", error, traceback) in words.
+
+    A failure is a value, as nobody may come to see it: the loop may end before its batch.
+    """
+    try:
+        batch = _loadings[name].following()
+    except BaseException as error:
+        return "failed", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    return ("end",) if batch is _END else ("batch", batch)
+
+
+def stop(name: str) -> None:
+    """Let go of a loader."""
+    _loadings.pop(name).stop()
