@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,11 +15,15 @@ import psutil
 import torch
 
 import shoal
+from shoal.controller import Master
 from shoal.controller.serving import serve_masters
 from shoal.testing.processes import fork_server, preload
+from shoal.wire import Deadline
 
 preload("tests.controller.nodes", "tests.controller.masters", "shoal.controller.prediction")
 
+#: of the jobs of tests
+SECRET = "of the test"
 #: seconds that nothing here may take
 BACKSTOP = 120
 
@@ -51,10 +56,11 @@ class Program:
 
     def close(self) -> None:
         """End it, if a test has not come to its end."""
-        if self._process.is_alive():
+        if not self._told.closed:
             self._process.kill()
-        self._process.join(BACKSTOP)
-        self._told.close()
+            self._process.join(BACKSTOP)
+            self._process.close()
+            self._told.close()
 
 
 def _run(run: Callable[..., None], tell: Connection, args: tuple[Any, ...]) -> None:
@@ -111,3 +117,56 @@ def is_second_master(tell: Connection, url: str, secret: str) -> None:
         shoal.init_master_worker(url=url, secret=secret)
     except shoal.ShoalError as error:
         tell.send((type(error).__name__, str(error)))
+
+
+class Crew:
+    """A master whose nodes join, so that a new one takes a moment.
+
+    Attributes:
+        master: of them.
+    """
+
+    def __init__(self, start: Callable[..., Program], url: str, count: int) -> None:
+        self._start = start
+        self._url = url
+        self.workers: list[Program] = []
+        for _ in range(count):
+            self.joining()
+        self.master = shoal.init_master_worker(url=url, secret=SECRET)
+        self.master.wait_for(count, BACKSTOP)
+
+    def joining(self) -> Program:
+        """A new worker."""
+        self.workers.append(self._start(joins, self._url, SECRET))
+        return self.workers[-1]
+
+    def end(self) -> None:
+        """End all workers."""
+        for worker in self.workers:
+            worker.close()
+
+    def kill(self, index: int) -> None:
+        """Kill a node, and wait until its loss is known."""
+        os.kill(self.master.pids[index], signal.SIGKILL)
+        wait_until_lost(self.master, index)
+
+
+def wait_until_lost(master: Master, index: int) -> None:
+    """Wait until the master knows that a node died."""
+    deadline = Deadline(BACKSTOP)
+    with contextlib.suppress(shoal.NodeLost):
+        while True:
+            torch.zeros(1, device=f"node:{index}").item()
+            assert not deadline.expired, "its loss is not known"
+
+
+def works(tell: Connection, url: str, secret: str, count: int) -> None:
+    """A master that gives its nodes work of all kinds until it is killed."""
+    master = shoal.init_master_worker(url=url, secret=secret)
+    nodes = master.wait_for(count, BACKSTOP)
+    tell.send("works")
+    while True:
+        x = torch.ones(1 << 16).to(nodes[0])
+        for _ in range(50):
+            x = x * 1.0
+        nodes.gather(nodes.replicate(x.to(nodes[1]).cpu()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -11,48 +10,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master
 from shoal.errors import NodeLost, RemoteOpError, UsageError
 from shoal.store import TCPStoreServer
-from shoal.wire import Deadline
-from tests.controller import nodes
-from tests.controller.nodes import BACKSTOP, Program, programs, wait_until_gone
+from tests.controller.nodes import BACKSTOP, SECRET, Crew, Program, programs, wait_until_gone, wait_until_lost
 
-SECRET = "of the test"
 start = pytest.fixture(programs)
-
-
-class Crew:
-    """A master whose nodes join, so that a new one takes a moment.
-
-    Attributes:
-        master: of them.
-    """
-
-    def __init__(self, start: Callable[..., Program], url: str, count: int) -> None:
-        self._start = start
-        self._url = url
-        self.workers = [self.joining() for _ in range(count)]
-        self.master = shoal.init_master_worker(url=url, secret=SECRET)
-        self.master.wait_for(count, BACKSTOP)
-        self.workers.sort(key=lambda worker: self.master.pids.index(worker.pid))
-
-    def joining(self) -> Program:
-        """A new worker."""
-        return self._start(nodes.joins, self._url, SECRET)
-
-    def kill(self, index: int) -> None:
-        """Kill a node, and wait until its loss is known."""
-        os.kill(self.master.pids[index], signal.SIGKILL)
-        wait_until_lost(self.master, index)
-
-
-def wait_until_lost(master: Master, index: int) -> None:
-    deadline = Deadline(BACKSTOP)
-    with contextlib.suppress(NodeLost):
-        while True:
-            torch.zeros(1, device=f"node:{index}").item()
-            assert not deadline.expired, "its loss is not known"
 
 
 @pytest.fixture

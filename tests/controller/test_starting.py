@@ -17,10 +17,9 @@ from shoal.launch.cli import invoke
 from shoal.rendezvous.environment import read
 from shoal.store import TCPStoreServer
 from tests.controller import nodes
-from tests.controller.nodes import BACKSTOP, Program, programs
+from tests.controller.nodes import BACKSTOP, SECRET, Program, programs
 from tests.support.quick_launcher import QuickLauncher
 
-SECRET = "of the test"
 start = pytest.fixture(programs)
 Start = Callable[..., Program]
 

@@ -1,0 +1,227 @@
+"""SIGKILL at random moments: the error names the node, others go on, nothing hangs and nothing is left.
+
+``make test`` runs 50 trials of nodes and 10 of masters, ``make stress`` 500 and 100 (100 and 20 with
+``STRESS=short``).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import shoal
+from shoal.controller import Master, node
+from shoal.errors import NodeLost
+from shoal.store import TCPStoreServer
+from shoal.testing import no_leaks
+from tests.controller import nodes
+from tests.controller.nodes import BACKSTOP, SECRET, Crew, Program, programs, wait_until_gone, wait_until_lost
+
+start = pytest.fixture(programs)
+Start = Callable[..., Program]
+SHORT = os.environ.get("STRESS") == "short"
+
+#: seconds from a death until the program hears of it; on an idle machine it takes milliseconds
+PROMISE = 10.0
+
+
+def _operations(victim: torch.device, other: torch.device) -> None:
+    x = torch.ones(8, device=victim)
+    for _ in range(100):
+        x = x * 1.0 + 0.0
+    x.sum().item()
+
+
+def _fetch(victim: torch.device, other: torch.device) -> None:
+    torch.ones(1 << 18, device=victim).cpu()
+
+
+def _upload(victim: torch.device, other: torch.device) -> None:
+    torch.ones(1 << 18).to(victim)
+
+
+def _copy_away(victim: torch.device, other: torch.device) -> None:
+    torch.ones(1 << 16, device=victim).to(other)
+
+
+def _copy_there(victim: torch.device, other: torch.device) -> None:
+    torch.ones(1 << 16, device=other).to(victim).sum().item()
+
+
+def _asked(victim: torch.device, other: torch.device) -> None:
+    torch.ones(8, device=victim).nonzero()
+
+
+def _backward(victim: torch.device, other: torch.device) -> None:
+    w = torch.ones(8, device=victim, requires_grad=True)
+    for _ in range(10):
+        (w * 2).sum().backward()  # type: ignore[no-untyped-call]
+
+
+WORK = [_operations, _fetch, _upload, _copy_away, _copy_there, _asked, _backward]
+
+
+class Trials:
+    """Deaths of nodes of one master, each of which is replaced."""
+
+    def __init__(self, crew: Crew, seed: int) -> None:
+        self._crew = crew
+        self._choose = random.Random(seed)
+        self._told: list[int] = []
+        crew.master.on_lost(self._told.append)
+        self._counts = [torch.zeros(1, device=each) for each in crew.master.nodes]
+        self._counted = [0] * len(self._counts)
+        self.delays: list[float] = []
+
+    def one(self, number: int) -> None:
+        """Kill a node while the master works with it."""
+        choose, master = self._choose, self._crew.master
+        index = choose.randrange(master.count)
+        survivor = (index + 1) % master.count
+        victim, other = torch.device("node", index), torch.device("node", survivor)
+        work = [*WORK, self._on_place, master.synchronize][number % (len(WORK) + 2)]
+        died: list[float] = []
+
+        def kill() -> None:
+            time.sleep(moment)
+            died.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        moment, pid = choose.random() ** 2 * 0.02, master.pids[index]
+        killing = threading.Thread(target=kill)
+        killing.start()
+        with pytest.raises(NodeLost) as caught:
+            self._until_lost(work, victim, other, survivor)
+        heard = time.monotonic()
+        killing.join()
+        assert caught.value.ranks == (index,), f"{work}: {caught.value}"
+        self.delays.append(heard - died[0])
+        assert self.delays[-1] < PROMISE
+        self._check(survivor)
+        # The next one may die while it comes: then it is the one after it.
+        unlucky = self._crew.joining() if choose.random() < 0.2 else None
+        if unlucky is not None:
+            time.sleep(choose.random() * 0.05)
+            unlucky.kill()
+        self._crew.joining()
+        master.replace(index, BACKSTOP)
+        if unlucky is not None and master.pids[index] == unlucky.pid:
+            self._crew.joining()
+            wait_until_lost(master, index)
+            master.replace(index, BACKSTOP)
+        self._counts[index], self._counted[index] = torch.zeros(1, device=victim), 0
+        assert torch.ones(2, device=victim).tolist() == [1, 1]
+
+    def _until_lost(
+        self, work: Callable[..., None], victim: torch.device, other: torch.device, survivor: int
+    ) -> None:
+        deadline = time.monotonic() + BACKSTOP
+        while time.monotonic() < deadline:
+            self._counts[survivor] += 1
+            self._counted[survivor] += 1
+            if work == self._crew.master.synchronize:
+                torch.ones(8, device=victim)
+                work()
+            else:
+                work(victim, other)
+
+    def _on_place(self, victim: torch.device, other: torch.device) -> None:
+        team = self._crew.master.nodes
+        team.gather(team.replicate(torch.ones(64)) + 1)
+
+    def _check(self, survivor: int) -> None:
+        assert self._counts[survivor].item() == self._counted[survivor]
+        assert torch.arange(3, device=f"node:{survivor}").tolist() == [0, 1, 2]
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with TCPStoreServer(secret=SECRET.encode()) as server:
+        yield server.url
+
+
+def _kill_nodes(start: Start, url: str, trials: int) -> None:
+    with no_leaks():
+        crew = Crew(start, url, 3)
+        with crew.master:
+            _ = crew.master.nodes.device
+            deaths = Trials(crew, trials)
+            for number in range(trials):
+                deaths.one(number)
+        crew.end()
+        # one dies while the master closes
+        crew = Crew(start, url, 2)
+        x = torch.ones(300, 300, device="node:0")
+        for _ in range(100):
+            x = x @ x
+        killer = threading.Timer(0.005, crew.workers[0].kill)
+        killer.start()
+        crew.master.close()
+        killer.join()
+        crew.end()
+    print(
+        f"heard of after {sorted(deaths.delays)[len(deaths.delays) // 2]:.4f} s, {max(deaths.delays):.4f} s"
+    )
+
+
+@pytest.mark.usefixtures("no_master")
+def test_killed_nodes_are_named_and_replaced(start: Start, url: str) -> None:
+    _kill_nodes(start, url, 50)
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("no_master")
+def test_many_killed_nodes_are_named_and_replaced(start: Start, url: str) -> None:
+    _kill_nodes(start, url, 100 if SHORT else 500)
+
+
+def _left(master: Master) -> list[tuple[int, int, int]]:
+    """What each node has of sessions, threads and descriptors, with what this master needs."""
+    agent = master._workers.agent
+    return sorted(agent.peer(name, BACKSTOP).call(_inventory).wait() for name in master._indices)
+
+
+def _inventory() -> tuple[int, int, int]:
+    return len(node._sessions), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def _kill_masters(start: Start, url: str, trials: int) -> None:
+    choose = random.Random(trials)
+    workers = [start(nodes.joins, url, SECRET) for _ in range(2)]
+    for worker in workers:
+        worker.told()
+    for _ in range(trials):
+        master = start(nodes.works, url, SECRET, 2)
+        master.told()
+        time.sleep(choose.random() * 0.02)
+        master.kill()
+        assert master.ended() == -signal.SIGKILL
+        assert [worker.told() for worker in workers] == ["waits for another master"] * 2
+    with shoal.init_master_worker(url=url, secret=SECRET) as last:
+        last.wait_for(2, BACKSTOP)
+        assert [torch.ones(2, device=each).tolist() for each in last.nodes] == [[1, 1]] * 2
+        for sessions, threads, descriptors in _left(last):
+            assert sessions == 1
+            assert threads < 20, "threads of earlier masters are left"
+            assert descriptors < 60, "descriptors of earlier masters are left"
+    for worker in workers:
+        worker.kill()
+    wait_until_gone([worker.pid for worker in workers])
+
+
+@pytest.mark.usefixtures("no_master")
+def test_workers_outlive_killed_masters(start: Start, url: str) -> None:
+    _kill_masters(start, url, 10)
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("no_master")
+def test_workers_outlive_many_killed_masters(start: Start, url: str) -> None:
+    _kill_masters(start, url, 20 if SHORT else 100)
