@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,35 @@ def test_a_large_tensor_may_be_changed_as_soon_as_it_was_sent(master: Master) ->
     there = sent[-2]
     assert (there.shape, there.stride()) == ((2**18, 2), (1, 2**18))
     assert there.mul_(2)[5, 1].item() == 14  # the memory is the node's own
+
+
+def test_what_goes_to_a_node_is_not_copied_there_again(master: Master) -> None:
+    def issued(how: Callable[[], torch.Tensor]) -> int:
+        before = master.stats()[0]["issued"]
+        assert how().tolist() == [[1, 2], [3, 4]]
+        return master.stats()[0]["issued"] - before
+
+    here = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert min(issued(lambda: here.to(NODE)) for _ in range(100)) == 1
+    there = torch.empty(2, 2, device=NODE)
+    assert issued(lambda: there.copy_(here)) == 1
+
+
+def test_who_shares_the_memory_of_a_tensor_sees_what_is_copied_to_it(master: Master) -> None:
+    here = torch.arange(6.0).view(2, 3)
+    for _ in range(20):
+        there = torch.empty_strided((2, 3), (3, 1), device=NODE)
+        same, part = there.detach(), there[1]
+        there.copy_(here)
+        assert part.tolist() == [3, 4, 5]
+        assert same.tolist() == there.tolist() == here.tolist()
+        blank = torch.empty_strided((2, 3), (3, 1), device=NODE)
+        same = blank.detach()
+        blank.copy_(here)
+        assert same.tolist() == here.tolist()
+        turned = torch.empty_strided((2, 3), (1, 2), device=NODE)
+        turned.copy_(here)
+        assert (turned.stride(), turned.tolist()) == ((1, 2), here.tolist())
 
 
 def _resident(pid: int) -> int:

@@ -204,6 +204,8 @@ def intern(
             list(predicted.mutated), op.aliasing, op.opaque is None or torch.is_grad_enabled(),
         )  # fmt: skip
         space.define(tuple(definition))
+        if op.name == "aten::empty_strided":
+            space.blanks.add(call.number)
     space.calls[tuple(key)] = call
     return call
 

@@ -185,15 +185,25 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return flat
 
 
-def upload(space: Space, value: torch.Tensor) -> RemoteTensor:
-    """A copy of a tensor of the master on a node; the tensor may be changed at once."""
+def upload(space: Space, value: torch.Tensor, to: RemoteTensor | None = None) -> RemoteTensor:
+    """A copy of a tensor of the master on a node; the tensor may be changed at once.
+
+    Args:
+        to: a tensor there that is to get the elements: it becomes the copy, and is returned, if it has been
+            made for that just now, as by ``x.to(device)``.
+    """
     source = value.detach().resolve_conj().resolve_neg()
     # Where memory is lent, to send is to copy; so a large tensor is sent as it is, and at once.
     as_it_is = source.nbytes >= _LARGE and source.is_contiguous() and not source.storage_offset()
     if not as_it_is:
         source = source.clone()
     with space.lock:
-        made = wrap(space, space.put(source), metadata(space.device, told(source)))
+        known = metadata(space.device, told(source))
+        if to is not None and to.handle.metadata is known and space.is_blank(to.handle.id):
+            space.put(source, to.handle.id)
+            made = to
+        else:
+            made = wrap(space, space.put(source), known)
         if as_it_is:
             space.flush()
         sent = [batch for line in space.lines for batch in line.batches] if as_it_is else []

@@ -47,6 +47,8 @@ from .metadata import answer_in_words, forget
 
 #: how often it is looked what the nodes have done, in commands
 _LOOK = 32
+#: in the place of the last call and its results
+_NONE: tuple[int, list[int]] = (-1, [])
 
 
 class Space:
@@ -61,6 +63,7 @@ class Space:
         lock: the master's.
         freed: ids that nothing holds any more.
         calls: interned calls by key.
+        blanks: the numbers of those that make tensors without elements.
         lost: why it cannot be used any more; None: it can.
         issued: operations, so far.
         size: commands in the log.
@@ -83,6 +86,8 @@ class Space:
         self.lock = lock
         self.freed: deque[int] = deque()
         self.calls: dict[Any, Any] = {}
+        self.blanks: set[int] = set()
+        self._last = _NONE
         self.issued = self.size = 0
         self._open = False
         self._numbers = array("I")
@@ -124,6 +129,7 @@ class Space:
             del numbers[before[0] :], values[before[1] :], origins[before[2] :]
             raise
         self.issued += 1
+        self._last = number, made
         self._appended()
         if self._sync:
             self._acknowledged(made)
@@ -137,11 +143,16 @@ class Space:
             self.freed.extend(made)  # they get no handles
             raise
 
-    def put(self, tensor: torch.Tensor) -> int:
-        """Send a tensor, of which the caller gives a copy; its id."""
-        id = self.new_id()
+    def put(self, tensor: torch.Tensor, blank: int | None = None) -> int:
+        """Send a tensor, of which the caller gives a copy, perhaps in the place of a blank one; its id."""
+        id = self.new_id() if blank is None else blank
         self._command(PUT, id, self._payload(tensor))
         return id
+
+    def is_blank(self, id: int) -> bool:
+        """Whether the last command made this tensor, without elements."""
+        number, made = self._last
+        return number in self.blanks and made == [id]
 
     def new_id(self) -> int:
         """An id that no tensor has."""
@@ -159,6 +170,7 @@ class Space:
     def forget(self) -> None:
         """Forget all interned calls, here and there."""
         self.calls.clear()
+        self.blanks.clear()
         self._command(FORGET)
 
     def seed(self, seed: int) -> None:
@@ -209,6 +221,7 @@ class Space:
         self._appended()
 
     def _append(self, numbers: tuple[int, ...]) -> None:
+        self._last = _NONE
         if not self._open:
             self._enter()
         self._numbers.fromlist(list(numbers))
@@ -260,7 +273,8 @@ class Space:
         self._open = True
 
     def leave(self) -> None:
-        """Close: what comes next on a line may be another space's."""
+        """Close: what comes next on a line may be another space's, and name tensors of this one."""
+        self._last = _NONE
         self.cut()
         self._open = False
         for line in self.lines:

@@ -62,7 +62,8 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source = fetch(source)
     elif source.device.type != "cpu":
         source = source.cpu()
-    return dispatch(func, (to, upload(space, source)), {})
+    sent = upload(space, source, to)
+    return to if sent is to else dispatch(func, (to, sent), {})
 
 
 def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
