@@ -37,7 +37,7 @@ def rpc_python_udf(
 
 def remote_builtin(to: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> PyRRef:
     """Like :func:`rpc_builtin`; the result stays there."""
-    return PyRRef._of(the_agent().peer(to, timeout).remote(_operator, name, args, kwargs))
+    return PyRRef._of(_connected(to, timeout).remote(_operator, name, args, kwargs))
 
 
 def remote_python_udf(
@@ -45,8 +45,19 @@ def remote_python_udf(
 ) -> PyRRef:
     """Like :func:`rpc_python_udf`; the result stays there."""
     what = packed(pickled, tensors)
-    peer = the_agent().peer(to, timeout)
+    peer = _connected(to, timeout)
     return PyRRef._of(peer.remote(_make_later if deferred else _make, what))
+
+
+def _connected(to: Any, timeout: float) -> Any:
+    """A worker whose time for a call does not pass while it is connected to.
+
+    What is late to make an object fails with its reference, as in torch, and there is one of a worker only.
+    """
+    peer = the_agent().peer(to, timeout)
+    agent = the_agent().agent
+    agent.line(peer.name, agent.timeout)
+    return peer
 
 
 def torchscript(to: Any, name: str, *_: object, **__: object) -> NoReturn:
