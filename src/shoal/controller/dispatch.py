@@ -102,10 +102,13 @@ def _ask(
         return tuple(rebuilt(each) for each in value) if kind == "list" else value
 
     result = rebuilt(answer)
-    written = op.written
-    if written is not None:  # what it wrote to is what it returns
-        return args[written]
-    return result
+    if op.written is None:
+        return result
+    # What it wrote to is what it returns, perhaps of another shape now.
+    target: RemoteTensor = args[op.written] if op.written < len(args) else kwargs[op.written_name]
+    if result.handle.metadata is not target.handle.metadata:
+        rebind(target, result.handle)
+    return target
 
 
 def _space_of(kwargs: dict[str, Any]) -> Space:

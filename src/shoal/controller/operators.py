@@ -30,10 +30,13 @@ class Operator:
         special: does it in the place of a call to the node; None: nothing does.
         opaque: position of the result that only its backward reads, of a form that only the node knows.
         aliasing: whether results may share memory with operands.
-        written: position of the argument that it writes to and returns; None: it returns something else.
+        written, written_name: position and name of the argument that it writes to and returns; None: it
+            returns something else.
     """
 
-    __slots__ = ("aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "special", "written")
+    __slots__ = (
+        "aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "special", "written", "written_name"
+    )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -53,12 +56,13 @@ class Operator:
         names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         returns = schema.returns
         self.written: int | None = None
+        self.written_name = ""
         if (
             len(names) == len(returns) == 1
             and returns[0].alias_info is not None
             and returns[0].alias_info.is_write
         ):
-            self.written = next(i for i, a in arguments if a.name == names[0])
+            self.written, self.written_name = next((i, a.name) for i, a in arguments if a.name == names[0])
         if _has(func.name(), "CompositeImplicitAutograd") and not _has(func.name(), "CPU"):
             self.special = decomposed
 
