@@ -151,7 +151,7 @@ def test_what_waits_for_elements_names_what_gives_them(master: Master) -> None:
         x + torch.ones(2, 2, device="node:0")
     with pytest.raises(shoal.UsageError, match="needs a tensor on"):
         master.nodes.gather(x)
-    y = torch.ones(2, 2, device="node:1").to(place.device)  # which goes through the master
+    y = torch.ones(2, 2, device="node:1").to(place.device)
     assert _parts(place, x + y) == [[[2, 2], [2, 2]]] * 2
 
 
@@ -381,3 +381,14 @@ def test_long_programs_of_nodes_and_their_places(master: Master, seed: int) -> N
     for _ in range(1000):
         program.step()
     program.check()
+
+
+def test_what_is_freed_is_freed_after_its_last_use_by_another_space(master: Master) -> None:
+    place = master.nodes
+    for _ in range(20):
+        x = torch.ones(2, device=place.device)
+        with master._lock:
+            part = _on(x, 0)
+            del x
+            master._lines[1].flush()  # as the thread that sends what stays behind may do at any moment
+        assert part.tolist() == [1, 1]

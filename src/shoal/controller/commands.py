@@ -89,6 +89,7 @@ class Failure(NamedTuple):
         operator, operands: what it was, and of what.
         error, traceback: in words.
         alone: whether no tensor is poisoned by it, as of an assertion.
+        of: the node where it is known why, and the failure's number there, or LOST; None: here.
     """
 
     poison: int
@@ -99,3 +100,4 @@ class Failure(NamedTuple):
     error: str
     traceback: str
     alone: bool
+    of: tuple[int, int] | None = None

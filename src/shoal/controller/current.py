@@ -11,6 +11,8 @@ from .space import Space
 class Nodes(Protocol):
     """A master, as operators and the device see it."""
 
+    name: str
+
     @property
     def count(self) -> int: ...
 

@@ -6,16 +6,17 @@ place of its results, and whatever is computed of poison is the same poison: the
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import accelerators
+from . import accelerators, between
 from .called import answer
 from .commands import (
     ASK,
@@ -36,12 +37,10 @@ from .commands import (
     Failure,
     Template,
 )
+from .compiled import Run, compiled
 from .metadata import Told, told
 from .operators import named
-
-#: function of the tensors, the numbers, the position in them, the scalars, and the position in those
-Run = Callable[[list[Any], Any, int, Any, int], None]
-
+from .reasons import Elsewhere
 
 #: what begins the table of all kernels in torch's error of one that is missing
 _TABLE = "\n\nMeta: registered at "
@@ -52,12 +51,14 @@ class Poison:
 
     Attributes:
         number: of the failure.
+        of: the node where it is known why, and the number of the failure there; None: here.
     """
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "of")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, of: tuple[int, int] | None = None) -> None:
         self.number = number
+        self.of = of
 
 
 class Unexpected(Exception):
@@ -167,6 +168,9 @@ class Tensors:
             operator = call.operator.replace("::", ".")
             alone = not (call.results or call.mutated or written)
             poison = self._poison(position, operator, [t[i] for i in operands], error, alone)
+        elif call.operator.startswith(between.NAMESPACE):
+            with contextlib.suppress(Exception):  # the results are poisoned in any case
+                between.take_part(call, poison.number, poison.of)
         for i in written:
             self._poison_storage(t[i], poison)
             t[i] = poison
@@ -177,7 +181,8 @@ class Tensors:
         self, position: int, operator: str, operands: list[Any], error: Exception, alone: bool = False
     ) -> Poison:
         outcome = self._outcome
-        poison = Poison(outcome.poisons)
+        of = (error.node, error.number) if isinstance(error, Elsewhere) else None
+        poison = Poison(outcome.poisons, of)
         outcome.poisons += 1
         outcome.failures.append(
             Failure(
@@ -189,6 +194,7 @@ class Tensors:
                 f"{type(error).__name__}: {str(error).partition(_TABLE)[0]}",
                 "".join(traceback.format_exception(error)).partition(_TABLE)[0],
                 alone,
+                of,
             )
         )
         return poison
@@ -239,7 +245,7 @@ class Tensors:
             operator = partial(_unknown, definition.operator, why)
         if not definition.differentiating:
             operator = torch.no_grad()(operator)
-        run, scalars = _compiled(definition, operator, self.device)
+        run, scalars = compiled(definition, operator, self.device)
         width = 1 + definition.operands + len(definition.results) + len(definition.mutated)
         outputs = 1 + definition.operands
 
@@ -453,48 +459,3 @@ def _tensors_in(template: Template) -> int:
     if template[0] == "list":
         return sum(_tensors_in(each) for each in template[1])
     return int(template[0] == "tensor")
-
-
-def _compiled(definition: Definition, operator: Any, device: torch.device) -> tuple[Run, int]:
-    """A function that runs the call, and how many scalars it takes."""
-    names: dict[str, Any] = {"op": operator, "device": device, "int": int}
-    operand = scalar = 0
-    before: list[str] = []
-
-    def text(template: Template) -> str:
-        nonlocal operand, scalar
-        kind = template[0]
-        if kind == "tensor":
-            at, operand = operand, operand + 1
-            if at in definition.mutated:
-                before.append(f"    m{at} = t[a[p+{at + 1}]].detach()")
-                return f"m{at}"
-            return f"t[a[p+{at + 1}]]"
-        if kind == "number":
-            at, scalar = scalar, scalar + 1
-            return f"int(s[q+{at}])" if template[1] == "int" else f"s[q+{at}]"
-        if kind == "list":
-            return "[" + ", ".join(text(each) for each in template[1]) + "]"
-        if kind == "device" and len(template) == 1:
-            return "t[a[p+1]].device" if definition.operands else "device"
-        name = f"c{len(names)}"
-        names[name] = accelerators.device(template[1]) if kind == "device" else template[1]
-        return name
-
-    given = [text(each) for each in definition.args]
-    keyed = [f"{name!r}: {text(each)}" for name, each in definition.kwargs.items()]
-    call = f"op({', '.join(given)}{', **{' + ', '.join(keyed) + '}' if keyed else ''})"
-    first = 1 + definition.operands
-    lines = ["def run(t, a, p, s, q):", *before]
-    if definition.results == [()]:
-        lines.append(f"    t[a[p+{first}]] = {call}")
-    else:
-        lines.append(f"    r = {call}")
-        for slot, path in enumerate(definition.results):
-            lines.append(f"    t[a[p+{first + slot}]] = r{''.join(f'[{i}]' for i in path)}")
-    after = first + len(definition.results)
-    for slot, at in enumerate(definition.mutated):
-        lines.append(f"    t[a[p+{after + slot}]] = m{at}")
-    exec("\n".join(lines), names)
-    run: Run = names["run"]
-    return run, scalar

@@ -19,6 +19,7 @@ from .commands import Failure, Segment
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line, shown
 from .naming import node_name
+from .reasons import LOST
 
 #: commands of the first batch after a wait; each further one takes twice as many
 FIRST = 32
@@ -34,6 +35,8 @@ DELAY, BUSY = 0.001, 0.002
 _QUIET = 64
 #: seconds between looks at whether memory is sent
 _PAUSE = 0.0002
+#: bytes of copies from other nodes that may be ahead of a node before the program waits for it
+COPIES = 256 << 20
 #: failures whose texts are kept
 FAILURES = 1000
 
@@ -97,6 +100,8 @@ class Line:
 
     Attributes:
         index: of the node.
+        lines: of all nodes, this one among them.
+        epoch: how many nodes had the index before.
         lock: the master's.
         spaces: that the node holds tensors of.
         open: the space that commands are appended to.
@@ -105,8 +110,18 @@ class Line:
         accelerators: how many GPUs the node has.
     """
 
-    def __init__(self, index: int, lock: threading.RLock, send: Send, accelerators: int = 0) -> None:
+    def __init__(
+        self,
+        index: int,
+        lock: threading.RLock,
+        send: Send,
+        lines: list[Line],
+        epoch: int = 0,
+        accelerators: int = 0,
+    ) -> None:
         self.index = index
+        self.lines = lines
+        self.epoch = epoch
         self.lock = lock
         self.spaces: list[OnLine] = []
         self.open: OnLine | None = None
@@ -119,6 +134,9 @@ class Line:
         self._size = self._ahead = self._sent = 0
         self._worth = FIRST
         self._failures: dict[int, RemoteOpError] = {}
+        #: of failures of which another node knows why: that node, and the number there
+        self._elsewhere: dict[int, tuple[int, int]] = {}
+        self._expected = 0
         self._unseen: deque[int] = deque(maxlen=FAILURES)
         self._alone: deque[int] = deque(maxlen=FAILURES)
         self._armed = False
@@ -162,6 +180,16 @@ class Line:
             self._worth = min(2 * self._worth, BATCH)
             self.flush()
 
+    def expect(self, bytes: int) -> None:
+        """So much will come from other nodes; wait for this node if it is too much."""
+        self._expected += bytes
+        if self._expected > COPIES:
+            batch = self.flush()
+            if batch is not None:
+                self._settle(batch)
+                self.reap()
+            self._expected = bytes
+
     def flush(self) -> Batch | None:
         """Send what is in the log; the last batch that was sent and not replied."""
         undisturbed(self._flush)
@@ -200,6 +228,10 @@ class Line:
             batch.values, failures = batch.future.value()
             for told in failures:
                 failure = Failure(*told)
+                self._elsewhere.pop(failure.poison - FAILURES, None)
+                if failure.of is not None:
+                    self._elsewhere[failure.poison] = failure.of
+                    continue
                 self._failures[failure.poison] = self._error(failure, batch.issued(failure))
                 self._failures.pop(failure.poison - FAILURES, None)
                 self._unseen.append(failure.poison)
@@ -230,6 +262,10 @@ class Line:
                 raise self.lost
 
     def _settle(self, batch: Batch) -> None:
+        with self.lock:  # the node may wait for what others have not been sent yet
+            for line in self.lines:
+                if line._waiting and line.lost is None:
+                    line.flush()
         for each in list(self.batches):
             try:
                 each.future.wait()
@@ -277,7 +313,10 @@ class Line:
             raise self._raised(value)
         return value
 
-    def _raised(self, poison: int, more: int = 0) -> RemoteOpError:
+    def _raised(self, poison: int, more: int = 0) -> ShoalError:
+        of = self._elsewhere.get(poison)
+        if of is not None:
+            return self.lines[of[0]].known(of[1], self.index)
         for noted in (self._unseen, self._alone):
             if poison in noted:
                 noted.remove(poison)
@@ -289,6 +328,22 @@ class Line:
             )
         text = f"{known} ({more} more failed after it)" if more else str(known)
         return RemoteOpError(text, known.worker, known.traceback, known.line)
+
+    def known(self, poison: int, by: int) -> ShoalError:
+        """What node ``by`` was told of a failure of this one; waits for what this one says of it."""
+        while poison != LOST and poison not in self._failures:
+            with self.lock:
+                self.reap()
+                batch = self.batches[0] if self.batches else None
+            if self.lost is not None or batch is None:
+                break
+            self._settle(batch)
+        if poison in self._failures or (self.lost is None and poison != LOST):
+            return self._raised(poison)
+        return self.lost or NodeLost(
+            f"node {self.index} was lost to node {by}: their connection broke", node_name(self.index),
+            (self.index,),
+        )  # fmt: skip
 
     def _error(self, failure: Failure, origin: Origin | None) -> RemoteOpError:
         where = shown(origin)

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from ..errors import NodeLost, UsageError, WorkerLost
+from ..backend.registry import backend_factory
+from ..errors import NodeLost, ShoalError, UsageError, WorkerLost
 from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..rpc import Peer
 from ..wire import Deadline
-from . import current, device, node, sending
+from . import current, device, node, peers, sending
 from .autograd import restore_thread
 from .calling import call
 from .commands import Segment
@@ -49,6 +50,7 @@ def init_master_worker(
     url: str | None = None,
     secret: str | bytes | None = None,
     timeout: float = 300.0,
+    backend: str = "native",
 ) -> Master:
     """Become the master of nodes, which are processes started here, ranks of a launcher, or whoever joins.
 
@@ -65,9 +67,12 @@ def init_master_worker(
             :meth:`Master.wait_for`.
         secret: the job's; None: as for :func:`shoal.init`.
         timeout: seconds for the nodes to start.
+        backend: the data channel of collectives of several nodes: "native", or one that a package which the
+            workers have registers.
 
     Raises:
-        UsageError: this process is a master already, the place has one, or nothing says what the nodes are.
+        UsageError: this process is a master already, the place has one, nothing says what the nodes are, or
+            there is no such backend.
         UnsupportedOperation: torch cannot take such a device.
         LaunchError, RendezvousTimeout: a node did not start.
     """
@@ -75,17 +80,22 @@ def init_master_worker(
     seconds = checked_seconds("timeout", timeout)
     if current.opened() is not None:
         raise UsageError("this process is a master already: close() that one first")
+    backend_factory(backend)
     device.register()
-    master = Master(Workers(count, None if url == "env://" else url, secret, seconds), seconds)
+    master = Master(Workers(count, None if url == "env://" else url, secret, seconds), seconds, backend)
     current.set_master(master)
     sending.give()
     return master
 
 
 class Master:
-    """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it."""
+    """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it.
 
-    def __init__(self, workers: Workers, timeout: float) -> None:
+    Attributes:
+        name: of its session with the nodes.
+    """
+
+    def __init__(self, workers: Workers, timeout: float, backend: str) -> None:
         self._workers = workers
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -94,9 +104,12 @@ class Master:
         self._on_lost: list[Callable[[int], Any]] = []
         #: what nodes that come later are given too, so that what a place draws first is the same on its nodes
         self._seed = torch.initial_seed(), False
-        self._name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
+        self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
         #: the nodes' indices by the names of their workers
         self._indices: dict[str, int] = {}
+        #: the workers of nodes by their indices
+        self._peers: dict[int, Peer] = {}
+        self._backend = backend
         self._pids: list[int] = []
         self._lines: list[Line] = []
         #: of nodes and of places of several, by the index of their device
@@ -185,21 +198,25 @@ class Master:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
             try:
-                mailbox, gpus = peer.call(node.begin, self._name).wait()
+                begun = peer.call(node.begin, self.name, index, self._backend, self._names())
+                mailbox, gpus = begun.wait()
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node
             except BaseException:  # a Ctrl-C
                 self._workers.give_back(worker)
                 raise
-        send = partial(_send, peer, mailbox, self._name)
+        send = partial(_send, peer, mailbox, self.name)
         with self._lock:
-            line = Line(index, self._lock, send, gpus)
+            epoch = self._lines[index].epoch + 1 if index < len(self._lines) else 0
+            line = Line(index, self._lock, send, self._lines, epoch, gpus)
             ended = self._lines[index : index + 1]
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]
             self._pids[index : index + 1] = [worker.arrival.pid]
             self._indices[peer.name] = index
+            self._peers[index] = peer
+            self._tell(index, peers.meet, peer.name)
             if peer.name in self._gone:
                 line.lose(_ENDED)
             else:
@@ -209,6 +226,17 @@ class Master:
                 self._renew(index)
         for each in ended:
             each.close(each.lost or NodeLost(_ENDED))
+
+    def _names(self) -> dict[int, str]:
+        with self._lock:
+            return {index: peer.name for index, peer in self._peers.items()}
+
+    def _tell(self, of: int, fn: Callable[..., Any], *args: Any) -> None:
+        """Call ``fn(session, of, *args)`` at all nodes but ``of``."""
+        for index, peer in self._peers.items():
+            if index != of and self._lines[index].lost is None:
+                with contextlib.suppress(ShoalError):
+                    peer.post(fn, self.name, of, *args)
 
     def space(self, index: int) -> Space:
         """The space of the device ``node:index``, a node or a place of several.
@@ -380,6 +408,7 @@ class Master:
             if index is None:
                 return
             self._lines[index].lose(_ENDED)
+            self._tell(index, peers.lose)
         for fn in list(self._on_lost):
             fn(index)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..rpc import current
-from . import accelerators
+from . import accelerators, peers, teams
 from .commands import Segment
 from .execute import Spaces
 
@@ -43,11 +43,21 @@ class _Session:
 _sessions: dict[str, _Session] = {}
 
 
-def begin(session: str) -> tuple[int, int]:
-    """Make an empty session; the number of the mailbox that its batches go to, and how many GPUs it has."""
+def begin(session: str, index: int, backend: str, names: dict[int, str]) -> tuple[int, int]:
+    """Make an empty session; the number of the mailbox that its batches go to, and how many GPUs it has.
+
+    Args:
+        index: of this node.
+        backend: name of the data channel of groups.
+        names: of the other nodes' workers, by their indices.
+    """
     if session in _sessions:  # the master was interrupted before it knew that
         end(session)
-    begun = _sessions[session] = _Session(current().agent)
+    agent = current().agent
+    others = peers.Peers(session, index, agent, names)
+    peers.enter(others)
+    teams.enter(others, backend)
+    begun = _sessions[session] = _Session(agent)
     return begun.mailbox, accelerators.count()
 
 
@@ -63,6 +73,8 @@ def run(session: str, segments: Sequence[Segment]) -> tuple[list[Any], list[tupl
 def end(session: str) -> None:
     """Let go of all tensors of a session."""
     _sessions.pop(session).end()
+    peers.leave(session)
+    teams.leave(session)
 
 
 def end_all() -> None:

@@ -13,6 +13,7 @@ from typing import TypeAlias, cast, overload
 import torch
 
 from ..errors import UsageError
+from .collectives import Collectives
 from .metadata import metadata
 from .space import Space
 from .tensor import RemoteTensor, wrap
@@ -21,7 +22,7 @@ from .tensor import RemoteTensor, wrap
 Named: TypeAlias = "int | str | torch.device | Iterable[Named]"
 
 
-class Place(Sequence[torch.device]):
+class Place(Collectives, Sequence[torch.device]):
     """Some of a master's nodes; :meth:`Master.place` makes it, one for equal sets.
 
     A sequence of the devices of its nodes; a slice of it is a place.

@@ -288,6 +288,9 @@ class Space:
 
     def cut(self) -> None:
         """Make a segment of the log and of what was freed, for each line; undisturbed."""
+        for line in self.lines:
+            if line.open is not None and line.open is not self:
+                line.open.cut()  # it may use what is freed here
         if self.freed:
             self._free()
         if not self.size:
@@ -315,11 +318,15 @@ class Space:
             NodeLost: the node died.
         """
         if len(self.lines) > 1:
-            raise UsageError(
-                f"a tensor on {self.device} has elements on each of {self.nodes}: "
-                f"x.on({self.lines[0].index}) is one node's part, and mean(x) of its place the mean of all"
-            )
+            raise self.ambiguous()
         return self.fetch_all(id)[0]
+
+    def ambiguous(self) -> UsageError:
+        """For who wants one tensor of a place of several nodes."""
+        return UsageError(
+            f"a tensor on {self.device} has elements on each of {self.nodes}: "
+            f"x.on({self.lines[0].index}) is one node's part, and mean(x) of its place the mean of all"
+        )
 
     def fetch_all(self, id: int) -> list[torch.Tensor]:
         """The elements of a tensor on each node."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..errors import UsageError
 from . import current
+from .copies import copied
 from .dispatch import dispatch, upload
 from .operators import special
 from .tensor import RemoteTensor, fetch, share
@@ -42,12 +43,17 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if device.type == "meta":
         known = tensor.handle.metadata
         return func(torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta"), **rest)
-    # A narrower dtype is narrowed where the tensor is, and a wider one widened where it goes.
-    here = fetch(tensor)
     if device.type == "node":
-        sent = upload(current.master().space(device.index), here)
+        sent = copied(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
-    return func(here, **kwargs)
+    return func(fetch(tensor), **kwargs)
+
+
+def _narrowed(tensor: RemoteTensor, dtype: torch.dtype | None) -> RemoteTensor:
+    """A narrower dtype is narrowed where the tensor is, and a wider one widened where it goes."""
+    if dtype is None or dtype.itemsize >= tensor.dtype.itemsize:
+        return tensor
+    return cast(RemoteTensor, tensor.to(dtype))
 
 
 @special("aten::copy_")
@@ -59,8 +65,8 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if type(source) is RemoteTensor:
         if source.handle.space is space:
             return NotImplemented
-        source = fetch(source)
-    elif source.device.type != "cpu":
+        return dispatch(func, (to, copied(_narrowed(source, to.dtype), space)), {})
+    if source.device.type != "cpu":
         source = source.cpu()
     sent = upload(space, source, to)
     return to if sent is to else dispatch(func, (to, sent), {})

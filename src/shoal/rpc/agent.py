@@ -62,6 +62,7 @@ class Agent:
     Attributes:
         name: of the worker.
         timeout: seconds that calls may take unless their peer says otherwise.
+        job, epoch, store, secret, interface: of the place where the workers' names are.
         recorder: lists the calls that are pending, and those that are served.
     """
 
@@ -89,6 +90,8 @@ class Agent:
     ) -> None:
         self.name = name
         self.timeout = timeout
+        self.job, self.epoch, self.store = job, epoch, store
+        self.secret, self.interface = secret, interface
         self._release = release
         #: with whom it parts when it is closed; None: it leaves alone
         self._meeting = meeting

@@ -1,0 +1,167 @@
+"""Operators of torch that concern several nodes, ``shoal_node::...``, as each node executes them.
+
+They are operators so that the master interns and records them like every other one, knows their results, and
+names the line that issued one that fails.  ``members`` are the nodes that take part, in the order of their
+ranks; ``session`` is the name of the master's session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..group import ProcessGroup
+from ..spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
+from . import peers, teams
+from .commands import Definition, Template
+
+#: beginning of the operators' names
+NAMESPACE = "shoal_node"
+#: reductions by the names that programs use
+REDUCTIONS: dict[str, ReduceOp] = {"sum": SUM, "avg": AVG, "product": PRODUCT, "min": MIN, "max": MAX}
+
+_TEAM = "int[] members, int base, str session"
+_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+Fn = Callable[..., Any]
+
+
+def _operator(schema: str) -> Callable[[Fn], Fn]:
+    def mark(fn: Fn) -> Fn:
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(schema.partition("(")[0], fn, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        return fn
+
+    return mark
+
+
+# -- copies: `routes` are pairs of a sender and a receiver -------------------------------------------
+
+
+@_operator("send(Tensor x, int[] routes, int channel, str session) -> ()")
+def _send(x: torch.Tensor, routes: Sequence[int], channel: int, session: str) -> None:
+    mine = peers.of_session(session)
+    for to in _receivers(routes, mine.index):
+        mine.send(x, to, channel)
+
+
+@_operator(
+    "receive(int[] routes, int channel, str session, int[] shape, int[] stride, *, ScalarType dtype, "
+    "Device device) -> Tensor"
+)
+def _receive(
+    routes: Sequence[int],
+    channel: int,
+    session: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    mine = peers.of_session(session)
+    source = next(sender for sender, to in _pairs(routes) if to == mine.index)
+    return mine.receive(source, channel).to(device)
+
+
+def _pairs(routes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(routes[::2], routes[1::2], strict=True))
+
+
+def _receivers(routes: Sequence[int], index: int) -> list[int]:
+    return [to for sender, to in _pairs(routes) if sender == index]
+
+
+# -- collectives -------------------------------------------------------------------------------------
+
+
+def _run(members: Sequence[int], base: int, session: str, body: Callable[[ProcessGroup], Any]) -> Any:
+    return teams.of_session(session).run(members, base, body)
+
+
+@_operator(f"all_reduce_(Tensor(a!) x, str op, {_TEAM}) -> Tensor(a!)")
+def _all_reduce(x: torch.Tensor, op: str, members: Sequence[int], base: int, session: str) -> torch.Tensor:
+    _run(members, base, session, lambda group: group.all_reduce(x, op=REDUCTIONS[op]).wait())
+    return x
+
+
+@_operator(f"average_(Tensor(a!)[] tensors, {_TEAM}) -> ()")
+def _average(tensors: Sequence[torch.Tensor], members: Sequence[int], base: int, session: str) -> None:
+    """One message for all tensors of a dtype, in memory that the group reduces without copies."""
+
+    def body(group: ProcessGroup) -> None:
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            alike = [each for each in tensors if each.dtype == dtype]
+            flat = group.empty(sum(each.numel() for each in alike), dtype=dtype)
+            parts = [
+                part.view(each.shape)
+                for part, each in zip(torch.split(flat, [each.numel() for each in alike]), alike, strict=True)
+            ]
+            torch._foreach_copy_(parts, alike)
+            group.all_reduce(flat, op=AVG).wait()
+            torch._foreach_copy_(alike, parts)
+
+    _run(members, base, session, body)
+
+
+@_operator(f"broadcast_(Tensor(a!) x, int source, {_TEAM}) -> Tensor(a!)")
+def _broadcast(x: torch.Tensor, source: int, members: Sequence[int], base: int, session: str) -> torch.Tensor:
+    _run(members, base, session, lambda group: group.broadcast(x, source).wait())
+    return x
+
+
+@_operator(f"all_gather(Tensor x, {_TEAM}) -> Tensor")
+def _all_gather(x: torch.Tensor, members: Sequence[int], base: int, session: str) -> torch.Tensor:
+    out = x.new_empty((len(members), *x.shape))
+    _run(members, base, session, lambda group: group.all_gather_single(out, x.contiguous()).wait())
+    return out
+
+
+@_operator(f"reduce_scatter(Tensor x, str op, {_TEAM}) -> Tensor")
+def _reduce_scatter(
+    x: torch.Tensor, op: str, members: Sequence[int], base: int, session: str
+) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] // len(members), *x.shape[1:]))
+    _run(
+        members, base, session,
+        lambda group: group.reduce_scatter_single(out, x.contiguous(), op=REDUCTIONS[op]).wait(),
+    )  # fmt: skip
+    return out
+
+
+@_operator(f"mean(Tensor x, {_TEAM}) -> Tensor")
+def _mean(x: torch.Tensor, members: Sequence[int], base: int, session: str) -> torch.Tensor:
+    out = x.clone()
+    _run(members, base, session, lambda group: group.all_reduce(out, op=AVG).wait())
+    return out
+
+
+# -- tensors that are not there --------------------------------------------------------------------
+
+
+def take_part(definition: Definition, number: int, of: tuple[int, int] | None) -> None:
+    """Tell the nodes that count on this one in a call whose operand is poisoned.
+
+    Args:
+        number: of the failure here.
+        of: the node where it is known why, and its number there; None: here.
+
+    Raises:
+        Exception: what such a call raises.
+    """
+    named = definition.operator.removeprefix(f"{NAMESPACE}::")
+    given = [_constant(each) for each in definition.args]
+    mine = peers.of_session(given[-1])
+    poison = (mine.index, number) if of is None else of
+    if named == "send":
+        for to in _receivers(given[1], mine.index):
+            mine.send_poison(poison, to, given[2])
+    else:
+        teams.of_session(mine.session).run(given[-3], given[-2], lambda group: None, poison)
+
+
+def _constant(template: Template) -> Any:
+    if template[0] == "list":
+        return [_constant(each) for each in template[1]]
+    return template[1] if template[0] == "constant" else None

@@ -1,0 +1,84 @@
+"""The master's half of copies from node to node: a ``send`` for one, and a ``receive`` for the other.
+
+The elements go directly, and nothing here waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import between, current
+from .dispatch import dispatch
+from .interrupts import undisturbed
+from .space import Space
+from .tensor import RemoteTensor
+
+_send = torch.ops.shoal_node.send.default
+_receive = torch.ops.shoal_node.receive.default
+
+
+def _sent(x: torch.Tensor, routes: Sequence[int], channel: int, session: str) -> None:
+    pass
+
+
+def _received(
+    routes: Sequence[int],
+    channel: int,
+    session: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+torch.library.register_fake(f"{between.NAMESPACE}::send", _sent)
+torch.library.register_fake(f"{between.NAMESPACE}::receive", _received)
+
+
+def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
+    """A copy on other nodes, which goes there directly.
+
+    From a node to a place of several each of them gets it; between two places of as many nodes each node
+    gives its own to that in the same position.
+
+    Raises:
+        UsageError: there is no saying which node's tensor is meant.
+        NodeLost: one of the nodes died.
+    """
+    source = tensor.handle.space
+    routes = _routes(source, space)
+    known = tensor.handle.metadata
+    dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta"))
+    how = {"dtype": known.dtype, "device": space.device}
+    session = current.master().name
+    made: list[RemoteTensor] = []
+
+    def both() -> None:  # or the counts of what was sent and of what is awaited would differ
+        with space.lock:
+            for each in (space, source):
+                if each.lost is not None:
+                    raise each.lost
+            for line in space.lines:
+                line.expect(dense.nbytes)
+            channel = sum(line.epoch for each in (source, space) for line in each.lines)
+            dispatch(_send, (tensor, routes, channel, session), {})
+            shape, stride = list(dense.shape), list(dense.stride())
+            made.append(dispatch(_receive, (routes, channel, session, shape, stride), how))
+
+    undisturbed(both)
+    return made[0]
+
+
+def _routes(source: Space, space: Space) -> list[int]:
+    """Pairs of a sender and a receiver."""
+    senders, receivers = ([line.index for line in each.lines] for each in (source, space))
+    if len(senders) == 1:
+        senders *= len(receivers)
+    if len(senders) != len(receivers):
+        raise source.ambiguous()
+    return [index for route in zip(senders, receivers, strict=True) for index in route]

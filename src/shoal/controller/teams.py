@@ -1,0 +1,243 @@
+"""A node's half of the collectives of several nodes: the shoal groups that the nodes of a place make.
+
+The nodes of a set become a group when the first collective of theirs runs.  Nobody has to meet anybody: each
+knows from the master's log who takes part, so rank, size and the keys in the store are given, and all that is
+left is to connect.
+
+Before each collective the members exchange a row each: which collective of the set it is, and whether the
+tensors that it takes can be had.  So a tensor that could not be computed at one member poisons the results of
+all, with the same cause, and the group stays.  What fails in a collective itself ends the group, for all
+members, and the next collective makes the next *generation* of it.  A member may have come to the end of a
+collective that failed at another one, in which case the rows say so: whoever is behind gives up, and the
+others exchange rows again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ..backend.registry import backend_factory
+from ..errors import GroupError, PeerLost, RendezvousError, ShoalError, StoreError, StoreTimeout, WireError
+from ..group import ProcessGroup
+from ..initialize import world_group
+from ..rendezvous import Membership
+from ..store import PrefixStore, Store
+from ..wording import in_words
+from .peers import Peers
+from .reasons import LOST, Elsewhere
+
+T = TypeVar("T")
+
+#: seconds that a member may be behind the others: the master says who died, so this is no way to find out
+_PATIENCE = 1e6
+#: seconds for a group that failed to be closed
+_CLOSING = 1.0
+#: where a member says why it cannot connect
+_FAILED = "failed"
+#: in the place of a node: the tensors are there
+_FINE = -1
+
+
+@dataclass
+class _Team:
+    """The group of some nodes.
+
+    Attributes:
+        members: the nodes, in the order of their ranks.
+        base: how often the master has begun anew with them.
+        generation: how many groups of theirs have failed.
+        count: how many collectives there were.
+        group: None: there is none yet, or it failed.
+        cause: of the last failure.
+    """
+
+    members: tuple[int, ...]
+    base: int
+    generation: int = 0
+    count: int = 0
+    group: ProcessGroup | None = None
+    cause: ShoalError | None = None
+
+
+class Teams:
+    """The groups that a node is in.
+
+    Args:
+        peers: the other nodes.
+        backend: name of the groups' data channel.
+    """
+
+    def __init__(self, peers: Peers, backend: str) -> None:
+        self._peers = peers
+        self._backend = backend
+        self._teams: dict[tuple[int, ...], _Team] = {}
+
+    def run(
+        self,
+        members: Sequence[int],
+        base: int,
+        body: Callable[[ProcessGroup], T],
+        poison: tuple[int, int] | None = None,
+    ) -> T:
+        """Take part in a collective; waits for the others.
+
+        Args:
+            members: the nodes that take part, this one among them.
+            base: how often the master has begun anew with them.
+            body: does it.
+            poison: why this node lacks a tensor: the node where that is known, and its number there.
+
+        Raises:
+            Elsewhere: a member lacks a tensor, or has died.
+            ShoalError: it failed.
+        """
+        team = self._team(tuple(members), base)
+        mine = team.count
+        team.count += 1
+        group = self._agreed(team, mine, (_FINE, 0) if poison is None else poison)
+        try:
+            return body(group)
+        except PeerLost as error:
+            raise self._ended(team, error) from error
+        except BaseException as error:
+            with contextlib.suppress(ShoalError):
+                group.abort(f"node {self._peers.index}: {in_words(error)}")
+            if isinstance(error, ShoalError):
+                raise self._ended(team, error) from error
+            self._ended(team, GroupError(in_words(error)))
+            raise
+
+    def close(self) -> None:
+        """Close all groups."""
+        for team in self._teams.values():
+            if team.group is not None:
+                team.group.close(_CLOSING)
+        self._teams.clear()
+
+    def _team(self, members: tuple[int, ...], base: int) -> _Team:
+        team = self._teams.get(members)
+        if team is None or team.base != base:
+            if team is not None and team.group is not None:
+                self._ended(team, GroupError("the master has begun anew"))
+            team = self._teams[members] = _Team(members, base)
+        return team
+
+    def _agreed(self, team: _Team, mine: int, poison: tuple[int, int]) -> ProcessGroup:
+        """The group, when all members have come to collective ``mine`` with their tensors."""
+        while True:
+            group = team.group or self._open(team)
+            table = group.empty(len(team.members), 3, dtype=torch.int64)
+            try:
+                group.all_gather_single(table, torch.tensor([mine, *poison])).wait()
+            except GroupError as error:
+                ended = self._ended(team, error)
+                if isinstance(ended, Elsewhere):
+                    raise ended from error
+                continue  # an earlier collective failed at another member
+            rows = table.tolist()
+            furthest = max(row[0] for row in rows)
+            if mine < furthest:
+                raise team.cause or GroupError("it failed at another node")
+            if all(row[0] == mine for row in rows):
+                break
+        for _, node, number in rows:
+            if node != _FINE:
+                raise Elsewhere(node, number)
+        return group
+
+    def _ended(self, team: _Team, error: ShoalError) -> Exception:
+        """The group has failed; what is to be raised."""
+        group, team.group = team.group, None
+        team.generation += 1
+        team.cause = error
+        if group is not None:
+            with contextlib.suppress(ShoalError):
+                group.close(_CLOSING)
+        if isinstance(error, PeerLost):
+            for rank in error.ranks:
+                if team.members[rank] != self._peers.index:
+                    return Elsewhere(team.members[rank], LOST)
+        return self._missing(team) or error
+
+    def _missing(self, team: _Team) -> Elsewhere | None:
+        lost = self._peers.lost()
+        return next((Elsewhere(index, LOST) for index in team.members if index in lost), None)
+
+    def _open(self, team: _Team) -> ProcessGroup:
+        """Connect to the other members, as soon as they do so too."""
+        agent, members = self._peers.agent, team.members
+        missing = self._missing(team)
+        if missing is not None:
+            raise missing
+        name = f"nodes {','.join(map(str, members))}"
+        key = f"{self._peers.session}/{'-'.join(map(str, members))}/{team.base}.{team.generation}"
+        store = PrefixStore(f"controller/{key}/", agent.store.clone())
+        try:
+            workers = [
+                agent.directory.find(self._peers.name(each), agent.timeout, agent.name) for each in members
+            ]
+            rank = members.index(self._peers.index)
+            here = [each for each, worker in enumerate(workers) if worker.host == agent.worker.host]
+            membership = Membership(
+                rank=rank, size=len(members), local_rank=here.index(rank), local_size=len(here), store=store,
+                job=agent.job, epoch=agent.epoch, secret=agent.secret, interface=agent.interface,
+                host=agent.worker.host, release=lambda seconds: store.close(),
+                abandon=lambda error: _abandon(store, rank, error),
+                look=lambda ranks=None: self._look(team, store, ranks),
+            )  # fmt: skip
+        except BaseException:
+            store.close()
+            raise
+        try:
+            team.group = world_group(
+                membership, backend_factory(self._backend), name=f"{name} ({key})", timeout=_PATIENCE,
+                concurrency=1, options={},
+            )  # fmt: skip
+        except ShoalError as error:
+            raise self._ended(team, error) from error
+        return team.group
+
+    def _look(self, team: _Team, store: Store, ranks: Collection[int] | None) -> None:
+        """Raise if a member that is waited for will never come."""
+        lost = self._peers.lost()
+        awaited = team.members if ranks is None else [team.members[rank] for rank in ranks]
+        if gone := [index for index in awaited if index in lost]:
+            raise RendezvousError(f"node {gone[0]} died while the members of a group were connecting")
+        try:
+            reason = store.get(_FAILED, 0.0).decode()
+        except StoreTimeout:
+            return
+        raise RendezvousError(reason)
+
+
+_sessions: dict[str, Teams] = {}
+
+
+def enter(peers: Peers, backend: str) -> None:
+    """Begin a session on this node."""
+    _sessions[peers.session] = Teams(peers, backend)
+
+
+def leave(session: str) -> None:
+    """End a session on this node."""
+    teams = _sessions.pop(session, None)
+    if teams is not None:
+        teams.close()
+
+
+def of_session(session: str) -> Teams:
+    """The groups that this node is in, in a session that was begun here."""
+    return _sessions[session]
+
+
+def _abandon(store: Store, rank: int, error: BaseException) -> None:
+    """Tell the other members why this one does not come."""
+    said = f"rank {rank} could not connect: {in_words(error)}"
+    with contextlib.suppress(StoreError, WireError):  # nobody can be told
+        store.compare_set(_FAILED, b"", said.encode("utf-8", "backslashreplace"))
+    store.close()
