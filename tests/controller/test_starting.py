@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -102,6 +105,19 @@ def test_workers_join_by_hand_in_the_order_of_their_coming_also_later(start: Sta
         assert drawn == [torch.manual_seed(7) and torch.rand(3).tolist()] * 2
         with pytest.raises(RendezvousTimeout, match=r"node 2 within 0.01 s: `shoal worker tcp://"):
             master.wait_for(3, 0.01)
+
+
+@pytest.mark.usefixtures("no_master")
+def test_a_ctrl_c_ends_the_wait_for_workers_and_nothing_else(start: Start, url: str) -> None:
+    with shoal.init_master_worker(url=url, secret=SECRET) as master:
+        pressing = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        pressing.start()
+        with pytest.raises(KeyboardInterrupt):
+            master.wait_for(1, BACKSTOP)
+        pressing.join()
+        start(nodes.joins, url, SECRET)
+        (device,) = master.wait_for(1, BACKSTOP)
+        assert torch.ones(2, device=device).tolist() == [1, 1]
 
 
 @pytest.mark.usefixtures("no_master")
