@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: calls that a node is told of before all of them are forgotten
 LIMIT = 65_536
+#: operations from which on it is told if more than a tenth of them were of new kinds
+MANY = 5_000
 #: integers that a float holds exactly travel as one
 _EXACT = 2**53
 
@@ -174,6 +176,7 @@ def intern(
         DeviceMismatch: its tensors are on several nodes.
         Exception: what torch raises for such arguments.
     """
+    space.misses += 1
     others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))
@@ -208,6 +211,17 @@ def intern(
             space.blanks.add(call.number)
     space.calls[tuple(key)] = call
     return call
+
+
+def misses_in_words(issued: int, misses: int) -> str | None:
+    """What is said of a program that issues too many operations of new kinds; None: it does not."""
+    if issued < MANY or misses * 10 <= issued:
+        return None
+    return (
+        f"{misses} of {issued} operations on nodes were the first with operands of such shapes, for which "
+        "the master needs some hundred microseconds each: pad shapes that always change to a few, or run "
+        "that part on the node with master.call"
+    )
 
 
 def asked(templates: Sequence[Template], operands: Sequence[RemoteTensor], scalars: Sequence[float]) -> Any:

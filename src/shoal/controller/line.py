@@ -50,6 +50,7 @@ class OnLine(Protocol):
     freed: deque[int]
     calls: dict[Any, Any]
     issued: int
+    misses: int
     lost: ShoalError | None
     size: int
 
@@ -296,6 +297,7 @@ class Line:
         self.reap()
         return {
             "issued": sum(space.issued for space in self.spaces),
+            "misses": sum(space.misses for space in self.spaces),
             "pending": self.pending,
             "calls": sum(len(space.calls) for space in self.spaces),
             "tensors": sum(space.tensors for space in self.spaces),

@@ -25,6 +25,7 @@ from ..wire import Deadline
 from . import current, device, node, peers, sending
 from .autograd import restore_thread
 from .calling import call
+from .calls import misses_in_words
 from .commands import Segment
 from .line import Line
 from .loader import load
@@ -366,14 +367,16 @@ class Master:
         self._on_lost.append(fn)
 
     def stats(self) -> list[dict[str, int]]:
-        """Counts of each node: operations issued, those not yet replied, calls known, tensors, spaces."""
+        """Counts of each node: operations issued, calls that were new, commands that are not yet replied,
+        calls known, tensors, spaces.
+        """
         with self._lock:
             return [line.stats() for line in self._lines]
 
     def close(self) -> None:
         """End the nodes, which get some seconds for what was issued; using their tensors raises NodeLost.
 
-        Warns of operations that failed and whose errors were never raised.
+        Warns of operations that failed and whose errors were never raised, and if too many were of new kinds.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -385,6 +388,10 @@ class Master:
             sending.take_away()
             restore_thread()  # others do so when they begin a backward pass
         unseen = self._end()
+        spaces = self._spaces.values()
+        slow = misses_in_words(sum(each.issued for each in spaces), sum(each.misses for each in spaces))
+        if slow:
+            warnings.warn(slow, stacklevel=2)
         if unseen:
             warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
 

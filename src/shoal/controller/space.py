@@ -66,6 +66,7 @@ class Space:
         blanks: the numbers of those that make tensors without elements.
         lost: why it cannot be used any more; None: it can.
         issued: operations, so far.
+        misses: calls that were new, so far.
         size: commands in the log.
     """
 
@@ -88,7 +89,7 @@ class Space:
         self.calls: dict[Any, Any] = {}
         self.blanks: set[int] = set()
         self._last = _NONE
-        self.issued = self.size = 0
+        self.issued = self.misses = self.size = 0
         self._open = False
         self._numbers = array("I")
         self._scalars = array("d")
