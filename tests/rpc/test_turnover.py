@@ -116,5 +116,5 @@ def test_thousands_of_workers_come_and_go_in_constant_memory(meeting: Agents, a:
     first, *_, before, after = [come_and_go() for _ in range(4)]
     print(f"descriptors, objects and bytes: {first}, {before}, {after}")
     assert after[0] == before[0]
-    assert after[1] - before[1] < MANY / 10
-    assert after[2] - before[2] < 2_000 * MANY
+    assert after[1] - before[1] < MANY / 2  # one object of each guest would be MANY
+    assert after[2] - before[2] < max(2_000 * MANY, 1_000_000)  # the allocator takes some at a time
