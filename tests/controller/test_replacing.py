@@ -80,6 +80,29 @@ def test_places_of_a_replaced_node_can_be_used_again(crew: Crew) -> None:
     assert crew.master.nodes is team
 
 
+def test_copies_and_collectives_work_among_whoever_was_replaced_in_whatever_order(crew: Crew) -> None:
+    master = crew.master
+
+    def check() -> None:
+        for i in range(3):
+            for j in range(3):
+                assert torch.full((2,), float(i), device=f"node:{i}").to(f"node:{j}").tolist() == [i] * 2
+        left, right = master.place([0, 1]), master.place([1, 2])
+        there = left.replicate(torch.arange(3.0)).to(right.device)
+        assert [each.tolist() for each in left.gather(there.to(left.device))] == [[0, 1, 2]] * 2
+        for place in (master.nodes, left):
+            x = place.replicate(torch.ones(2))
+            place.all_reduce_(x)
+            assert [each.tolist() for each in place.gather(x)] == [[len(place)] * 2] * len(place)
+
+    check()
+    for index in (2, 1):  # places with node 2 copied between nodes 0 and 1 before that was replaced too
+        crew.kill(index)
+        crew.joining()
+        master.replace(index, BACKSTOP)
+        check()
+
+
 def test_a_replacement_is_started_here_where_the_lost_one_was(no_master: None) -> None:
     with shoal.init_master_worker(workers=1) as master:
         first = master.pids[0]

@@ -36,23 +36,22 @@ def _operator(schema: str) -> Callable[[Fn], Fn]:
     return mark
 
 
-# -- copies: `routes` are pairs of a sender and a receiver -------------------------------------------
+# -- copies: `routes` are triples of a sender, a receiver and their channel ---------------------------------
 
 
-@_operator("send(Tensor x, int[] routes, int channel, str session) -> ()")
-def _send(x: torch.Tensor, routes: Sequence[int], channel: int, session: str) -> None:
+@_operator("send(Tensor x, int[] routes, str session) -> ()")
+def _send(x: torch.Tensor, routes: Sequence[int], session: str) -> None:
     mine = peers.of_session(session)
-    for to in _receivers(routes, mine.index):
+    for to, channel in _receivers(routes, mine.index):
         mine.send(x, to, channel)
 
 
 @_operator(
-    "receive(int[] routes, int channel, str session, int[] shape, int[] stride, *, ScalarType dtype, "
-    "Device device) -> Tensor"
+    "receive(int[] routes, str session, int[] shape, int[] stride, *, ScalarType dtype, Device device) "
+    "-> Tensor"
 )
 def _receive(
     routes: Sequence[int],
-    channel: int,
     session: str,
     shape: Sequence[int],
     stride: Sequence[int],
@@ -61,16 +60,16 @@ def _receive(
     device: torch.device,
 ) -> torch.Tensor:
     mine = peers.of_session(session)
-    source = next(sender for sender, to in _pairs(routes) if to == mine.index)
+    source, channel = next((sender, at) for sender, to, at in _triples(routes) if to == mine.index)
     return mine.receive(source, channel).to(device)
 
 
-def _pairs(routes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(routes[::2], routes[1::2], strict=True))
+def _triples(routes: Sequence[int]) -> list[tuple[int, int, int]]:
+    return list(zip(routes[::3], routes[1::3], routes[2::3], strict=True))
 
 
-def _receivers(routes: Sequence[int], index: int) -> list[int]:
-    return [to for sender, to in _pairs(routes) if sender == index]
+def _receivers(routes: Sequence[int], index: int) -> list[tuple[int, int]]:
+    return [(to, channel) for sender, to, channel in _triples(routes) if sender == index]
 
 
 # -- collectives -------------------------------------------------------------------------------------
@@ -155,8 +154,8 @@ def take_part(definition: Definition, number: int, of: tuple[int, int] | None) -
     mine = peers.of_session(given[-1])
     poison = (mine.index, number) if of is None else of
     if named == "send":
-        for to in _receivers(given[1], mine.index):
-            mine.send_poison(poison, to, given[2])
+        for to, channel in _receivers(given[1], mine.index):
+            mine.send_poison(poison, to, channel)
     else:
         teams.of_session(mine.session).run(given[-3], given[-2], lambda group: None, poison)
 

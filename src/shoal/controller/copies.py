@@ -19,13 +19,12 @@ _send = torch.ops.shoal_node.send.default
 _receive = torch.ops.shoal_node.receive.default
 
 
-def _sent(x: torch.Tensor, routes: Sequence[int], channel: int, session: str) -> None:
+def _sent(x: torch.Tensor, routes: Sequence[int], session: str) -> None:
     pass
 
 
 def _received(
     routes: Sequence[int],
-    channel: int,
     session: str,
     shape: Sequence[int],
     stride: Sequence[int],
@@ -65,20 +64,23 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
                     raise each.lost
             for line in space.lines:
                 line.expect(dense.nbytes)
-            channel = sum(line.epoch for each in (source, space) for line in each.lines)
-            dispatch(_send, (tensor, routes, channel, session), {})
+            dispatch(_send, (tensor, routes, session), {})
             shape, stride = list(dense.shape), list(dense.stride())
-            made.append(dispatch(_receive, (routes, channel, session, shape, stride), how))
+            made.append(dispatch(_receive, (routes, session, shape, stride), how))
 
     undisturbed(both)
     return made[0]
 
 
 def _routes(source: Space, space: Space) -> list[int]:
-    """Pairs of a sender and a receiver."""
-    senders, receivers = ([line.index for line in each.lines] for each in (source, space))
+    """Triples of a sender, a receiver, and their channel, which is another one after each was replaced."""
+    senders, receivers = list(source.lines), list(space.lines)
     if len(senders) == 1:
         senders *= len(receivers)
     if len(senders) != len(receivers):
         raise source.ambiguous()
-    return [index for route in zip(senders, receivers, strict=True) for index in route]
+    return [
+        number
+        for sender, to in zip(senders, receivers, strict=True)
+        for number in (sender.index, to.index, sender.epoch + to.epoch)
+    ]
