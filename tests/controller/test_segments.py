@@ -62,7 +62,8 @@ class Bench:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.nodes = [Node() for _ in range(3)]
-        self.lines = [Line(i, self.lock, node.send) for i, node in enumerate(self.nodes)]
+        self.lines: list[Line] = []
+        self.lines += [Line(i, self.lock, node.send, self.lines) for i, node in enumerate(self.nodes)]
         self.spaces = [
             Space(torch.device("cpu", number), tuple(self.lines[i] for i in place), self.lock)
             for number, place in enumerate(PLACES)

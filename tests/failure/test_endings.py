@@ -151,10 +151,12 @@ def test_a_rank_that_leaves_is_named_with_the_reason(way: str, told: str, topolo
 def test_a_rank_whose_program_ends_has_not_closed_the_group(topology: str) -> None:
     """Whatever the others wait for, and also in a group that they make when the rank has left."""
     left = threading.Event()
+    begun = threading.Barrier(SIZE)
 
     def fn(group: ProcessGroup) -> None:
         pairs = group.subgroup(range(SIZE), "pairs", scope="pair")
         group.barrier().wait()
+        begun.wait(PATIENCE)  # one rank's failure would end the barrier of another that is still in it
         if group.rank == 1:
             group.world.end_with_program(None)
             left.set()
