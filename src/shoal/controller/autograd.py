@@ -1,4 +1,4 @@
-"""What torch's autograd needs to run backward passes over nodes."""
+"""The settings and guards that torch's autograd needs for backward passes over nodes."""
 
 from __future__ import annotations
 

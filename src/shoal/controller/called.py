@@ -18,7 +18,7 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
 class Answer:
-    """What a function gave.
+    """The result of a function.
 
     Attributes:
         value: pickled; a tensor is its position among ``tensors``.

@@ -214,7 +214,7 @@ def intern(
 
 
 def misses_in_words(issued: int, misses: int) -> str | None:
-    """What is said of a program that issues too many operations of new kinds; None: it does not."""
+    """The warning for a program that issues too many operations of new kinds; None: it does not."""
     if issued < MANY or misses * 10 <= issued:
         return None
     return (

@@ -20,7 +20,7 @@ from .tensor import RemoteTensor
 
 
 class Collectives:
-    """What the nodes of a place compute together.
+    """The collectives of a place.
 
     Attributes:
         space: of the place's tensors.
@@ -72,7 +72,7 @@ class Collectives:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> RemoteTensor:
-        """What all nodes have of a tensor, on each of them: ``[nodes, *tensor.shape]``.
+        """Collect the parts of all nodes, on each of them: ``[nodes, *tensor.shape]``.
 
         Raises:
             UsageError: the tensor is elsewhere.

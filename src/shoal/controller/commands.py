@@ -1,4 +1,4 @@
-"""What the master's log says to a node: numbers, and how an interned call is described once.
+"""The words of the master's log: numbers, and how an interned call is described once.
 
 A command is the number of a call, the ids of its operands and the ids that its results get.  Numbers below
 ``FIRST`` are commands of their own.  A value of a call's description (a *template*) is one of::

@@ -116,7 +116,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _described(value: Any) -> Any:
-    """What a recording depends on; of tensors of the master, like lengths of sequences, their elements."""
+    """The key of a recording; of tensors of the master, like lengths of sequences, it has the elements."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value.dtype, str(value.tolist())

@@ -117,7 +117,7 @@ def _space_of(kwargs: dict[str, Any]) -> Space:
 
 
 def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a factory makes on another device than its operand is on, like ``zeros_like(x, device="cpu")``."""
+    """Run a factory for another device than its operand is on, like ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
     if (
         device is None

@@ -66,7 +66,7 @@ class Unexpected(Exception):
 
 
 class Outcome:
-    """What a batch gives, beside tensors.
+    """The results of a batch, beside tensors.
 
     Attributes:
         values: what was fetched or asked.

@@ -307,7 +307,7 @@ class Line:
     # -- failures --------------------------------------------------------------------------------
 
     def unseen(self) -> list[str]:
-        """What failed and was never raised, in words."""
+        """The failures that were never raised, in words."""
         return [str(self._raised(each)) for each in list(self._unseen)]
 
     def _value(self, kind: str, value: Any) -> Any:

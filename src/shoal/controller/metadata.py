@@ -1,4 +1,4 @@
-"""What the master knows of a tensor on a node: everything but its elements.
+"""The metadata of a tensor on a node, all that the master knows of it: everything but its elements.
 
 Equal metadata is one object, so the calls of :mod:`.calls` are looked up by identity.
 """

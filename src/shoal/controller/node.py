@@ -1,4 +1,4 @@
-"""What a master calls at a worker: the functions of a session."""
+"""The functions of a session, which a master calls at a worker."""
 
 from __future__ import annotations
 

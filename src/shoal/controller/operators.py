@@ -1,4 +1,4 @@
-"""What the dispatch has to know of each operator of torch, found once."""
+"""The facts of each operator of torch that the dispatch needs, found once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _known: dict[int, Operator] = {}
 
 
 def operator(func: Any) -> Operator:
-    """What is known of an overload, which is never freed."""
+    """The facts of an overload, which is never freed."""
     found = _known.get(id(func))
     if found is None:
         found = _known[id(func)] = Operator(func)

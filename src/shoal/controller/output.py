@@ -1,4 +1,4 @@
-"""What nodes write, on its way to the master's stdout and stderr: whole lines that begin with their node."""
+"""The output of nodes goes to the master's stdout and stderr, as whole lines that begin with their node."""
 
 from __future__ import annotations
 

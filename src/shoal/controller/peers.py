@@ -151,7 +151,7 @@ class Peers:
         raise Elsewhere(*value)
 
     def deliver(self, key: _Key, value: Any) -> None:
-        """What was sent has come: a tensor, why there is none, or in words why it cannot come."""
+        """Take what was sent: a tensor, why there is none, or in words why it cannot come."""
         with self._changed:
             if key in self._given_up:
                 self._given_up.discard(key)
@@ -192,7 +192,7 @@ class Peers:
             return set(self._lost)
 
     def close(self) -> None:
-        """Whoever waits here waits in vain: the session has ended."""
+        """End all waits here: the session has ended."""
         with self._changed:
             self._closed = True
             self._lost.update(self._names)

@@ -1,4 +1,4 @@
-"""What an operator gives, by its metadata alone: torch's fake tensors stand for those of a node."""
+"""The results of an operator, by metadata alone: torch's fake tensors stand for those of a node."""
 
 from __future__ import annotations
 

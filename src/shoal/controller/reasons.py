@@ -21,4 +21,4 @@ class Elsewhere(Exception):
 
 
 class Undelivered(Exception):
-    """What another node sent did not come."""
+    """A tensor that another node sent did not come."""

@@ -351,7 +351,7 @@ class Space:
         return id
 
     def _answers(self, *command: int) -> list[Any]:
-        """What each node replies to a command."""
+        """The replies of the nodes to a command."""
         return [line.answers(batch)[0] for line, batch in self._asked(command)]
 
     def _asked(self, command: tuple[int, ...]) -> list[tuple[Line, Batch]]:

@@ -82,7 +82,7 @@ class RemoteTensor(torch.Tensor):
         return space.index
 
     def on(self, node: int | str | torch.device) -> RemoteTensor:
-        """What one node has of a tensor on several: a tensor there, of the same memory, without a graph.
+        """One node's part of a tensor on several: a tensor there, of the same memory, without a graph.
 
         Raises:
             UsageError: the tensor is not on that node.

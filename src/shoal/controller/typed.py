@@ -35,7 +35,7 @@ class _Typed(type):
 
 
 class _Made(metaclass=_Typed):
-    """What the constructors have in common.
+    """The part that the constructors have in common.
 
     Args:
         data: sizes, of a tensor whose elements are not set; or a sequence of numbers; or a tensor.

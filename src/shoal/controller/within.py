@@ -46,7 +46,7 @@ def shown(index: int) -> str:
 
 
 class _Chosen(threading.local):
-    """What :class:`node` has chosen in a thread."""
+    """The choice of :class:`node` in a thread."""
 
     node = 0
     device = -1
