@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -168,7 +169,7 @@ def test_a_node_killed_in_a_collective_is_lost_and_the_others_go_on(start: Start
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize("trial", range(2 if os.environ.get("STRESS") == "short" else 20))
 def test_nodes_are_killed_in_collectives(start: Start, trial: int) -> None:  # noqa: F811
     program = start(collecting.loses_a_node)
     while program.told() != "done":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -139,7 +140,7 @@ def test_three_nodes_copy_at_random_and_go_on_without_one_that_was_killed(start:
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(2 if os.environ.get("STRESS") == "short" else 20))
 def test_nodes_are_killed_in_copies(start: Start, seed: int) -> None:  # noqa: F811
     program = start([copying.loses_a_node_of_three, copying.loses_a_node_at_a_large_copy][seed % 2])
     while program.told() != "done":
