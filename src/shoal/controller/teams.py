@@ -22,10 +22,21 @@ from typing import TypeVar
 import torch
 
 from ..backend.registry import backend_factory
-from ..errors import GroupError, PeerLost, RendezvousError, ShoalError, StoreError, StoreTimeout, WireError
+from ..errors import (
+    GroupError,
+    PeerLost,
+    RendezvousError,
+    ShoalError,
+    StoreError,
+    StoreTimeout,
+    UnknownWorker,
+    WireError,
+    WorkerLost,
+)
 from ..group import ProcessGroup
 from ..initialize import world_group
 from ..rendezvous import Membership
+from ..rpc.directory import Worker
 from ..store import PrefixStore, Store
 from ..wording import in_words
 from .peers import Peers
@@ -178,9 +189,7 @@ class Teams:
         key = f"{self._peers.session}/{'-'.join(map(str, members))}/{team.base}.{team.generation}"
         store = PrefixStore(f"controller/{key}/", agent.store.clone())
         try:
-            workers = [
-                agent.directory.find(self._peers.name(each), agent.timeout, agent.name) for each in members
-            ]
+            workers = [self._worker(each) for each in members]
             rank = members.index(self._peers.index)
             here = [each for each, worker in enumerate(workers) if worker.host == agent.worker.host]
             membership = Membership(
@@ -201,6 +210,14 @@ class Teams:
         except ShoalError as error:
             raise self._ended(team, error) from error
         return team.group
+
+    def _worker(self, index: int) -> Worker:
+        """The worker of a node, which was there when the master told of it."""
+        agent = self._peers.agent
+        try:
+            return agent.directory.find(self._peers.name(index), 0.0, agent.name, after_death=False)
+        except (UnknownWorker, WorkerLost) as error:
+            raise Elsewhere(index, LOST) from error
 
     def _look(self, team: _Team, store: Store, ranks: Collection[int] | None) -> None:
         """Raise if a member that is waited for will never come."""
