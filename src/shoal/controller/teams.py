@@ -38,6 +38,7 @@ from ..initialize import world_group
 from ..rendezvous import Membership
 from ..rpc.directory import Worker
 from ..store import PrefixStore, Store
+from ..wire import Deadline
 from ..wording import in_words
 from .peers import Peers
 from .reasons import LOST, Elsewhere
@@ -46,6 +47,8 @@ T = TypeVar("T")
 
 #: seconds that a member may be behind the others: the master says who died, so this is no way to find out
 _PATIENCE = 1e6
+#: seconds between looks at whether a member that has not come has died
+_LOOK = 0.2
 #: seconds for a group that failed to be closed
 _CLOSING = 1.0
 #: where a member says why it cannot connect
@@ -189,7 +192,7 @@ class Teams:
         key = f"{self._peers.session}/{'-'.join(map(str, members))}/{team.base}.{team.generation}"
         store = PrefixStore(f"controller/{key}/", agent.store.clone())
         try:
-            workers = [self._worker(each) for each in members]
+            workers = [self._worker(team, each) for each in members]
             rank = members.index(self._peers.index)
             here = [each for each, worker in enumerate(workers) if worker.host == agent.worker.host]
             membership = Membership(
@@ -211,13 +214,22 @@ class Teams:
             raise self._ended(team, error) from error
         return team.group
 
-    def _worker(self, index: int) -> Worker:
-        """The worker of a node, which was there when the master told of it."""
-        agent = self._peers.agent
-        try:
-            return agent.directory.find(self._peers.name(index), 0.0, agent.name, after_death=False)
-        except (UnknownWorker, WorkerLost) as error:
-            raise Elsewhere(index, LOST) from error
+    def _worker(self, team: _Team, index: int) -> Worker:
+        """The worker of a node; waits while it has neither come nor died."""
+        agent, deadline = self._peers.agent, Deadline(self._peers.agent.timeout)
+        while True:
+            try:
+                return agent.directory.find(
+                    self._peers.name(index), min(_LOOK, deadline.remaining()), agent.name, after_death=False
+                )
+            except WorkerLost as error:
+                raise Elsewhere(index, LOST) from error
+            except UnknownWorker:
+                missing = self._missing(team)
+                if missing is not None:
+                    raise missing from None
+                if deadline.expired:
+                    raise
 
     def _look(self, team: _Team, store: Store, ranks: Collection[int] | None) -> None:
         """Raise if a member that is waited for will never come."""
