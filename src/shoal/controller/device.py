@@ -25,7 +25,7 @@ _libraries: list[Any] = []
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What torch's C++ asks of the device."""
+    """The answers to what torch's C++ asks of the device."""
 
     def is_available(self) -> bool:
         return current.opened() is not None

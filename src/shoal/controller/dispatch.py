@@ -104,7 +104,7 @@ def _ask(
     result = rebuilt(answer)
     if op.written is None:
         return result
-    # What it wrote to is what it returns, perhaps of another shape now.
+    # It returns the tensor that it wrote to, perhaps of another shape now.
     target: RemoteTensor = args[op.written] if op.written < len(args) else kwargs[op.written_name]
     if result.handle.metadata is not target.handle.metadata:
         rebind(target, result.handle)
@@ -172,7 +172,7 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
 
 
 def mismatch(operator: str, name: str, value: torch.Tensor, device: torch.device) -> DeviceMismatch:
-    """What an operator is told whose argument of this name is elsewhere than its other tensors."""
+    """The error of an argument that is elsewhere than the other tensors of its operator."""
     dtype = str(value.dtype).removeprefix("torch.")
     return DeviceMismatch(
         f"{operator}: {name} is {dtype}{list(value.shape)} on {value.device}, and other tensors are "

@@ -332,7 +332,7 @@ class Line:
         return RemoteOpError(text, known.worker, known.traceback, known.line)
 
     def known(self, poison: int, by: int) -> ShoalError:
-        """What node ``by`` was told of a failure of this one; waits for what this one says of it."""
+        """The failure of this node of which node ``by`` was told; waits until it is known here too."""
         while poison != LOST and poison not in self._failures:
             with self.lock:
                 self.reap()

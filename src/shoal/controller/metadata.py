@@ -69,7 +69,7 @@ def forget(device: torch.device) -> None:
 
 
 def answer_in_words(answer: Any) -> str:
-    """What a node told of the results of an operator: ``("tensor", told)``, a list of such, or a constant."""
+    """The results of an operator in words, of ``("tensor", told)``, a list of such, or a constant."""
     kind, value = answer
     if kind == "list":
         return f"[{', '.join(answer_in_words(each) for each in value)}]"

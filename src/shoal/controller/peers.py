@@ -70,13 +70,14 @@ class Peers:
     def send(self, x: torch.Tensor, to: int, channel: int) -> None:
         """Send a copy of a tensor, which may be changed at once."""
         key = self._next(to, channel)
+        x = x.detach().resolve_conj().resolve_neg()
         if to == self.index:
-            self.deliver(key, _copied(x))
+            self.deliver(key, x.to("cpu", copy=True))
             return
-        x = x.detach().resolve_conj().resolve_neg().cpu()
+        x = x.cpu()
         lending = x.nbytes > _LENT and to not in self._unlent and _is_dense(x)
         if not lending:
-            self._deliver(to, key, x if x.nbytes <= _INSIDE and _is_dense(x) else _copied(x))
+            self._deliver(to, key, x if x.nbytes <= _INSIDE and _is_dense(x) else x.clone())
             return
         alias = from_dlpack(x)  # a storage of its own, of which is known who has it
         read = weakref.ref(alias.untyped_storage())
@@ -253,7 +254,3 @@ def relay(to: str, session: str, key: _Key, why: str) -> None:
 
 def _is_dense(x: torch.Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(x))
-
-
-def _copied(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().resolve_conj().resolve_neg().to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""What an operator refuses: torch's own kernel is asked, with small tensors of the same dtypes.
+"""Refusals of operators: torch's own kernel is asked, with small tensors of the same dtypes.
 
 Torch's fake tensors let pass some of what its kernels refuse, like the difference of two bools or a product
 that is to be written to a tensor that cannot hold it: the program would hear of it from the node, and at a

@@ -1,5 +1,7 @@
 """The words that the mode's first proposal had, beside the devices of torch: ``shoal.distributed`` has them.
 
+This module begins the mode, :mod:`.typed` has the constructors and :mod:`.within` has ``node``.
+
     shoal.distributed.init_master_worker(backend="tcp", workers=2)
     x = shoal.distributed.FloatTensor(20, 20).fill_(4)
     y = torch.randn(20, 20).dist_send()
@@ -15,34 +17,6 @@ from typing import Any
 
 from ..distributed.backend import parse_backend
 from . import master
-from .typed import (
-    BFloat16Tensor,
-    BoolTensor,
-    ByteTensor,
-    CharTensor,
-    DoubleTensor,
-    FloatTensor,
-    HalfTensor,
-    IntTensor,
-    LongTensor,
-    ShortTensor,
-)
-from .within import node
-
-__all__ = [
-    "BFloat16Tensor",
-    "BoolTensor",
-    "ByteTensor",
-    "CharTensor",
-    "DoubleTensor",
-    "FloatTensor",
-    "HalfTensor",
-    "IntTensor",
-    "LongTensor",
-    "ShortTensor",
-    "init_master_worker",
-    "node",
-]
 
 
 def init_master_worker(backend: str | None = None, **how: Any) -> master.Master:

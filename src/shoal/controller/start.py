@@ -185,7 +185,7 @@ class Workers:
 
 
 def _master(place: Place) -> rpc.Agent:
-    # What workers still ask of a store that the master serves is nothing that it has to wait for.
+    # At its end the master does not wait for workers that still ask something of the store that it serves.
     place = replace(place, venue=replace(place.venue, alone=None))
     try:
         return join(place, MASTER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -34,72 +34,24 @@ class _Typed(type):
         return isinstance(value, RemoteTensor) and value.dtype == cls.dtype
 
 
-class _Made(metaclass=_Typed):
-    """The part that the constructors have in common.
+def _named(name: str, dtype: torch.dtype) -> _Typed:
+    made = _Typed(name, (), {"dtype": dtype, "__module__": __name__})
+    made.__doc__ = f"""A tensor of ``{dtype}`` on a node.
 
     Args:
         data: sizes, of a tensor whose elements are not set; or a sequence of numbers; or a tensor.
         device: within the node that ``with node(i)`` chose, or node 0; -1: its processor.
     """
-
-    dtype: ClassVar[torch.dtype]
-
-
-class FloatTensor(_Made):
-    """A tensor of ``torch.float32`` on a node."""
-
-    dtype = torch.float32
+    return made
 
 
-class DoubleTensor(_Made):
-    """A tensor of ``torch.float64`` on a node."""
-
-    dtype = torch.float64
-
-
-class HalfTensor(_Made):
-    """A tensor of ``torch.float16`` on a node."""
-
-    dtype = torch.float16
-
-
-class BFloat16Tensor(_Made):
-    """A tensor of ``torch.bfloat16`` on a node."""
-
-    dtype = torch.bfloat16
-
-
-class ByteTensor(_Made):
-    """A tensor of ``torch.uint8`` on a node."""
-
-    dtype = torch.uint8
-
-
-class CharTensor(_Made):
-    """A tensor of ``torch.int8`` on a node."""
-
-    dtype = torch.int8
-
-
-class ShortTensor(_Made):
-    """A tensor of ``torch.int16`` on a node."""
-
-    dtype = torch.int16
-
-
-class IntTensor(_Made):
-    """A tensor of ``torch.int32`` on a node."""
-
-    dtype = torch.int32
-
-
-class LongTensor(_Made):
-    """A tensor of ``torch.int64`` on a node."""
-
-    dtype = torch.int64
-
-
-class BoolTensor(_Made):
-    """A tensor of ``torch.bool`` on a node."""
-
-    dtype = torch.bool
+FloatTensor = _named("FloatTensor", torch.float32)
+DoubleTensor = _named("DoubleTensor", torch.float64)
+HalfTensor = _named("HalfTensor", torch.float16)
+BFloat16Tensor = _named("BFloat16Tensor", torch.bfloat16)
+ByteTensor = _named("ByteTensor", torch.uint8)
+CharTensor = _named("CharTensor", torch.int8)
+ShortTensor = _named("ShortTensor", torch.int16)
+IntTensor = _named("IntTensor", torch.int32)
+LongTensor = _named("LongTensor", torch.int64)
+BoolTensor = _named("BoolTensor", torch.bool)

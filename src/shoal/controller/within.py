@@ -90,9 +90,8 @@ class Moved(torch.autograd.Function):
         ctx.back = x.get_device()
         how: dict[str, Any] = {"device": within(device)}
         known = torch.empty_strided(x.shape, x.stride(), device="meta")
-        if (
-            torch.empty_like(known).stride() != x.stride()
-        ):  # torch predicts that such strides stay, and they do not
+        # Torch predicts that such strides stay, and they do not.
+        if torch.empty_like(known).stride() != x.stride():
             how["memory_format"] = torch.contiguous_format
         return type(x).issue(torch.ops.aten._to_copy.default, (x,), how)
 

@@ -177,21 +177,21 @@ __all__ = [
     "supports_complex",
 ]
 
-#: what ``shoal.controller.spellings`` has
-_OF_MASTERS = (
-    "BFloat16Tensor",
-    "BoolTensor",
-    "ByteTensor",
-    "CharTensor",
-    "DoubleTensor",
-    "FloatTensor",
-    "HalfTensor",
-    "IntTensor",
-    "LongTensor",
-    "ShortTensor",
-    "init_master_worker",
-    "node",
-)
+#: the words of the master-worker mode, and the module of ``shoal.controller`` that has each
+_OF_MASTERS = {
+    "BFloat16Tensor": "typed",
+    "BoolTensor": "typed",
+    "ByteTensor": "typed",
+    "CharTensor": "typed",
+    "DoubleTensor": "typed",
+    "FloatTensor": "typed",
+    "HalfTensor": "typed",
+    "IntTensor": "typed",
+    "LongTensor": "typed",
+    "ShortTensor": "typed",
+    "init_master_worker": "spellings",
+    "node": "within",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -199,7 +199,7 @@ def __getattr__(name: str) -> object:
 
     if name not in _OF_MASTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module("shoal.controller.spellings"), name)
+    value: object = getattr(import_module(f"shoal.controller.{_OF_MASTERS[name]}"), name)
     return value
 
 
