@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .errors import OutOfStep as OutOfStep
     from .errors import PeerLost as PeerLost
     from .errors import ProtocolError as ProtocolError
+    from .errors import RecordingMismatch as RecordingMismatch
     from .errors import RemoteError as RemoteError
     from .errors import RemoteOpError as RemoteOpError
     from .errors import RendezvousError as RendezvousError
@@ -143,6 +144,7 @@ _PUBLIC = {
         "OutOfStep",
         "PeerLost",
         "ProtocolError",
+        "RecordingMismatch",
         "RemoteError",
         "RemoteOpError",
         "RendezvousError",

@@ -343,6 +343,14 @@ class DeviceMismatch(ShoalError, ValueError):
     """
 
 
+class RecordingMismatch(ShoalError):
+    """A recorded step of the master-worker mode cannot be replayed.
+
+    The function waits for a tensor inside, moves a tensor of the master that is no argument, or its calls
+    are not alike.  The message names the operator, the line, and the remedy.
+    """
+
+
 class RemoteOpError(RemoteError):
     """An operation that the master issued failed on a node.
 

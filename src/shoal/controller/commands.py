@@ -38,6 +38,10 @@ STATE = 7
 DEFINE = 8
 #: SHARE space, id, space, id: the tensor of the first is the second's too
 SHARE = 9
+#: PROGRAM index of a payload, a recipe: a recorded step, which runs like an interned call from then on
+PROGRAM = 10
+#: ERASE number of a program: forget it
+ERASE = 11
 #: CALL index of a payload, number: run a function of the program, and tell of its result
 CALL = 13
 #: TAKE id, number, position: the tensor in the result of that call
@@ -90,6 +94,7 @@ class Failure(NamedTuple):
         error, traceback: in words.
         alone: whether no tensor is poisoned by it, as of an assertion.
         of: the node where it is known why, and the failure's number there, or LOST; None: here.
+        step: which of the program's commands it was, if that call ran a program; else -1.
     """
 
     poison: int
@@ -101,3 +106,4 @@ class Failure(NamedTuple):
     traceback: str
     alone: bool
     of: tuple[int, int] | None = None
+    step: int = -1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import keyword
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,37 +15,57 @@ from .commands import Definition, Template
 Run = Callable[[list[Any], Any, int, Any, int], None]
 
 
-def compiled(definition: Definition, operator: Any, device: torch.device) -> tuple[Run, int]:
-    """A function that runs the call, and how many scalars it takes."""
-    names: dict[str, Any] = {"op": operator, "device": device, "int": int}
-    operand = scalar = 0
+def kinds_of(template: Template) -> list[str]:
+    """How the numbers travel that a template takes: "float" or "int"."""
+    if template[0] == "list":
+        return [kind for each in template[1] for kind in kinds_of(each)]
+    return [template[1]] if template[0] == "number" else []
+
+
+def call_text(
+    definition: Definition, op: str, operands: Sequence[str], scalars: Sequence[str], names: dict[str, Any]
+) -> tuple[list[str], str]:
+    """The text of a call, and what comes before it; constants get names in ``names``."""
     before: list[str] = []
+    tensors, numbers = iter(enumerate(operands)), iter(scalars)
 
     def text(template: Template) -> str:
-        nonlocal operand, scalar
         kind = template[0]
         if kind == "tensor":
-            at, operand = operand, operand + 1
+            at, operand = next(tensors)
             if at in definition.mutated:
-                before.append(f"    m{at} = t[a[p+{at + 1}]].detach()")
+                before.append(f"m{at} = {operand}.detach()")
                 return f"m{at}"
-            return f"t[a[p+{at + 1}]]"
+            return operand
         if kind == "number":
-            at, scalar = scalar, scalar + 1
-            return f"int(s[q+{at}])" if template[1] == "int" else f"s[q+{at}]"
+            return next(numbers)
         if kind == "list":
             return "[" + ", ".join(text(each) for each in template[1]) + "]"
         if kind == "device" and len(template) == 1:
-            return "t[a[p+1]].device" if definition.operands else "device"
+            return f"{operands[0]}.device" if operands else "device"
+        value = accelerators.device(template[1]) if kind == "device" else template[1]
+        if value is None or type(value) in (bool, int):
+            return repr(value)
         name = f"c{len(names)}"
-        names[name] = accelerators.device(template[1]) if kind == "device" else template[1]
+        names[name] = value
         return name
 
     given = [text(each) for each in definition.args]
-    keyed = [f"{name!r}: {text(each)}" for name, each in definition.kwargs.items()]
-    call = f"op({', '.join(given)}{', **{' + ', '.join(keyed) + '}' if keyed else ''})"
+    for name, template in definition.kwargs.items():
+        value = text(template)
+        given.append(f"**{{{name!r}: {value}}}" if keyword.iskeyword(name) else f"{name}={value}")
+    return before, f"{op}({', '.join(given)})"
+
+
+def compiled(definition: Definition, operator: Any, device: torch.device) -> tuple[Run, int]:
+    """A function that runs the call, and how many scalars it takes."""
+    names: dict[str, Any] = {"op": operator, "device": device, "int": int}
+    kinds = [kind for each in (*definition.args, *definition.kwargs.values()) for kind in kinds_of(each)]
+    operands = [f"t[a[p+{1 + at}]]" for at in range(definition.operands)]
+    scalars = [f"int(s[q+{i}])" if kind == "int" else f"s[q+{i}]" for i, kind in enumerate(kinds)]
+    before, call = call_text(definition, "op", operands, scalars, names)
     first = 1 + definition.operands
-    lines = ["def run(t, a, p, s, q):", *before]
+    lines = ["def run(t, a, p, s, q):", *(f"    {each}" for each in before)]
     if definition.results == [()]:
         lines.append(f"    t[a[p+{first}]] = {call}")
     else:
@@ -56,4 +77,4 @@ def compiled(definition: Definition, operator: Any, device: torch.device) -> tup
         lines.append(f"    t[a[p+{after + slot}]] = m{at}")
     exec("\n".join(lines), names)
     run: Run = names["run"]
-    return run, scalar
+    return run, len(scalars)

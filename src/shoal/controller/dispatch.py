@@ -202,11 +202,16 @@ def upload(space: Space, value: torch.Tensor, to: RemoteTensor | None = None) ->
         source = source.clone()
     with space.lock:
         known = metadata(space.device, told(source))
-        if to is not None and to.handle.metadata is known and space.is_blank(to.handle.id):
+        blank = (
+            space.listener is None
+        )  # whether there is one is a matter of time, and a recording must not be
+        if blank and to is not None and to.handle.metadata is known and space.is_blank(to.handle.id):
             space.put(source, to.handle.id)
             made = to
         else:
             made = wrap(space, space.put(source), known)
+        if space.listener is not None:
+            space.listener.uploaded(space, made.handle.id, value)
         if as_it_is:
             space.flush()
         sent = [batch for line in space.lines for batch in line.batches] if as_it_is else []

@@ -23,11 +23,13 @@ from .commands import (
     CALL,
     DEFINE,
     DROP,
+    ERASE,
     FETCH,
     FIRST,
     FORGET,
     FREE,
     KEEP,
+    PROGRAM,
     PUT,
     SEED,
     SHARE,
@@ -40,6 +42,7 @@ from .commands import (
 from .compiled import Run, compiled
 from .metadata import Told, told
 from .operators import named
+from .program import Program, Recipe
 from .reasons import Elsewhere
 
 #: what begins the table of all kernels in torch's error of one that is missing
@@ -112,6 +115,8 @@ class Tensors:
         self.tensors: list[Any] = []
         self.calls: dict[int, tuple[Run, int, int]] = {}
         self._definitions: dict[int, Definition] = {}
+        self.plain: dict[int, tuple[Definition, Any]] = {}  # those whose results proved to be as predicted
+        self._programs: dict[int, Program] = {}
         self._payloads: Sequence[Any] = ()
         self._asked: list[torch.Tensor] = []
         self._called: dict[int, list[torch.Tensor]] = {}
@@ -148,17 +153,21 @@ class Tensors:
                     while counted < p:
                         count += a[counted] >= FIRST
                         counted += self.calls[a[counted]][1]
-                    self._failed(a, p, count, error)
+                    self.fail(a, p, count, error)
                     p, q = p + self.calls[a[p]][1], q + self.calls[a[p]][2]
         self._payloads = ()
 
     # -- failures ------------------------------------------------------------------------------
 
-    def _failed(self, a: list[int], p: int, position: int, error: Exception) -> None:
-        """Poison what the command at ``p`` would have made or changed."""
+    def fail(self, a: list[int], p: int, position: int, error: Exception, step: int = -1) -> None:
+        """Poison what the command at ``p`` would have made or changed; ``step``: of a program."""
         t, number = self.tensors, a[p]
         if number < FIRST:
             self._failed_command(a, p, error)
+            return
+        program = self._programs.get(number)
+        if program is not None:
+            program.resume(self, a, p, position, error)
             return
         call = self._definitions[number]
         operands = a[p + 1 : p + 1 + call.operands]
@@ -167,7 +176,7 @@ class Tensors:
         if poison is None:
             operator = call.operator.replace("::", ".")
             alone = not (call.results or call.mutated or written)
-            poison = self._poison(position, operator, [t[i] for i in operands], error, alone)
+            poison = self._poison(position, operator, [t[i] for i in operands], error, alone, step)
         elif call.operator.startswith(between.NAMESPACE):
             with contextlib.suppress(Exception):  # the results are poisoned in any case
                 between.take_part(call, poison.number, poison.of)
@@ -178,7 +187,13 @@ class Tensors:
             t[i] = poison
 
     def _poison(
-        self, position: int, operator: str, operands: list[Any], error: Exception, alone: bool = False
+        self,
+        position: int,
+        operator: str,
+        operands: list[Any],
+        error: Exception,
+        alone: bool = False,
+        step: int = -1,
     ) -> Poison:
         outcome = self._outcome
         of = (error.node, error.number) if isinstance(error, Elsewhere) else None
@@ -195,6 +210,7 @@ class Tensors:
                 "".join(traceback.format_exception(error)).partition(_TABLE)[0],
                 alone,
                 of,
+                step,
             )
         )
         return poison
@@ -251,8 +267,11 @@ class Tensors:
 
         def first(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
             run(t, a, p, s, q)
-            restrided = self._check(definition, t, a[p + outputs : p + width])
-            self.calls[definition.number] = (again if restrided else run, width, scalars)
+            if self._check(definition, t, a[p + outputs : p + width]):
+                self.calls[definition.number] = (again, width, scalars)
+            else:
+                self.calls[definition.number] = (run, width, scalars)
+                self.plain[definition.number] = (definition, operator)
 
         def again(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
             run(t, a, p, s, q)
@@ -300,6 +319,8 @@ class Tensors:
 
     def _forget(self) -> None:
         self._definitions.clear()
+        self.plain.clear()
+        self._programs.clear()
         self.calls = {
             FREE: (_free, 2, 0),
             PUT: (self._put, 3, 0),
@@ -311,6 +332,8 @@ class Tensors:
             STATE: (self._state, 2, 0),
             DEFINE: (self._define, 2, 0),
             SHARE: (self._share, 5, 0),
+            PROGRAM: (self._program, 2, 0),
+            ERASE: (self._erase, 2, 0),
             CALL: (self._call, 3, 0),
             TAKE: (self._take, 4, 0),
             DROP: (self._drop, 2, 0),
@@ -320,9 +343,22 @@ class Tensors:
         self.define(Definition(*pickle.loads(self._payloads[a[p + 1]])))
 
     def _forget_calls(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        for number in self._definitions:
+        for number in (*self._definitions, *self._programs):
             del self.calls[number]
         self._definitions.clear()
+        self.plain.clear()
+        self._programs.clear()
+
+    def _program(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        program = Program(Recipe(*pickle.loads(self._payloads[a[p + 1]])), self)
+        number = program.recipe.number
+        self._programs[number] = program
+        self.calls[number] = (program.run, program.width, 0)
+
+    def _erase(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        number = a[p + 1]
+        if self._programs.pop(number, None) is not None:  # calls may have been forgotten since
+            del self.calls[number]
 
     def _put(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._payloads[a[p + 2]].to(self.device)

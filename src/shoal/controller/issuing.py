@@ -26,6 +26,11 @@ class _Files(dict[str, bool]):
 _inside = _Files()
 
 
+def is_inside(code: CodeType) -> bool:
+    """Whether code is torch's or this package's."""
+    return _inside[code.co_filename]
+
+
 def issuing_line() -> Origin | None:
     """Where the program is, outside torch and this package."""
     frame = sys._getframe(1)

@@ -40,6 +40,8 @@ COPIES = 256 << 20
 #: failures whose texts are kept
 FAILURES = 1000
 
+#: where the program issued each interned call of a segment; of a program, where it issued each step
+Origins = list[Origin | list[Origin | None] | None]
 #: sends a batch: segments
 Send = Callable[[list[Segment]], Future[Any]]
 
@@ -77,7 +79,7 @@ class Batch:
 
     __slots__ = ("future", "origin", "origins", "size", "values")
 
-    def __init__(self, future: Future[Any], origins: list[list[Origin | None]], size: int) -> None:
+    def __init__(self, future: Future[Any], origins: list[Origins], size: int) -> None:
         self.future = future
         self.origin: Origin | None = None
         self.origins = origins
@@ -93,7 +95,8 @@ class Batch:
         """Where the program issued what failed."""
         if failure.position < 0:
             return self.origin
-        return self.origins[failure.segment][failure.position]
+        origin = self.origins[failure.segment][failure.position]
+        return origin[failure.step] if isinstance(origin, list) else origin
 
 
 class Line:
@@ -131,7 +134,7 @@ class Line:
         self.accelerators = accelerators
         self._send = send
         self._outbox: list[Segment] = []
-        self._origins: list[list[Origin | None]] = []
+        self._origins: list[Origins] = []
         self._size = self._ahead = self._sent = 0
         self._worth = FIRST
         self._failures: dict[int, RemoteOpError] = {}
@@ -148,7 +151,7 @@ class Line:
 
     # -- batches; the caller holds the lock -----------------------------------------------------
 
-    def take(self, segment: Segment, origins: list[Origin | None], size: int) -> None:
+    def take(self, segment: Segment, origins: Origins, size: int) -> None:
         """A segment, of ``size`` commands, for the next batch."""
         if self.lost is None:
             self._outbox.append(segment)

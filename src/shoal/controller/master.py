@@ -31,6 +31,7 @@ from .line import Line
 from .loader import load
 from .naming import node_name
 from .place import Named, Place, indices_of
+from .recorded import Recorded
 from .space import Space
 from .start import Worker, Workers
 from .tensor import RemoteTensor, fetch
@@ -359,6 +360,17 @@ class Master:
             for index in range(len(self._lines)):
                 with contextlib.suppress(NodeLost):
                     self._spaces[index].seed(seed + index * distinct)
+
+    def recorded(self, fn: Callable[..., Any]) -> Recorded:
+        """A function whose calls are replayed on the nodes as one command each, once they were alike.
+
+        ``@master.recorded``, or ``step = master.recorded(step)``.  ``docs/controller.md`` says what is
+        replayed: what Python does in the function beside operations on tensors of nodes is not.
+
+        Raises:
+            RecordingMismatch: of its calls, when they cannot be replayed.
+        """
+        return Recorded(fn, self._spaces.values)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
         """Call ``fn(index)`` once when a node has died or cannot be reached any more, in another thread."""

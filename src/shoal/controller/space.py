@@ -32,23 +32,49 @@ import pickle
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from .. import config
 from ..errors import ShoalError, UsageError
-from .commands import ASK, DEFINE, FETCH, FORGET, FREE, KEEP, PUT, SEED, SHARE, STATE, Template
+from .commands import (
+    ASK,
+    DEFINE,
+    ERASE,
+    FETCH,
+    FORGET,
+    FREE,
+    KEEP,
+    PROGRAM,
+    PUT,
+    SEED,
+    SHARE,
+    STATE,
+    Template,
+)
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
-from .line import Batch, Line
+from .line import Batch, Line, Origins
 from .metadata import answer_in_words, forget
 
 #: how often it is looked what the nodes have done, in commands
 _LOOK = 32
 #: in the place of the last call and its results
 _NONE: tuple[int, list[int]] = (-1, [])
+
+
+class Listener(Protocol):
+    """Hears of commands; see :class:`.recording.Recording`."""
+
+    def issued(
+        self, space: Space, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
+    ) -> None: ...
+
+    def commanded(self, space: Space, numbers: Sequence[int]) -> None: ...
+
+    def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None: ...
 
 
 class Space:
@@ -67,6 +93,7 @@ class Space:
         lost: why it cannot be used any more; None: it can.
         issued: operations, so far.
         misses: calls that were new, so far.
+        listener: hears of what is appended, while a step is recorded.
         size: commands in the log.
     """
 
@@ -90,11 +117,12 @@ class Space:
         self.blanks: set[int] = set()
         self._last = _NONE
         self.issued = self.misses = self.size = 0
+        self.listener: Listener | None = None
         self._open = False
         self._numbers = array("I")
         self._scalars = array("d")
         self._payloads: list[Any] = []
-        self._origins: list[Origin | None] = []
+        self._origins: Origins = []
         self._ticks = 0
         self._sync = config.CONTROLLER.get() == "sync"
         self._ids: list[int] = []
@@ -106,8 +134,15 @@ class Space:
 
     # -- the log; the caller holds the lock -----------------------------------------------------
 
-    def issue(self, number: int, ids: list[int], scalars: list[float], results: int) -> list[int]:
-        """Append an interned call; the ids of its results."""
+    def issue(
+        self,
+        number: int,
+        ids: list[int],
+        scalars: list[float],
+        results: int,
+        origin: Origin | list[Origin | None] | None = None,
+    ) -> list[int]:
+        """Append an interned call; the ids of its results.  ``origin``: of a program, those of its steps."""
         if not self._open:
             self._enter()
         if self.freed:
@@ -125,7 +160,9 @@ class Space:
                 made.append(id)
             if scalars:
                 values.fromlist(scalars)
-            origins.append(issuing_line())
+            origins.append(origin or issuing_line())
+            if self.listener is not None:
+                self.listener.issued(self, number, ids, made, scalars, origins[-1])
         except BaseException:  # a Ctrl-C leaves no half of a command
             del numbers[before[0] :], values[before[1] :], origins[before[2] :]
             raise
@@ -162,6 +199,15 @@ class Space:
         if self.freed:
             self._free()
         return self._ids.pop() if self._ids else self._new_id()
+
+    def program(self, recipe: tuple[Any, ...]) -> None:
+        """Tell the nodes of a recorded step."""
+        pickled = pickle.dumps(recipe)
+        self._command(PROGRAM, self._payload(pickled))
+
+    def erase(self, number: int) -> None:
+        """Let the nodes forget a recorded step."""
+        self._command(ERASE, number)
 
     def define(self, definition: tuple[Any, ...]) -> None:
         """Tell the nodes of a call; raises what pickling raises before anything is in the log."""
@@ -223,6 +269,8 @@ class Space:
 
     def _append(self, numbers: tuple[int, ...]) -> None:
         self._last = _NONE
+        if self.listener is not None:
+            self.listener.commanded(self, numbers)
         if not self._open:
             self._enter()
         self._numbers.fromlist(list(numbers))

@@ -1,0 +1,233 @@
+"""A node's half of recorded steps: a log that is known is compiled to one function.
+
+The function is straight-line Python over locals, one line for each command.  A local is deleted on the line
+that uses it last, so a replay holds no more memory than the commands one by one.  When a line fails, those
+after it are executed as single commands (:meth:`Program.resume`): what depends on the failure is poisoned,
+and the rest is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from types import CodeType, TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .commands import Definition
+from .compiled import Run, call_text, kinds_of
+
+
+class Node(Protocol):
+    """What a program needs of the node; see :class:`.execute.Tensors`."""
+
+    device: torch.device
+    tensors: list[Any]
+    calls: dict[int, tuple[Run, int, int]]
+    plain: dict[int, tuple[Definition, Any]]
+
+    def fail(self, a: list[int], p: int, position: int, error: Exception, step: int = -1) -> None: ...
+
+
+class Step(NamedTuple):
+    """A command of a program.
+
+    Attributes:
+        numbers: of the command as it was in the log.
+        operands, results: the slot of each id among the numbers, by its position there.
+        scalars: of the command.
+    """
+
+    numbers: tuple[int, ...]
+    operands: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+    scalars: bytes
+
+
+class Recipe(NamedTuple):
+    """A program, as a node learns it.
+
+    A *slot* stands for a tensor: first the inputs, then the tensors outside, then what the steps make.
+
+    Attributes:
+        number: of the command that runs it: its number, the ids of the inputs, those of the results.
+        inputs: how many.
+        outside: ids of tensors that it uses and that are the same in every replay.
+        steps: the commands.
+        results: slots of what gets an id in every replay.
+        kept: slots of what keeps its id, and the ids.
+        taken: ids among those outside that nothing after it uses.
+    """
+
+    number: int
+    inputs: int
+    outside: tuple[int, ...]
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...]
+    taken: tuple[int, ...]
+
+
+class Program:
+    """A recipe that a node has compiled.
+
+    Attributes:
+        run: executes it, as the function of an interned call is called.
+        width: numbers of its command.
+    """
+
+    def __init__(self, recipe: Recipe, node: Node) -> None:
+        self.recipe = recipe
+        self.width = 1 + recipe.inputs + len(recipe.results)
+        self._source = _Source(recipe, node)
+        self.run = self._source.compiled()
+        self._code: CodeType = self.run.__code__
+
+    def resume(self, node: Node, a: Sequence[int], p: int, position: int, error: Exception) -> None:
+        """Do what is left after ``error``: execute the steps from the failed one on, one by one."""
+        recipe = self.recipe
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code is not self._code:
+            trace = trace.tb_next
+        if trace is None:
+            raise error
+        failed, held = self._source.step_of(trace.tb_lineno), _locals(trace)
+        t = node.tensors
+        base = len(t)
+        slots = recipe.inputs + len(recipe.outside) + sum(len(step.results) for step in recipe.steps)
+        t.extend([None] * slots)
+        try:
+            for slot, value in held.items():
+                t[base + slot] = value
+            for index in range(failed, len(recipe.steps)):
+                step = recipe.steps[index]
+                numbers = list(step.numbers)
+                for at, slot in (*step.operands, *step.results):
+                    numbers[at] = base + slot
+                if index > failed:
+                    try:
+                        node.calls[numbers[0]][0](t, numbers, 0, _scalars(step), 0)
+                        continue
+                    except Exception as later:
+                        error = later
+                node.fail(numbers, 0, position, error, index)
+            first = p + 1 + recipe.inputs
+            for at, slot in enumerate(recipe.results):
+                t[a[first + at]] = t[base + slot]
+            for slot, id in recipe.kept:
+                t[id] = t[base + slot]
+        finally:
+            del t[base:]
+
+
+def _locals(trace: TracebackType) -> dict[int, Any]:
+    """The slots that the function held when it failed."""
+    values = trace.tb_frame.f_locals
+    return {int(name[1:]): value for name, value in values.items() if name[0] == "v"}
+
+
+def _scalars(step: Step) -> list[float]:
+    return array("d", step.scalars).tolist()
+
+
+class _Source:
+    """Makes the text of a program's function."""
+
+    def __init__(self, recipe: Recipe, node: Node) -> None:
+        self._recipe = recipe
+        self._node = node
+        self._names: dict[str, Any] = {"device": node.device, "int": int}
+        inputs, outside = recipe.inputs, len(recipe.outside)
+        self._lines = ["def run(t, a, p, s, q):"]
+        last = {slot: i for i, step in enumerate(recipe.steps) for _, slot in (*step.operands, *step.results)}
+        for slot in (*recipe.results, *(slot for slot, _ in recipe.kept)):
+            last[slot] = len(recipe.steps)
+        for slot in range(inputs + outside):
+            if slot in last:
+                place = f"a[p+{1 + slot}]" if slot < inputs else str(recipe.outside[slot - inputs])
+                self._lines.append(f"    v{slot} = t[{place}]")
+        # What the last replay left there is free before the steps, as it is when they are issued one by one.
+        stale = [id for _, id in recipe.kept if id not in recipe.outside]
+        self._lines += [f"    t[{id}] = None" for id in (*stale, *recipe.taken)]
+        self._first = len(self._lines) + 1
+        dying: list[list[int]] = [[] for _ in range(len(recipe.steps) + 1)]
+        for slot, index in last.items():
+            dying[index].append(slot)
+        for index, step in enumerate(recipe.steps):
+            parts = self._step(step)
+            if dying[index]:
+                parts.append("del " + ", ".join(f"v{slot}" for slot in dying[index]))
+            self._lines.append("    " + "; ".join(parts))
+        for at, slot in enumerate(recipe.results):
+            self._lines.append(f"    t[a[p+{1 + inputs + at}]] = v{slot}")
+        self._lines += [f"    t[{id}] = v{slot}" for slot, id in recipe.kept]
+        if len(self._lines) == 1:
+            self._lines.append("    pass")
+
+    def compiled(self) -> Run:
+        """The function."""
+        exec(compile("\n".join(self._lines), "<recorded step>", "exec"), self._names)
+        return self._names["run"]  # type: ignore[no-any-return]
+
+    def step_of(self, line: int) -> int:
+        """Which step is on a line."""
+        return line - self._first
+
+    def _step(self, step: Step) -> list[str]:
+        operands = [f"v{slot}" for _, slot in step.operands]
+        results = [f"v{slot}" for _, slot in step.results]
+        plain = self._node.plain.get(step.numbers[0])
+        if plain is None:
+            return [self._whole(step, operands, results)]
+        definition, operator = plain
+        op = self._named(operator)
+        before, call = call_text(definition, op, operands, self._literals(definition, step), self._names)
+        parts, mutated = list(before), [f"m{at}" for at in definition.mutated]
+        made = results[: len(definition.results)]
+        if definition.results == [()]:
+            parts.append(f"{made[0]} = {call}")
+        elif definition.results == [(i,) for i in range(len(made))] and len(made) > 1:
+            # what it returns may be longer: the rest is no tensor
+            parts.append(f"r = {call}")
+            parts += [f"{name} = r[{i}]" for i, name in enumerate(made)] + ["del r"]
+        elif made:
+            parts.append(f"r = {call}")
+            paths = ("".join(f"[{i}]" for i in path) for path in definition.results)
+            parts += [f"{name} = r{path}" for name, path in zip(made, paths, strict=True)] + ["del r"]
+        else:
+            parts.append(call)
+        for name, held in zip(results[len(made) :], mutated, strict=True):
+            parts.append(f"{name} = {held}; del {held}")
+        return parts
+
+    def _whole(self, step: Step, operands: list[str], results: list[str]) -> str:
+        """A command that is executed as it is in the log: its results are checked, or it is no call."""
+        numbers, scalars, calls = list(step.numbers), _scalars(step), self._node.calls
+        for i, (at, _) in enumerate((*step.operands, *step.results)):
+            numbers[at] = i
+        number, count, empty = step.numbers[0], len(operands), [None] * len(results)
+
+        def whole(*given: Any) -> list[Any]:
+            held = [*given, *empty]
+            calls[number][0](held, numbers, 0, scalars, 0)
+            return held[count:]
+
+        call = f"{self._named(whole)}({', '.join(operands)})"
+        return f"[{', '.join(results)}] = {call}" if results else call
+
+    def _literals(self, definition: Definition, step: Step) -> list[str]:
+        kinds = [kind for each in (*definition.args, *definition.kwargs.values()) for kind in kinds_of(each)]
+        return [
+            self._literal(int(value) if kind == "int" else value)
+            for kind, value in zip(kinds, _scalars(step), strict=True)
+        ]
+
+    def _literal(self, value: float) -> str:
+        return repr(value) if math.isfinite(value) else self._named(value)
+
+    def _named(self, value: Any) -> str:
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name

@@ -1,0 +1,213 @@
+"""``master.recorded``: a function whose calls become one command each, once two have issued the same.
+
+A call is either a *recording*, which runs the function and listens to the log, or a *replay*, which runs one
+of the function's *programs* on the nodes.  :mod:`.recording` compares logs, :mod:`.guards` says whether a
+program still stands for what the function would do, :mod:`.replaying` sends it, and :mod:`.program` is the
+nodes' half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import RecordingMismatch, UsageError
+from . import calls
+from .guards import Guards, find
+from .issuing import shown
+from .recording import Name, Recording, difference
+from .replaying import Replay, Results, flatten
+from .space import Space
+from .tensor import Handle, RemoteTensor
+
+#: calls that are not replayed, of the same arguments, before it is an error
+CALLS = 5
+#: kinds of arguments that are remembered, and programs of each
+KINDS = 64
+PROGRAMS = 8
+
+_recording = threading.Lock()
+#: the thread that records
+_owner: int | None = None
+
+
+class _Kind:
+    """What is known of calls with arguments of one kind.
+
+    Attributes:
+        programs: that stand for such calls, the last used first.
+        last: the last recording, by which gradients there were before it.
+        calls: that were recorded since the last program was made.
+        others: arguments that are told apart by what they are.
+    """
+
+    def __init__(self, others: list[Any]) -> None:
+        self.programs: list[Replay] = []
+        self.last: dict[tuple[bool, ...], Recording] = {}
+        self.calls = 0
+        self.others = others
+
+
+class Recorded:
+    """A function whose calls are replayed; made by :meth:`Master.recorded`.
+
+    Attributes:
+        recordings: calls that ran the function.
+        replays: calls that did not.
+    """
+
+    def __init__(self, fn: Callable[..., Any], spaces: Callable[[], Iterable[Space]]) -> None:
+        if not callable(fn):
+            raise UsageError(f"{fn!r} cannot be called, so it cannot be recorded")
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._spaces = spaces
+        self._kinds: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
+        self.recordings = self.replays = 0
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _owner == threading.get_ident():
+            return self._fn(*args, **kwargs)  # part of another step
+        key: list[Any] = [
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
+            torch._C._len_torch_function_stack(),
+        ]
+        leaves: list[Any] = []
+        others: list[Any] = []
+        flatten((args, kwargs), key, leaves, others)
+        name = tuple(key)
+        kind = self._kinds.get(name)
+        if kind is not None:
+            for program in kind.programs:
+                if program.stands_for(leaves):
+                    self.replays += 1
+                    return program(leaves)
+        if not _recording.acquire(blocking=False):
+            return self._fn(*args, **kwargs)  # another thread records
+        try:
+            if kind is None:
+                kind = self._kinds[name] = _Kind(others)
+                if len(self._kinds) > KINDS:
+                    for program in self._kinds.popitem(last=False)[1].programs:
+                        program.close()
+            self._kinds.move_to_end(name)
+            return self._record(kind, args, kwargs, leaves)
+        finally:
+            _recording.release()
+
+    def _record(self, kind: _Kind, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        roots = [("the function", self._fn), *((f"argument {i}", each) for i, each in enumerate(kind.others))]
+        before = find(roots)
+        recording = self._begun(leaves, before.handles)
+        had_grads = before.let_go_of_grads()
+        with _listening(recording, self._spaces()):
+            result = self._fn(*args, **kwargs)
+            self.recordings += 1
+            kind.calls += 1
+            after = find(roots)
+            gradients = {handle for _, _, handle in after.grads if handle is not None}
+            results = Results(recording, result, leaves, gradients)
+            recording.constants = results.constants
+            state = tuple(had_grads.values())
+            previous = kind.last.get(state)
+            kind.last[state] = recording
+            reason = None if previous is None else _refusal(previous, recording, results, after, had_grads)
+            reason = reason or after.changed_by_call(before)
+            if reason is not None and kind.calls >= CALLS:
+                raise RecordingMismatch(f"{CALLS} calls of a recorded step were not alike: {reason}")
+            if previous is None or reason is not None or recording.forgotten:
+                return result
+            del result
+            return self._promote(kind, recording, results, after, had_grads, leaves)
+
+    def _begun(self, leaves: Sequence[Any], handles: set[Handle]) -> Recording:
+        inputs: dict[tuple[int, int], Name] = {}
+        uploads: list[tuple[Name, torch.Tensor]] = []
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is not RemoteTensor:
+                uploads.append((("upload", i), leaf))
+            elif leaf.handle not in handles:
+                if leaf.requires_grad:
+                    raise RecordingMismatch(
+                        f"tensor {i} among the arguments of a recorded step is a result that needs a "
+                        "gradient, and a replay has no graph before it: detach() it, or compute it inside"
+                    )
+                inputs.setdefault((leaf.handle.space.number, leaf.handle.id), ("input", i))
+        return Recording(inputs, uploads)
+
+    def _promote(
+        self,
+        kind: _Kind,
+        recording: Recording,
+        results: Results,
+        guards: Guards,
+        had_grads: dict[int, bool],
+        leaves: Sequence[Any],
+    ) -> Any:
+        """Make a program; what the call returns, without the graph that no replay has."""
+        spaces = list(recording.spaces.values())
+        lock = next((space.lock for space in spaces), contextlib.nullcontext())
+        with lock:
+            if any(len(space.calls) + len(recording.commands) >= calls.LIMIT for space in spaces):
+                for space in spaces:
+                    space.forget()  # with room for programs from now on
+                kind.last.clear()
+            else:
+                kind.programs.insert(0, Replay(recording, guards, had_grads, leaves, results))
+                for program in kind.programs[PROGRAMS:]:
+                    program.close()
+                del kind.programs[PROGRAMS:]
+                kind.calls = 0
+            return results.build(results.handles, leaves)
+
+
+@contextlib.contextmanager
+def _listening(recording: Recording, spaces: Iterable[Space]) -> Iterator[None]:
+    global _owner
+    heard = list(spaces)
+    _owner = threading.get_ident()
+    for space in heard:
+        space.listener = recording
+    try:
+        yield
+    finally:
+        for space in heard:
+            space.listener = None
+        _owner = None
+
+
+def _refusal(
+    previous: Recording, recording: Recording, results: Results, after: Guards, had_grads: dict[int, bool]
+) -> str | None:
+    """Why a call cannot be replayed, or differs from the one before; None: it can, and does not."""
+
+    reason = difference(previous, recording)
+    if reason is not None:
+        return reason
+    if results.differ(previous.constants):
+        return "it returns something else in every call, beside tensors of nodes, which no replay would do"
+    if not all(id(tensor) in had_grads for tensor, _, _ in after.grads):
+        return "it makes new parameters in every call"
+    known = {(each.space.number, each.id) for each in after.handles}
+    for command, origin in zip(recording.commands, recording.origins, strict=True):
+        for _, name in command.operands:
+            if name[0] == "outside" and (name[1:] not in known or name[1:] in recording.names):
+                return (
+                    f"{recording.operator(command)} at {shown(origin)} works on a tensor that is no argument "
+                    "and was not found in what the function uses, or that it makes anew in every call: pass "
+                    "it as an argument"
+                )
+    if any(name[0] == "number" for name in recording.names.values() if name in results.names):
+        return "it returns a number of the master that it moved to a node"
+    return None

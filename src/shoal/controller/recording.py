@@ -1,0 +1,241 @@
+"""What a call of a recorded step puts into the log, and how two calls' logs are compared.
+
+In a recording every tensor has a *name* that is the same in the next call: the input that it is, which
+command made it, or, if it was there before, its space and id.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import RecordingMismatch
+from .commands import CALL, DEFINE, DROP, ERASE, FETCH, FIRST, FORGET, PROGRAM, PUT, SEED, SHARE
+from .issuing import Origin, issuing_line, shown
+from .space import Space
+from .tensor import Handle
+
+#: ("input", leaf), ("upload", leaf, count), ("number", dtype, value, count), ("made", count), or
+#: ("outside", space, id)
+Name = tuple[Any, ...]
+
+
+#: of no concern to a recording
+_SILENT = frozenset({DEFINE, FORGET, PROGRAM, ERASE, PUT, DROP})
+
+
+class Command(NamedTuple):
+    """A command of a log, with names in the place of ids.
+
+    Attributes:
+        space: number of its space.
+        numbers: as in the log, with zeros in the place of ids.
+        operands, results: position among the numbers, and name, of each tensor.
+        scalars: of the command.
+    """
+
+    space: int
+    numbers: tuple[int, ...]
+    operands: tuple[tuple[int, Name], ...]
+    results: tuple[tuple[int, Name], ...]
+    scalars: bytes
+
+
+class Recording:
+    """Listens to what one thread's call appends to the logs of all spaces.
+
+    Attributes:
+        commands: so far.
+        origins: the program's line of each.
+        names: of tensors by space and id: inputs, and what was made or uploaded.
+        spaces: those that have commands, by number.
+        forgotten: whether calls were forgotten meanwhile.
+        moved: to which space each tensor of the master was put.
+        constants: what the call returned beside tensors.
+    """
+
+    def __init__(
+        self, inputs: dict[tuple[int, int], Name], uploads: Sequence[tuple[Name, torch.Tensor]]
+    ) -> None:
+        self.commands: list[Command] = []
+        self.origins: list[Origin | None] = []
+        self.names = dict(inputs)
+        self._thread = threading.get_ident()
+        self._uploads = {_memory(tensor): (name, tensor._version) for name, tensor in uploads}
+        self._made = self._uploaded = 0
+        self.spaces: dict[int, Space] = {}
+        self.forgotten = False
+        self.moved: dict[Name, Space] = {}
+        self.constants: list[Any] = []
+
+    def named(self, space: int, id: int) -> Name:
+        """The name of a tensor."""
+        return self.names.get((space, id)) or ("outside", space, id)
+
+    def operator(self, command: Command) -> str:
+        """What a command does, in words."""
+        key = self._key(command)
+        return "a command" if key is None else key[0].name.replace("::", ".")
+
+    def values(self, command: Command) -> list[float]:
+        """The numbers of a command."""
+        given = [name[2] for _, name in command.operands if name[0] == "number"]
+        held = [each for each in self._key(command) or () if type(each) in (int, float)]
+        return array("d", command.scalars).tolist() + given + held
+
+    def _key(self, command: Command) -> tuple[Any, ...] | None:
+        table = self.spaces[command.space].calls.items()
+        found = (key for key, call in table if call is not None and call.number == command.numbers[0])
+        return next(found, None) if command.numbers[0] >= FIRST else None
+
+    # -- what the spaces tell; the caller holds the master's lock -----------------------------------
+
+    def issued(
+        self, space: Space, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
+    ) -> None:
+        """An interned call."""
+        numbers, first = [number, *ids, *made], 1 + len(ids)
+        self.command(space, numbers, range(1, first), range(first, first + len(made)), scalars, origin)
+
+    def command(
+        self,
+        space: Space,
+        numbers: Sequence[int],
+        operands: Sequence[int],
+        results: Sequence[int],
+        scalars: Sequence[float],
+        origin: Origin | None,
+    ) -> None:
+        """A command; ``operands`` and ``results`` are the positions of ids among its numbers."""
+        if threading.get_ident() != self._thread:
+            for at in results:  # of an id that this thread had freed, perhaps
+                self.names.pop((space.number, numbers[at]), None)
+            return
+        self.spaces[space.number] = space
+        given = tuple((at, self.named(space.number, numbers[at])) for at in operands)
+        made = []
+        for at in results:
+            name = self.names[space.number, numbers[at]] = ("made", self._made)
+            self._made += 1
+            made.append((at, name))
+        plain = list(numbers)
+        for at in (*operands, *results):
+            plain[at] = 0
+        command = Command(space.number, tuple(plain), given, tuple(made), array("d", scalars).tobytes())
+        self.commands.append(command)
+        self.origins.append(origin)
+
+    def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None:
+        """A tensor of the master was put there.
+
+        Raises:
+            RecordingMismatch: it is no argument.
+        """
+        if threading.get_ident() != self._thread:
+            self.names.pop((space.number, id), None)
+            return
+        name, version = self._uploads.get(_memory(value), (None, 0))
+        self._uploaded += 1
+        if name is not None and value._version == version:
+            name = (*name, self._uploaded)
+        elif not value.dim():
+            name = ("number", value.dtype, value.item(), self._uploaded)
+        else:
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise self._refused(
+                f"{dtype}{list(value.shape)} of the master is moved to {space.device}",
+                "make it an argument of the function, whose elements each call moves anew, or move it "
+                "before the function is called",
+            )
+        self.names[space.number, id] = name
+        self.moved[name] = space
+
+    def commanded(self, space: Space, numbers: Sequence[int]) -> None:
+        """A command that is no call.
+
+        Raises:
+            RecordingMismatch: no replay could do it.
+        """
+        self.forgotten |= numbers[0] == FORGET
+        if threading.get_ident() != self._thread or numbers[0] in _SILENT:
+            return
+        if numbers[0] == SEED:
+            self.command(space, numbers, (), (), (), issuing_line())
+        elif numbers[0] == FETCH:
+            raise self._refused(
+                "item(), tolist(), cpu(), numpy(), bool(), float() or print waits for a tensor",
+                "return the tensor, and look at it after the call",
+            )
+        elif numbers[0] == CALL:
+            raise self._refused("a function is called on its node", "call it before or after the step")
+        elif numbers[0] == SHARE:
+            raise self._refused(
+                "a tensor goes from a place to one of its nodes, or from there to the place",
+                "do so before or after the call, or record what each of the nodes does",
+            )
+        else:
+            raise self._refused(
+                "the program waits for its node (a shape that depends on elements, or the random state)",
+                "move it out of the function; a mask with torch.where has a shape that is known, and "
+                "torch.utils.checkpoint takes preserve_rng_state=False",
+            )
+
+    def _refused(self, what: str, remedy: str) -> RecordingMismatch:
+        return RecordingMismatch(
+            f"a recorded step cannot be replayed: {what}, at {shown(issuing_line())}: {remedy}"
+        )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def difference(before: Recording, after: Recording) -> str | None:
+    """Where two recordings differ, with the remedy; None: nowhere."""
+    if before.commands == after.commands:
+        return None
+    for i, (a, b) in enumerate(zip(before.commands, after.commands, strict=False)):
+        if a == b:
+            continue
+        where = f"{after.operator(b)} at {shown(after.origins[i])}"
+        was, now = before.values(a), after.values(b)
+        other = next(((x, y) for x, y in zip(was, now, strict=False) if x != y or x != x), None)
+        if other is not None and len(was) == len(now) and before.operator(a) == after.operator(b):
+            return (
+                f"{where} has {other[1]}, and had {other[0]} in the call before: numbers of a recorded step "
+                "must stay the same.  Adam and its kin count their steps on the node with fused=True or "
+                "capturable=True; a rate that changes in every call can be a tensor of the node, "
+                "lr=torch.tensor(..., device=...)"
+            )
+        if a.space != b.space or a.numbers != b.numbers:
+            return (
+                f"{where} was {before.operator(a)} at {shown(before.origins[i])} in the call before, or of "
+                "other shapes: a step must issue the same operations in every call"
+            )
+        return (
+            f"{where} works on another tensor than in the call before, which was made anew: pass it as an "
+            "argument, or write to it in place"
+        )
+    longer = max(before, after, key=lambda each: len(each.commands))
+    i = min(len(before.commands), len(after.commands))
+    return (
+        f"{longer.operator(longer.commands[i])} at {shown(longer.origins[i])} is in one of two calls only: a "
+        "step must issue the same operations in every call"
+    )
+
+
+def alive(recording: Recording) -> dict[Name, Handle]:
+    """Handles of tensors that the recorded call made and that something holds, by name."""
+    found = {}
+    for each in gc.get_objects():
+        if type(each) is Handle:
+            name = recording.names.get((each.space.number, each.id))
+            if name is not None and name[0] != "input":
+                found[name] = each
+    return found

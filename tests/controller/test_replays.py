@@ -1,0 +1,126 @@
+"""Replays of recorded steps: what fails in them, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from shoal.controller import Master
+from tests.controller.trainings import TRAININGS, until_replayed
+
+NODE = "node:0"
+
+
+# -- what fails --------------------------------------------------------------------------------
+
+
+def test_what_fails_in_a_replay_poisons_what_depends_on_it_and_names_its_line(master: Master) -> None:
+    table = torch.arange(4.0, device=NODE)
+    count = torch.zeros((), device=NODE)
+
+    @master.recorded
+    def look_up(index: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = table[index]  # fails here
+        y = x + 1
+        count.add_(1)
+        return found * 2, y * 3, torch.stack([y, y]).sum()
+
+    right = torch.tensor([3], device=NODE)
+    for _ in range(4):
+        assert look_up(right, table)[0].item() == 6
+    assert look_up.replays == 2
+    bad, good, more = look_up(torch.tensor([9], device=NODE), table)
+    assert look_up.replays == 3
+    assert good.tolist() == [3, 6, 9, 12]
+    assert more.item() == 20
+    with pytest.raises(shoal.RemoteOpError) as caught:
+        bad.tolist()
+    assert "found = table[index]  # fails here" in caught.value.line
+    assert "aten.index" in str(caught.value)
+    poisoned, fine, _ = look_up(right, bad)  # of poison comes poison
+    with pytest.raises(shoal.RemoteOpError):
+        fine.tolist()
+    assert poisoned.item() == 6
+    assert look_up(right, table)[1].tolist() == [3, 6, 9, 12]
+    assert count.item() == 7
+
+
+def test_what_fails_in_place_poisons_what_it_would_have_written(master: Master) -> None:
+    total = torch.zeros(3, device=NODE)
+    view = total[:2]
+
+    @master.recorded
+    def add(index: Tensor, x: Tensor) -> Tensor:
+        total.index_add_(0, index, x)
+        return x * 2
+
+    index, x = torch.tensor([0, 1], device=NODE), torch.ones(2, device=NODE)
+    for _ in range(4):
+        add(index, x)
+    assert add(torch.tensor([0, 7], device=NODE), x).tolist() == [2, 2]
+    assert add.replays == 3
+    for each in (total, view):
+        with pytest.raises(shoal.RemoteOpError, match="index_add_"):
+            each.tolist()
+
+
+# -- what is left behind -----------------------------------------------------------------------
+
+
+def test_replays_leave_no_tensors_behind(master: Master) -> None:
+    step, changed = TRAININGS["MLP, AdamW"](NODE)
+    call = master.recorded(step)
+    x, y = torch.randn(12, 1, 8, 8).to(NODE), torch.zeros(12, dtype=torch.int64, device=NODE)
+    until_replayed(call, x, y)
+    gc.collect()
+    master.synchronize()
+    before = master.stats()[0]["tensors"]
+    for _ in range(20):
+        call(x, y)
+    gc.collect()
+    master.synchronize()
+    assert master.stats()[0]["tensors"] <= before
+    del call, step, changed
+    gc.collect()
+    master.synchronize()
+    assert master.stats()[0]["tensors"] < before
+
+
+def test_programs_are_recorded_anew_when_calls_are_forgotten(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = master.recorded(lambda x: x * 2 + 1)
+    x = torch.ones(3, device=NODE)
+    assert until_replayed(twice, x).tolist() == [3, 3, 3]
+    monkeypatch.setattr("shoal.controller.calls.LIMIT", 1)
+    assert (x - 5).tolist() == [-4, -4, -4]
+    monkeypatch.undo()
+    before = twice.recordings
+    assert until_replayed(twice, x).tolist() == [3, 3, 3]
+    assert twice.recordings == before + 2
+
+
+def test_threads_may_call_a_recorded_step_side_by_side(master: Master) -> None:
+    square = master.recorded(lambda x: (x * x + 1).sum())
+    wrong: list[Any] = []
+
+    def work(value: float) -> None:
+        for i in range(60):
+            x = torch.full((3,), value + i, device=NODE)
+            found = square(x)
+            if i % 20 == 19 and found.item() != 3 * (value + i) ** 2 + 3:
+                wrong.append((value, i))
+
+    threads = [threading.Thread(target=work, args=(float(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert square.replays > 100
