@@ -12,6 +12,7 @@ import torch
 
 import shoal
 from shoal.controller import Master, RemoteTensor
+from shoal.controller.line import Batch
 
 NODE = "node:0"
 
@@ -65,6 +66,20 @@ def test_the_source_of_an_upload_may_be_changed_at_once(master: Master) -> None:
     assert there.sum().item() == 1000
 
 
+def test_an_upload_that_does_not_block_returns_when_it_is_queued(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Batch] = []
+    monkeypatch.setattr(Batch, "wait_until_read", lambda batch: waited.append(batch))
+    here = torch.ones(1 << 20)
+    there = here.to(NODE, non_blocking=True)
+    there.copy_(here * 2, non_blocking=True)
+    assert not waited
+    assert there.sum().item() == 2 << 20
+    here.to(NODE)
+    assert waited
+
+
 def test_elements_come_to_the_master_where_it_needs_them(master: Master) -> None:
     x = torch.arange(4.0, device=NODE)
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -109,6 +124,18 @@ def test_results_of_unknown_size_are_asked_for(master: Master) -> None:
     values, counts = x.unique(return_counts=True)
     assert values.tolist() == [0, 1, 3]
     assert counts.tolist() == [1, 1, 2]
+
+
+def test_a_strict_master_waits_for_no_shape(master: Master) -> None:
+    x = torch.tensor([3, 0, 3, 1], device=NODE)
+    master.strict = True
+    try:
+        with pytest.raises(shoal.UsageError, match=r"nonzero would wait for node 0.* strict"):
+            x.nonzero()
+        assert torch.where(x > 0, x, -1).tolist() == [3, -1, 3, 1]
+    finally:
+        master.strict = False
+    assert x.nonzero().flatten().tolist() == [0, 2, 3]
 
 
 def test_nodes_exchange_tensors(master: Master) -> None:

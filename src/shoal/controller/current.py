@@ -12,6 +12,7 @@ class Nodes(Protocol):
     """A master, as operators and the device see it."""
 
     name: str
+    strict: bool
 
     @property
     def count(self) -> int: ...

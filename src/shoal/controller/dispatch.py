@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DeviceMismatch
+from ..errors import DeviceMismatch, UsageError
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
 from .calls import ASKED, Call, asked, collect, intern, templates
@@ -86,7 +86,17 @@ def _ask(
     operands: Sequence[RemoteTensor],
     scalars: Sequence[float],
 ) -> Any:
-    """Run an operation whose results only the node can tell, and wait for what it tells of them."""
+    """Run an operation whose results only the node can tell, and wait for what it tells of them.
+
+    Raises:
+        UsageError: the master is strict.
+    """
+    if current.master().strict:
+        raise UsageError(
+            f"{op.name} would wait for {space.nodes}, which alone can tell the shape of its result, and the "
+            "master is strict: use an operation whose shape is known, like torch.where for x[mask], or "
+            "set master.strict to False around it"
+        )
     given, named = templates(op, args, kwargs)
     filled = asked([*given, *named.values()], operands, scalars)
     answer = space.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
@@ -188,12 +198,15 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return flat
 
 
-def upload(space: Space, value: torch.Tensor, to: RemoteTensor | None = None) -> RemoteTensor:
-    """A copy of a tensor of the master on a node; the tensor may be changed at once.
+def upload(
+    space: Space, value: torch.Tensor, to: RemoteTensor | None = None, waits: bool = True
+) -> RemoteTensor:
+    """A copy of a tensor of the master on a node.
 
     Args:
         to: a tensor there that is to get the elements: it becomes the copy, and is returned, if it has been
             made for that just now, as by ``x.to(device)``.
+        waits: until the tensor may be changed; else it may be when the node has been waited for.
     """
     source = value.detach().resolve_conj().resolve_neg()
     # Where memory is lent, to send is to copy; so a large tensor is sent as it is, and at once.
@@ -214,7 +227,7 @@ def upload(space: Space, value: torch.Tensor, to: RemoteTensor | None = None) ->
             space.listener.uploaded(space, made.handle.id, value)
         if as_it_is:
             space.flush()
-        sent = [batch for line in space.lines for batch in line.batches] if as_it_is else []
+        sent = [batch for line in space.lines for batch in line.batches] if as_it_is and waits else []
     for batch in sent:
         batch.wait_until_read()
     return made

@@ -95,6 +95,7 @@ class Master:
 
     Attributes:
         name: of its session with the nodes.
+        strict: whether an operation is an error that would wait for a node to tell the shape of its result.
     """
 
     def __init__(self, workers: Workers, timeout: float, backend: str) -> None:
@@ -102,6 +103,7 @@ class Master:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
+        self.strict = False
         self._gone: set[str] = set()
         self._on_lost: list[Callable[[int], Any]] = []
         #: what nodes that come later are given too, so that what a place draws first is the same on its nodes

@@ -68,7 +68,8 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return dispatch(func, (to, copied(_narrowed(source, to.dtype), space)), {})
     if source.device.type != "cpu":
         source = source.cpu()
-    sent = upload(space, source, to)
+    waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    sent = upload(space, source, to, waits)
     return to if sent is to else dispatch(func, (to, sent), {})
 
 
@@ -83,5 +84,5 @@ def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False
             f"a parameter that is not initialized yet cannot move to {to.device}: give the lazy module one "
             "input here first"
         )
-    dispatch(torch.ops.aten.copy_.default, (to, source), {})
+    dispatch(torch.ops.aten.copy_.default, (to, source, non_blocking), {})
     return to
