@@ -43,13 +43,22 @@ def test_every_test_that_a_page_names_is_there() -> None:
     assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
 
 
+def test_every_source_that_the_architecture_names_is_there() -> None:
+    folders = "src", "cpp", "tests"
+    sources = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    page = (ROOT / "docs" / "architecture.md").read_text() + (ROOT / "docs" / "controller.svg").read_text()
+    named = set(re.findall(r"[\w/]+\.(?:py|cc|h)\b", page))
+    assert {"space.py", "group/collectives.py", "lanes.cc", "rpc/executor.py"} <= named
+    assert not {name for name in named if not any(source.endswith(f"/{name}") for source in sources)}
+
+
 def _programs(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("page", ["PYPI.md", "docs/installation.md"])
 def test_the_first_example_is_the_same_everywhere(page: str) -> None:
-    assert _programs(page)[:1] == _programs("README.md")
+    assert _programs(page)[:1] == _programs("README.md")[:1]
 
 
 def test_the_description_for_the_package_index_links_to_no_file() -> None:
@@ -71,7 +80,7 @@ def test_the_site_leads_to_every_page() -> None:
 
 
 def test_the_first_example_runs_alone(tmp_path: Path) -> None:
-    (program,) = _programs("README.md")
+    program, *_ = _programs("README.md")
     # The folder is another one, so a relative PYTHONPATH would no longer lead to what is tested.
     environment = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
     command = [sys.executable, "-c", program]
@@ -94,10 +103,10 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(
 @pytest.mark.parametrize(
     "program",
     [
-        program
-        for page in (
-            f"docs/{name}.md"
-            for name in (
+        *_programs("README.md")[1:],
+        *(
+            program
+            for page in (
                 "tutorial",
                 "data-parallel",
                 "distributed",
@@ -110,15 +119,16 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(
                 "rpc",
                 "controller",
             )
-        )
-        for program in _programs(page)
+            for program in _programs(f"docs/{page}.md")
+        ),
     ],
     ids=itertools.count(1),
 )
-def test_every_program_on_the_pages_runs_on_two_ranks(program: str, tmp_path: Path) -> None:
+def test_every_program_on_the_pages_runs(program: str, tmp_path: Path) -> None:
+    """On two ranks, or as the one master."""
     script = tmp_path / "program.py"
     script.write_text(program)
-    run_program(script, 2, folder=tmp_path)
+    run_program(script, 1 if "init_master_worker" in program else 2, folder=tmp_path)
 
 
 def test_the_tests_on_the_page_about_tests_pass(tmp_path: Path) -> None:
