@@ -11,16 +11,27 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import shoal
-from shoal.controller import RemoteTensor
+from shoal.controller import RemoteTensor, accelerators
+from shoal.controller.serving import serve_masters
+from tests.support import pretend_gpus
 from tests.support.pretend_gpus import installed_in
 
 dist = shoal.distributed
+
+
+def joins_on(tell: Connection, url: str, secret: str, device: str) -> None:
+    """``shoal worker URL --device DEVICE``, where there are two pretended GPUs."""
+    os.environ["SHOAL_SECRET"] = secret
+    pretend_gpus.begin()
+    accelerators.choose(device)
+    serve_masters(url, "worker", tell.send)
 
 
 def where(tensor: torch.Tensor) -> tuple[int, int]:

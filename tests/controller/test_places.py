@@ -143,7 +143,9 @@ def test_what_waits_for_elements_names_what_gives_them(master: Master) -> None:
             wait()
     with pytest.raises(shoal.UsageError, match="is on nodes 0, 2"):
         x.get_node()
-    assert repr(x) == f"tensor(..., size=(2, 2), device={str(place.device)!r})"
+    assert repr(x) == f"tensor(..., size=(2, 2), device={str(place.device)!r}, nodes=[0, 2])"
+    assert repr(place[1:]) == "<shoal.controller.Place of node 2: node:2>"
+    assert repr(master) == "<shoal.controller.Master of 3 nodes>"
     assert "requires_grad" in repr(nn.Parameter(x))
     with pytest.raises(shoal.DeviceMismatch, match=r"\.on\(0\)"):
         torch.ones(2, 2, device="node:0") + x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 
 import shoal
 from shoal.controller import Master, RemoteTensor
-from tests.controller.on_gpus import SCENES
+from tests.controller.nodes import BACKSTOP, SECRET, Program, programs
+from tests.controller.on_gpus import SCENES, joins_on
 from tests.support.programs import run_program
+
+start = pytest.fixture(programs)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,45 @@ def test_on_nodes_with_pretended_gpus(told: str, scene: str) -> None:
     found = re.search(rf"^{scene}: (.*?)(?=^\w+: |\Z)", told, re.MULTILINE | re.DOTALL)
     assert found is not None, told
     assert found[1] == "ok\n", found[1]
+
+
+@pytest.mark.usefixtures("no_master")
+def test_tensors_are_made_on_the_device_that_a_worker_was_started_with(
+    start: Callable[..., Program], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    with shoal.init_master_worker(url=url, secret=SECRET) as master:
+        for index, device in enumerate(("pretend:1", "pretend:0", "cpu", "pretend")):
+            start(joins_on, url, SECRET, device)
+            master.wait_for(index + 1, BACKSTOP)
+
+        def device_of(x: torch.Tensor) -> int:
+            assert isinstance(x, RemoteTensor)
+            return x.get_device()
+
+        here = torch.arange(4.0)
+        made = [
+            torch.zeros(3, device="node:0"), here.to("node:0"), torch.tensor([1, 2], device="node:0"),
+            here.to("node:2").to("node:0"), here.to("node:0") * 2, here.to("node:1").to("node:0"),
+            torch.nn.Linear(2, 2, device="node:0").weight,
+        ]  # fmt: skip
+        assert {device_of(each) for each in made} == {1}
+        assert made[1].tolist() == made[3].tolist() == made[5].tolist() == [0, 1, 2, 3]
+        assert repr(made[1]).endswith("device='node:0', within=1)")
+        assert device_of(here.to("node:2")) == device_of(made[1].to("node:2")) == -1
+        chosen = [(None, 1), (-1, -1), (0, 0)]
+        for device, found in chosen:
+            with shoal.distributed.node(0, device=device):
+                assert device_of(torch.zeros(3)) == device_of(shoal.distributed.FloatTensor(3)) == found
+                assert device_of(here.dist_send()) == found  # type: ignore[attr-defined]
+        (batch,) = master.load("node:0", lambda index, count: [{"x": torch.ones(2)}])
+        assert (device_of(batch["x"]), batch["x"].tolist()) == (1, [1, 1])
+        alike, mixed = master.place([1, 3]), master.nodes
+        assert device_of(torch.ones(2, device=alike.device)) == 0
+        assert device_of(torch.ones(2, device=mixed.device)) == -1
+        assert [each.tolist() for each in mixed.gather(mixed.all_reduce_(mixed.replicate(here)))] == (
+            [(here * 4).tolist()] * 4
+        )
 
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the nodes have GPUs")

@@ -30,7 +30,7 @@ def installed_in(folder: Path) -> Path:
 def load() -> None:
     """What torch calls; only the processes of nodes have the devices."""
     if "shoal.controller.worker" in sys.orig_argv:
-        _load()
+        begin()
 
 
 class _Head(ctypes.Structure):
@@ -39,7 +39,8 @@ class _Head(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("type", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
-def _load() -> None:
+def begin() -> None:
+    """Let this process have the devices."""
     import torch
     from torch.utils._pytree import tree_leaves, tree_map
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend

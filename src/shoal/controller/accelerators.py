@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from ..errors import UsageError
+from ..wording import counted
+
+_chosen = -1
+
 
 @cache
 def _kind() -> str | None:
@@ -17,6 +22,32 @@ def _kind() -> str | None:
 def count() -> int:
     """How many there are."""
     return torch.accelerator.device_count() if _kind() is not None else 0
+
+
+def choose(device: str) -> None:
+    """Say on which device the tensors are made that this process holds as a node: "cpu", or "cuda:1".
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    global _chosen
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"{device!r} is no device: cpu, or a GPU such as cuda:0") from None
+    if wanted.type == "cpu":
+        _chosen = -1
+        return
+    index = wanted.index or 0
+    if wanted.type != _kind() or index >= count():
+        there = f"{counted(count(), 'GPU')}, from {_kind()}:0 on" if count() else "no GPU"
+        raise UsageError(f"there is no {device} here: torch sees {there}")
+    _chosen = index
+
+
+def chosen() -> int:
+    """The device on which tensors are made; -1: the processor."""
+    return _chosen
 
 
 def device(index: int) -> torch.device:

@@ -39,9 +39,10 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         space = operands[0].handle.space
     else:
         space = _space_of(kwargs)
-        if chosen.device >= 0 and chosen.node == space.index:
-            kwargs = {**kwargs, "device": within(chosen.device)}
-            key.append(chosen.device)
+        at = chosen.on(space)
+        if at >= 0:
+            kwargs = {**kwargs, "device": within(at)}
+            key.append(at)
     with space.lock:
         call = space.calls.get(tuple(key))
         if call is None:

@@ -11,7 +11,6 @@ import pickle
 import traceback
 from array import array
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from .commands import (
 )
 from .compiled import Run, compiled
 from .metadata import Told, told
-from .operators import named
+from .operators import function, named
 from .program import Program, Recipe
 from .reasons import Elsewhere
 
@@ -255,10 +254,7 @@ class Tensors:
 
     def define(self, definition: Definition) -> None:
         """Learn a call."""
-        try:
-            operator = named(definition.operator)._op
-        except (AttributeError, RuntimeError) as why:
-            operator = partial(_unknown, definition.operator, why)
+        operator = function(definition.operator)
         if not definition.differentiating:
             operator = torch.no_grad()(operator)
         run, scalars = compiled(definition, operator, self.device)
@@ -405,7 +401,7 @@ class Tensors:
             return
         self._asked = []
         try:
-            result = named(operator)(*given, **keyed)
+            result = function(operator)(*given, **keyed)
         except Exception as error:
             poison = self._poison(-1, operator, operands, error)
             self._outcome.values.append(("poison", poison.number))
@@ -464,12 +460,6 @@ class Tensors:
 
 def _free(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
     t[a[p + 1]] = None
-
-
-def _unknown(operator: str, why: Exception, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        f"this node has no operator {operator}: what registers it on the master has not been imported here"
-    ) from why
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,13 @@ from .output import Output
 _END = 5.0
 
 
+def _path() -> list[str]:
+    """Where a process of a node finds modules, beside those that are installed: as this one does."""
+    path = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    return path + [each for each in sys.path if each not in (*path, "") and not each.startswith(installed)]
+
+
 class Processes:
     """Starts processes of nodes, which join at a store.
 
@@ -40,7 +47,7 @@ class Processes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(_path())},
         )
         self._started[index] = process
         assert process.stdin is not None

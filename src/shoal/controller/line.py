@@ -112,6 +112,7 @@ class Line:
         lost: why the node cannot be used any more; None: it can.
         batches: that were sent, and are not taken in.
         accelerators: how many GPUs the node has.
+        within: on which of its devices tensors are made; -1: its processor.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Line:
         lines: list[Line],
         epoch: int = 0,
         accelerators: int = 0,
+        within: int = -1,
     ) -> None:
         self.index = index
         self.lines = lines
@@ -132,6 +134,7 @@ class Line:
         self.lost: ShoalError | None = None
         self.batches: deque[Batch] = deque()
         self.accelerators = accelerators
+        self.within = within
         self._send = send
         self._outbox: list[Segment] = []
         self._origins: list[Origins] = []

@@ -17,6 +17,8 @@ from .calling import Pending, payload_of
 from .issuing import issuing_line, shown
 from .naming import node_name
 from .place import Place
+from .space import Space
+from .tensor import RemoteTensor
 
 
 def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
@@ -44,7 +46,7 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
             for each, space in zip(asked, spaces, strict=True):
                 each.append(Pending(space, follow))
             batches = [each[1] for each in found]
-            yield batches[0] if len(batches) == 1 else _joined(place, batches)
+            yield _on_device(place.space, batches[0] if len(batches) == 1 else _joined(place, batches))
     finally:
         with contextlib.suppress(ShoalError):  # who uses a lost node hears of it
             for pending in asked:
@@ -60,6 +62,13 @@ def _failed(index: int, error: str, traceback: str) -> RemoteOpError:
         f"node {index}: a loader failed: {error}\nread at {line}\nthe traceback there:\n{traceback}",
         node_name(index), traceback, line,
     )  # fmt: skip
+
+
+def _on_device(space: Space, batch: Any) -> Any:
+    """A batch on the device that tensors of the nodes are made on."""
+    if space.within < 0:
+        return batch
+    return tree_map(lambda each: each.within(space.within) if type(each) is RemoteTensor else each, batch)
 
 
 def _joined(place: Place, batches: list[Any]) -> Any:

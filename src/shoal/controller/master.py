@@ -22,11 +22,13 @@ from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..rpc import Peer
 from ..wire import Deadline
+from ..wording import counted
 from . import current, device, node, peers, sending
 from .autograd import restore_thread
 from .calling import call
 from .calls import misses_in_words
 from .commands import Segment
+from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
 from .naming import node_name
@@ -53,6 +55,7 @@ def init_master_worker(
     secret: str | bytes | None = None,
     timeout: float = 300.0,
     backend: str = "native",
+    imports: Sequence[str] = (),
 ) -> Master:
     """Become the master of nodes, which are processes started here, ranks of a launcher, or whoever joins.
 
@@ -71,20 +74,24 @@ def init_master_worker(
         timeout: seconds for the nodes to start.
         backend: the data channel of collectives of several nodes: "native", or one that a package which the
             workers have registers.
+        imports: names of modules that every node imports before it is one: those that register the program's
+            own operators with torch.
 
     Raises:
-        UsageError: this process is a master already, the place has one, nothing says what the nodes are, or
-            there is no such backend.
+        UsageError: this process is a master already, the place has one, nothing says what the nodes are,
+            there is no such backend, or a node cannot import a module.
         UnsupportedOperation: torch cannot take such a device.
         LaunchError, RendezvousTimeout: a node did not start.
     """
     count = None if workers is None else checked_count("workers", workers)
     seconds = checked_seconds("timeout", timeout)
+    modules = imports_of_nodes(imports)
     if current.opened() is not None:
         raise UsageError("this process is a master already: close() that one first")
     backend_factory(backend)
     device.register()
-    master = Master(Workers(count, None if url == "env://" else url, secret, seconds), seconds, backend)
+    workers_of_master = Workers(count, None if url == "env://" else url, secret, seconds)
+    master = Master(workers_of_master, seconds, backend, modules)
     current.set_master(master)
     sending.give()
     return master
@@ -98,7 +105,7 @@ class Master:
         strict: whether an operation is an error that would wait for a node to tell the shape of its result.
     """
 
-    def __init__(self, workers: Workers, timeout: float, backend: str) -> None:
+    def __init__(self, workers: Workers, timeout: float, backend: str, imports: Sequence[str]) -> None:
         self._workers = workers
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -114,6 +121,7 @@ class Master:
         #: the workers of nodes by their indices
         self._peers: dict[int, Peer] = {}
         self._backend = backend
+        self._imports = imports
         self._pids: list[int] = []
         self._lines: list[Line] = []
         #: of nodes and of places of several, by the index of their device
@@ -202,8 +210,8 @@ class Master:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
             try:
-                begun = peer.call(node.begin, self.name, index, self._backend, self._names())
-                mailbox, gpus = begun.wait()
+                begun = peer.call(node.begin, self.name, index, self._backend, self._names(), self._imports)
+                mailbox, gpus, within = begun.wait()
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node
@@ -213,7 +221,7 @@ class Master:
         send = partial(_send, peer, mailbox, self.name)
         with self._lock:
             epoch = self._lines[index].epoch + 1 if index < len(self._lines) else 0
-            line = Line(index, self._lock, send, self._lines, epoch, gpus)
+            line = Line(index, self._lock, send, self._lines, epoch, gpus, within)
             ended = self._lines[index : index + 1]
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]
@@ -450,7 +458,8 @@ class Master:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<shoal.controller.Master of {len(self._lines)} nodes{', closed' if self._closed else ''}>"
+        nodes = counted(len(self._lines), "node")
+        return f"<shoal.controller.Master of {nodes}{', closed' if self._closed else ''}>"
 
 
 def _send(peer: Peer, mailbox: int, session: str, segments: list[Segment]) -> Future[Any]:

@@ -11,6 +11,7 @@ from ..rpc import current
 from . import accelerators, peers, teams
 from .commands import Segment
 from .execute import Spaces
+from .imports import import_all
 
 
 class _Session:
@@ -43,14 +44,25 @@ class _Session:
 _sessions: dict[str, _Session] = {}
 
 
-def begin(session: str, index: int, backend: str, names: dict[int, str]) -> tuple[int, int]:
-    """Make an empty session; the number of the mailbox that its batches go to, and how many GPUs it has.
+def begin(
+    session: str, index: int, backend: str, names: dict[int, str], imports: Sequence[str] = ()
+) -> tuple[int, int, int]:
+    """Make an empty session.
 
     Args:
         index: of this node.
         backend: name of the data channel of groups.
         names: of the other nodes' workers, by their indices.
+        imports: names of modules.
+
+    Returns:
+        the number of the mailbox that its batches go to, how many GPUs the node has, and on which of its
+        devices tensors are made.
+
+    Raises:
+        UsageError: a module cannot be imported.
     """
+    import_all(imports, f"node {index}")
     if session in _sessions:  # the master was interrupted before it knew that
         end(session)
     agent = current().agent
@@ -58,7 +70,7 @@ def begin(session: str, index: int, backend: str, names: dict[int, str]) -> tupl
     peers.enter(others)
     teams.enter(others, backend)
     begun = _sessions[session] = _Session(agent)
-    return begun.mailbox, accelerators.count()
+    return begun.mailbox, accelerators.count(), accelerators.chosen()
 
 
 def run(session: str, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:

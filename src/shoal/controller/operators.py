@@ -93,6 +93,22 @@ def named(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+def function(name: str) -> Callable[..., Any]:
+    """What runs an operator, or raises that this process has none of that name."""
+    try:
+        return named(name)._op  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError) as error:
+        why = error
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"this node has no operator {name}: name the module that registers it in "
+            "init_master_worker(imports=[...]), or start the worker with `shoal worker URL --import MODULE`"
+        ) from why
+
+    return missing
+
+
 _known: dict[int, Operator] = {}
 
 

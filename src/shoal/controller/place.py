@@ -130,7 +130,7 @@ class Place(Collectives, Sequence[torch.device]):
             return made
 
     def __repr__(self) -> str:
-        return f"<shoal.controller.Place of nodes {', '.join(map(str, self.indices))}: {self.device}>"
+        return f"<shoal.controller.Place of {self.space.nodes}: {self.device}>"
 
 
 def indices_of(named: Named, space: Callable[[int], Space]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -80,7 +81,7 @@ def predict(
         DeviceMismatch: its tensors are on devices within the node that do not go together.
         Exception: what torch raises for such arguments.
     """
-    if operator in _MISTAKEN:
+    if operator in _MISTAKEN or _is_of_node_only(operator):
         return None
     gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
     if not gpus:
@@ -101,6 +102,14 @@ def predict(
     except RuntimeError:  # of a kernel of GPUs, which torch for processors lacks, or of such arguments
         found = _predict(operator, args, kwargs, operands, scalars, True)
         return None if found is None else found.on(gpus[-1])
+
+
+def _is_of_node_only(operator: Any) -> bool:
+    """Whether it is an operator of the program's own that was given no kernel for metadata."""
+    definition, schema = OPDEFS.get(operator._schema.name), operator._schema
+    if definition is None or definition._abstract_fn is not None:
+        return False
+    return bool(schema.returns) or not schema.is_mutable  # torch makes one for what only writes
 
 
 def _gpus(template: Any) -> list[int]:

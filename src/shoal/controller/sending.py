@@ -14,16 +14,16 @@ def dist_send(tensor: torch.Tensor, node: int | None = None, device: int | None 
 
     Args:
         node: which; None: the one that ``with shoal.distributed.node(i)`` chose, or node 0.
-        device: within the node; None: what was chosen for this node, or its processor, -1.
+        device: within the node; None: what was chosen for this node, or its own.
 
     Raises:
         UsageError: there is no such node, or it has no such GPU.
     """
     index = chosen.node if node is None else node
-    within = device if device is not None else chosen.device if index == chosen.node else -1
+    within = device if device is not None else chosen.device if index == chosen.node else None
     with on_node(index, within):
         there = tensor.to(current.master().space(index).device)
-    return there if device is None else there.within(within)  # type: ignore[attr-defined]
+    return there if device is None else there.within(device)  # type: ignore[attr-defined]
 
 
 def give() -> None:

@@ -39,6 +39,7 @@ import torch
 
 from .. import config
 from ..errors import ShoalError, UsageError
+from ..wording import named
 from .commands import (
     ASK,
     DEFINE,
@@ -91,6 +92,7 @@ class Space:
         calls: interned calls by key.
         blanks: the numbers of those that make tensors without elements.
         lost: why it cannot be used any more; None: it can.
+        within: on which device of its nodes tensors are made; -1: the processor, also where they differ.
         issued: operations, so far.
         misses: calls that were new, so far.
         listener: hears of what is appended, while a step is recorded.
@@ -128,6 +130,8 @@ class Space:
         self._ids: list[int] = []
         self._high = 0
         self.lost: ShoalError | None = None
+        within = {line.within for line in lines}
+        self.within = within.pop() if len(within) == 1 else -1
         for line in lines:
             line.spaces.append(self)
             self.lost = self.lost or line.lost
@@ -260,8 +264,8 @@ class Space:
 
     @property
     def nodes(self) -> str:
-        """``node 2``, or ``nodes 0, 2``."""
-        return f"node{'s' * (len(self.lines) > 1)} {', '.join(str(line.index) for line in self.lines)}"
+        """``node 2``, or ``nodes 0, 2-5``."""
+        return named("node", (line.index for line in self.lines))
 
     def _command(self, *numbers: int) -> None:
         self._append(numbers)

@@ -183,7 +183,12 @@ class RemoteTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         text = repr(_shown(self)).replace(", device='meta'", "")
+        space = self.handle.space
         extra = [f"device={str(self.device)!r}"]
+        if len(space.lines) > 1:
+            extra.append(f"nodes={[line.index for line in space.lines]}")
+        if self.get_device() >= 0:
+            extra.append(f"within={self.get_device()}")
         if self.grad_fn is not None:
             extra.append(f"grad_fn=<{self.grad_fn.name()}>")
         elif self.requires_grad:

@@ -1,7 +1,8 @@
 """Devices within nodes: -1 is a node's processor, and its GPUs count from 0, as ``Tensor.get_device`` does.
 
-A node is one device of torch, so ``x.device`` says the node only, and what is made on ``node:i`` is on its
-processor, unless :class:`node` chooses a GPU.  Results are where the operands are.
+A node is one device of torch, so ``x.device`` says the node only.  What is made on ``node:i`` is on the
+device that its worker was started with (``shoal worker --device``), its processor if none was said, unless
+:class:`node` chooses another one.  Results are where the operands are.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ def shown(index: int) -> str:
 
 
 class _Chosen(threading.local):
-    """The choice of :class:`node` in a thread."""
+    """The choice of :class:`node` in a thread; None: the node's own."""
 
     node = 0
-    device = -1
+    device: int | None = None
+
+    def on(self, space: Space) -> int:
+        """The device of a node that tensors are made on; -1: its processor."""
+        if self.device is None or self.node != space.index:
+            return space.within
+        return self.device
 
 
 chosen = _Chosen()
@@ -105,18 +112,21 @@ class node:
 
     Args:
         index: of the node.
-        device: within it; -1: its processor.
+        device: within it; -1: its processor; None: the one that its worker was started with.
 
     Raises:
         UsageError: there is no such node, or the node has no such GPU.
     """
 
-    def __init__(self, index: int, device: int = -1) -> None:
+    def __init__(self, index: int, device: int | None = None) -> None:
         space = current.master().space(index)
         self.index = index
-        self.device = checked(space, device)
+        self.device = space.within if device is None else checked(space, device)
         self._torch = space.device
-        self._before: list[tuple[int, int]] = []
+        self._before: list[tuple[int, int | None]] = []
+
+    def __repr__(self) -> str:
+        return f"<shoal.distributed.node({self.index}, device={self.device}): {shown(self.device)}>"
 
     def __enter__(self) -> node:
         self._torch.__enter__()

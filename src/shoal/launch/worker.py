@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from contextlib import suppress
 
 import click
@@ -21,7 +22,21 @@ import click
     metavar="NUMBER",
     help="Threads that an operation computes with.  [default: torch's, one for each core]",
 )
-def worker(url: str, name: str | None, threads: int | None) -> int:
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Where tensors of the node are made: cpu, or a GPU such as cuda:0.  [default: cpu]",
+)
+@click.option(
+    "--import",
+    "imports",
+    metavar="MODULE",
+    multiple=True,
+    help="A module to import first, such as one that registers operators with torch; may be repeated.",
+)
+def worker(
+    url: str, name: str | None, threads: int | None, device: str | None, imports: tuple[str, ...]
+) -> int:
     """Serve the masters that come to URL, one after another, until SIGINT or SIGTERM.
 
     URL is that of shoal.init_master_worker(url=...): tcp://host:port, file:///path, or a registered
@@ -34,10 +49,16 @@ def worker(url: str, name: str | None, threads: int | None) -> int:
     with suppress(KeyboardInterrupt):
         import torch  # which takes seconds, and a wrong command line shall not
 
+        from ..controller import accelerators
+        from ..controller.imports import import_all
         from ..controller.serving import serve_masters
 
         if threads is not None:
             torch.set_num_threads(threads)
+        if device is not None:
+            accelerators.choose(device)
+        sys.path.append(os.getcwd())  # which a command that was installed does not look into
+        import_all(imports, "this worker")
         named = name or socket.gethostname()
         mine = f"shoal worker {named} (process {os.getpid()})"
         serve_masters(url, named, lambda text: click.echo(f"{mine}: {text}", err=True))
