@@ -128,7 +128,8 @@ def test_every_program_on_the_pages_runs(program: str, tmp_path: Path) -> None:
     """On two ranks, or as the one master."""
     script = tmp_path / "program.py"
     script.write_text(program)
-    run_program(script, 1 if "init_master_worker" in program else 2, folder=tmp_path)
+    is_master = "init_master_worker" in program
+    run_program(script, 1 if is_master else 2, folder=tmp_path, is_master=is_master)
 
 
 def test_the_tests_on_the_page_about_tests_pass(tmp_path: Path) -> None:

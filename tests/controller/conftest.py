@@ -1,4 +1,9 @@
-"""One master with three nodes, which the tests of a process share."""
+"""One master with three nodes, which the tests of a process share.
+
+``init_master_worker(workers=n)`` is quick here, also in the programs of ``nodes.programs``: its workers are
+forks, and three take 0.1 s.  So a test may have a master of its own (``no_master``), of started workers or of
+a ``nodes.Crew``, whose workers join.  The tests of the start of Python ask for ``python_starts``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
+from tests.support.quick_workers import nursery, quick_workers, start_at, start_python
 
 
 class Shared:
@@ -30,8 +36,23 @@ class Shared:
             self._master = None
 
 
+@pytest.fixture(scope="package", autouse=True)
+def quick() -> Iterator[None]:
+    """The workers of masters are forks."""
+    with quick_workers():
+        yield
+
+
+@pytest.fixture
+def python_starts(no_master: None) -> Iterator[None]:
+    """Each worker is a new Python, as for users; that takes seconds."""
+    start_python()
+    yield
+    start_at(nursery())
+
+
 @pytest.fixture(scope="package")
-def shared() -> Iterator[Shared]:
+def shared(quick: None) -> Iterator[Shared]:
     shared = Shared()
     yield shared
     shared.close()

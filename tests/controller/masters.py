@@ -17,6 +17,7 @@ import torch
 
 import shoal
 from tests.controller.nodes import BACKSTOP
+from tests.support.quick_workers import start_python
 
 
 def loses_a_node(tell: Connection) -> None:
@@ -67,6 +68,8 @@ def works_for_ever(tell: Connection) -> None:
 def dies_before_its_nodes_have_joined(tell: Connection) -> None:
     """Die as soon as a node's process was started."""
 
+    start_python()
+
     class Noted(subprocess.Popen[Any]):
         def __init__(self, *args: Any, **how: Any) -> None:
             super().__init__(*args, **how)
@@ -108,6 +111,7 @@ def fails_unseen_and_begins_again(tell: Connection) -> None:
 
 def cannot_start(tell: Connection) -> None:
     """Start a node whose program fails."""
+    start_python()
     sys.executable = "/bin/false"
     try:
         shoal.init_master_worker(workers=1)

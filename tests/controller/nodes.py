@@ -19,8 +19,9 @@ from shoal.controller import Master
 from shoal.controller.serving import serve_masters
 from shoal.testing.processes import fork_server, preload
 from shoal.wire import Deadline
+from tests.support import quick_workers
 
-preload("tests.controller.nodes", "tests.controller.masters", "shoal.controller.prediction")
+preload("tests.controller.nodes", "tests.controller.masters")
 
 #: of the jobs of tests
 SECRET = "of the test"
@@ -33,7 +34,7 @@ class Program:
 
     def __init__(self, run: Callable[..., None], *args: Any) -> None:
         self._told, tell = multiprocessing.Pipe(duplex=False)
-        self._process = fork_server().Process(target=_run, args=(run, tell, args))
+        self._process = fork_server().Process(target=_run, args=(quick_workers.nursery(), run, tell, args))
         self._process.start()
         tell.close()
         self.pid: int = self._process.pid
@@ -63,8 +64,9 @@ class Program:
             self._told.close()
 
 
-def _run(run: Callable[..., None], tell: Connection, args: tuple[Any, ...]) -> None:
+def _run(nursery: str, run: Callable[..., None], tell: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    quick_workers.start_at(nursery)
     run(tell, *args)
 
 

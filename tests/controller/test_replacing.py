@@ -133,7 +133,9 @@ def test_with_sync_what_fails_raises_at_its_line(
     crew.master.synchronize()
 
 
-def test_what_nodes_write_comes_as_whole_lines(no_master: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_nodes_write_comes_as_whole_lines(
+    python_starts: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     master = shoal.init_master_worker(workers=2)
     agent = master._workers.agent
     count = 2000

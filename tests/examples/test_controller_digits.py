@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ import torch
 import shoal
 from shoal.testing import run_threads
 from tests.examples.load import load
+from tests.support.quick_workers import quick_workers
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_workers():
+        yield
 
 
 def test_nodes_train_the_network_that_ranks_train_up_to_rounding() -> None:

@@ -24,7 +24,7 @@ def test_the_cells_run_as_a_script(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     script = tmp_path / "notebook.py"
     script.write_text("\n\n".join("".join(each["source"]) for each in cells if each["cell_type"] == "code"))
-    (output,) = run_program(script, 1, folder=tmp_path)
+    (output,) = run_program(script, 1, folder=tmp_path, is_master=True)
     assert [each for each in PRINTED if each not in output] == []
     assert "False" not in output
 

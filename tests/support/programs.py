@@ -21,15 +21,19 @@ from shoal.launch.environment import Job, ReservedPort
 from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
+from tests.support.quick_workers import nursery, start_at
 
 
-def run_program(script: Path, size: int, *arguments: str, folder: Path, timeout: float = 120.0) -> list[str]:
+def run_program(
+    script: Path, size: int, *arguments: str, folder: Path, timeout: float = 120.0, is_master: bool = False
+) -> list[str]:
     """Run a program on ranks of this machine.
 
     Args:
         arguments: of its command line.
         folder: where it runs.
         timeout: seconds until all ranks must have ended.
+        is_master: the program starts workers, which are forks here.
 
     Returns:
         What each rank wrote to its standard output and error.
@@ -41,8 +45,9 @@ def run_program(script: Path, size: int, *arguments: str, folder: Path, timeout:
     outputs = [folder / f"rank{rank}.txt" for rank in range(size)]
     with TCPStoreServer(secret=job.secret.encode(), records=job_record(size, job.ident)).start() as server:
         variables = [job.variables(rank, server.url, str(port.number)) for rank in range(size)]
+        workers = nursery() if is_master else None
         ranks = [
-            fork_server().Process(target=_play, args=(script, arguments, *told))
+            fork_server().Process(target=_play, args=(script, arguments, workers, *told))
             for told in zip(variables, outputs, strict=True)
         ]
         deadline = time.monotonic() + timeout
@@ -64,8 +69,12 @@ def run_program(script: Path, size: int, *arguments: str, folder: Path, timeout:
     return written
 
 
-def _play(script: Path, arguments: tuple[str, ...], variables: dict[str, str], output: Path) -> None:
+def _play(
+    script: Path, arguments: tuple[str, ...], workers: str | None, variables: dict[str, str], output: Path
+) -> None:
     """Be one rank."""
+    if workers is not None:
+        start_at(workers)
     gc.freeze()  # as the ranks of shoal.testing do
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
