@@ -80,6 +80,33 @@ def test_an_upload_that_does_not_block_returns_when_it_is_queued(
     assert waited
 
 
+@pytest.mark.parametrize(
+    "here",
+    [
+        torch.tensor(0.1),
+        torch.tensor([[1e-40]], dtype=torch.bfloat16),
+        torch.tensor(-(2**63)),
+        torch.tensor(2**63, dtype=torch.uint64),
+        torch.tensor(True),
+        torch.tensor(1 - 2j).conj(),
+        torch.tensor(2j).conj().imag,
+        torch.tensor(3.0, requires_grad=True),
+    ],
+)
+def test_a_number_is_the_one_that_torch_gives_here(master: Master, here: torch.Tensor) -> None:
+    there = here.to(NODE)
+    assert (type(there.item()), there.item()) == (type(here.item()), here.item())
+
+
+def test_several_elements_are_no_number(master: Master) -> None:
+    for count in (0, 2):
+        with pytest.raises(RuntimeError) as here:
+            torch.ones(count).item()
+        with pytest.raises(RuntimeError) as there:
+            torch.ones(count, device=NODE).item()
+        assert str(there.value) == str(here.value)
+
+
 def test_elements_come_to_the_master_where_it_needs_them(master: Master) -> None:
     x = torch.arange(4.0, device=NODE)
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]

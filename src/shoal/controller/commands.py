@@ -42,6 +42,8 @@ SHARE = 9
 PROGRAM = 10
 #: ERASE number of a program: forget it
 ERASE = 11
+#: ITEM id: its one element goes into the reply, as a number
+ITEM = 12
 #: CALL index of a payload, number: run a function of the program, and tell of its result
 CALL = 13
 #: TAKE id, number, position: the tensor in the result of that call

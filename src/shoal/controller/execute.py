@@ -27,6 +27,7 @@ from .commands import (
     FIRST,
     FORGET,
     FREE,
+    ITEM,
     KEEP,
     PROGRAM,
     PUT,
@@ -220,7 +221,7 @@ class Tensors:
             self.tensors[a[p + 1]] = poison
         elif a[p] == SHARE:
             self._spaces[a[p + 3]].hold(a[p + 4], poison)
-        elif a[p] in (FETCH, ASK, CALL, STATE):
+        elif a[p] in (FETCH, ITEM, ASK, CALL, STATE):
             self._outcome.values.append(("poison", poison.number))
 
     def _written(self, call: Definition, operands: list[int]) -> list[int]:
@@ -321,6 +322,7 @@ class Tensors:
             FREE: (_free, 2, 0),
             PUT: (self._put, 3, 0),
             FETCH: (self._fetch, 2, 0),
+            ITEM: (self._item, 2, 0),
             SEED: (self._seed, 3, 0),
             FORGET: (self._forget_calls, 1, 0),
             ASK: (self._ask, 2, 0),
@@ -379,6 +381,13 @@ class Tensors:
         else:
             # a copy: the next batch may write to the tensor while the reply is sent
             self._outcome.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
+
+    def _item(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        value = t[a[p + 1]]
+        if isinstance(value, Poison):
+            self._outcome.values.append(("poison", value.number))
+        else:
+            self._outcome.values.append(("number", value.item()))
 
     def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         accelerators.seed(a[p + 1] | a[p + 2] << 32)

@@ -18,7 +18,6 @@ import torch
 
 from ..backend.registry import backend_factory
 from ..errors import NodeLost, ShoalError, UsageError, WorkerLost
-from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..rpc import Peer
 from ..wire import Deadline
@@ -27,7 +26,6 @@ from . import current, device, node, peers, sending
 from .autograd import restore_thread
 from .calling import call
 from .calls import misses_in_words
-from .commands import Segment
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
@@ -218,7 +216,7 @@ class Master:
             except BaseException:  # a Ctrl-C
                 self._workers.give_back(worker)
                 raise
-        send = partial(_send, peer, mailbox, self.name)
+        send = partial(peer.over_line(mailbox, node.run), self.name)
         with self._lock:
             epoch = self._lines[index].epoch + 1 if index < len(self._lines) else 0
             line = Line(index, self._lock, send, self._lines, epoch, gpus, within)
@@ -460,8 +458,3 @@ class Master:
     def __repr__(self) -> str:
         nodes = counted(len(self._lines), "node")
         return f"<shoal.controller.Master of {nodes}{', closed' if self._closed else ''}>"
-
-
-def _send(peer: Peer, mailbox: int, session: str, segments: list[Segment]) -> Future[Any]:
-    """Send a batch: the mailbox of the session takes them in order."""
-    return peer._call(mailbox, node.run, (session, segments), {})

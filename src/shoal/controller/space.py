@@ -47,6 +47,7 @@ from .commands import (
     FETCH,
     FORGET,
     FREE,
+    ITEM,
     KEEP,
     PROGRAM,
     PUT,
@@ -373,6 +374,12 @@ class Space:
         if len(self.lines) > 1:
             raise self.ambiguous()
         return self.fetch_all(id)[0]
+
+    def item(self, id: int) -> bool | int | float | complex:
+        """The number in a tensor of one element; raises as :meth:`fetch` does."""
+        if len(self.lines) > 1:
+            raise self.ambiguous()
+        return self._answers(ITEM, id)[0]  # type: ignore[no-any-return]
 
     def ambiguous(self) -> UsageError:
         """For who wants one tensor of a place of several nodes."""

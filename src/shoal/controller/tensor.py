@@ -160,6 +160,13 @@ class RemoteTensor(torch.Tensor):
 
     # -- elements: each of these waits -----------------------------------------------------------
 
+    def item(self) -> Any:
+        """The one element, as a number."""
+        if self.numel() != 1:
+            return super().item()  # torch says what is wrong
+        handle = self.handle
+        return handle.space.item(handle.id)
+
     def tolist(self) -> Any:
         """The elements, as lists of numbers."""
         return fetch(self).tolist()

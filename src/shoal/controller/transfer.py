@@ -23,7 +23,8 @@ def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special("aten::_local_scalar_dense")
 def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return fetch(args[0]).item()
+    handle = args[0].handle
+    return handle.space.item(handle.id)
 
 
 @special("aten::is_pinned")

@@ -210,6 +210,15 @@ class Peer(WorkerInfo):
             failed.set_exception(error)
             return failed
 
+    def over_line(self, mailbox: int, fn: Callable[..., Any]) -> Callable[..., Future[Any]]:
+        """What calls ``fn`` in a mailbox over the connection of now and no other one, again and again.
+
+        What is the same each time is found once.
+        """
+        agent, shown = self._agent, self._shown(fn, ())
+        line, limit = agent.line(self.name, self.timeout), self._limit
+        return lambda *args: call.request(agent.endpoint, line, mailbox, fn, args, {}, limit, shown)
+
 
 def _arrived(name: str, timeout: float, id: int) -> Peer:
     """The same worker, as the one that gets this knows it."""
