@@ -62,8 +62,7 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
             for each in (space, source):
                 if each.lost is not None:
                     raise each.lost
-            for line in space.lines:
-                line.expect(dense.nbytes)
+            space.expect(dense.nbytes)
             dispatch(_send, (tensor, routes, session), {})
             shape, stride = list(dense.shape), list(dense.stride())
             made.append(dispatch(_receive, (routes, session, shape, stride), how))

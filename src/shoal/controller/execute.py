@@ -364,6 +364,10 @@ class Tensors:
     def _share(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         self._spaces[a[p + 3]].hold(a[p + 4], self._spaces[a[p + 1]].tensors[a[p + 2]])
 
+    def in_space(self, number: int) -> Tensors:
+        """The tensors of a space on this node."""
+        return self._spaces[number]
+
     def hold(self, id: int, value: Any) -> None:
         """Give a tensor of another space an id here too."""
         self._reach(id + 1)

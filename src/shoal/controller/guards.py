@@ -1,20 +1,34 @@
 """What a recorded step depends on beside its arguments, found through its function, and whether it changed.
 
 Found are the values of closures and of globals that the function names, and what hangs on them: the
-modules' parameters, buffers, flags and hooks, the optimisers' groups and state, functions that it calls, and
-objects' attributes that it names.  Of numbers, flags and texts the value is compared, of tensors the handle,
-of other things the identity.
+modules' parameters, buffers, flags and hooks, the optimisers' groups, state and hooks, functions that it
+calls, and attributes of objects and classes that it names.  Of numbers, flags, texts and small arrays the
+value is compared, of tensors the handle, of other things the identity.  Globals of installed packages are
+taken to stay as they are.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
+import sysconfig
 from collections.abc import Iterable
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from functools import cached_property, partial
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
+from torch.nn.modules import module as of_modules
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import optimizer as of_optimizers
 
 from .issuing import is_inside
 from .tensor import Handle, RemoteTensor
@@ -25,22 +39,33 @@ PLAIN = frozenset(
 )
 #: attributes of modules that only their saving looks at
 _SAVING = ("_state_dict", "_load_state_dict", "_non_persistent")
-#: methods that are called without being named
-_CALLED = frozenset({"forward", "__call__"})
-#: containers with more elements, none of them of the mode, count as one thing
+#: methods that say nothing of what an object does
+_SILENT = frozenset({"__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__", "__slots__"})
+#: containers with more elements, none of them of the mode, are compared as a whole
 _MANY = 1000
+_OF_INTEREST = (RemoteTensor, torch.nn.Module, dict)
+#: bytes of an array that is compared by value
+_ARRAY = 1 << 16
+#: hooks of all modules, and of all optimisers
+_HOOKS = {
+    name: value
+    for module in (of_modules, of_optimizers)
+    for name, value in vars(module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+}
+_INSTALLED = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class Guards:
     """The state of all that was found.
 
     Attributes:
-        tensors: each tensor, its handle, whether it requires a gradient, and its path.
+        tensors: each tensor, its handle, whether it requires a gradient, how many hooks it has, and its path.
         grads: tensors that may get gradients, those that they have, and their handles.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], names: set[str]) -> None:
-        self.tensors: list[tuple[RemoteTensor, Handle, bool, str]] = []
+        self.tensors: list[tuple[RemoteTensor, Handle, bool, int, str]] = []
         self.grads: list[tuple[RemoteTensor, RemoteTensor | None, Handle | None]] = []
         self.names = set(names)
         self._same: list[tuple[Any, Any, Any, str]] = []
@@ -49,15 +74,20 @@ class Guards:
         self._lengths: list[tuple[Any, int, str]] = []
         self._cells: list[tuple[CellType, Any, str]] = []
         self._versions: list[tuple[torch.Tensor, int, str]] = []
+        self._copies: list[tuple[Any, Any, str]] = []
+        self._arrays: list[tuple[Any, bytes, str]] = []
         self._seen: dict[int, Any] = {}
         for path, root in roots:
             self._visit(root, path)
+        for path, hooks in _HOOKS.items():
+            self._lengths.append((hooks, len(hooks), path))
         self._seen.clear()
+        self._written = {id(each): each._version for each, *_ in self.tensors if not each.is_inference()}
 
     @property
     def handles(self) -> set[Handle]:
         """Of the tensors and of their gradients."""
-        found = {handle for _, handle, _, _ in self.tensors}
+        found = {handle for _, handle, _, _, _ in self.tensors}
         return found | {handle for _, _, handle in self.grads if handle is not None}
 
     def let_go_of_grads(self) -> dict[int, bool]:
@@ -65,6 +95,11 @@ class Guards:
         had = {id(tensor): grad is not None for tensor, grad, _ in self.grads}
         self.grads.clear()
         return had
+
+    def written(self, before: Guards) -> list[RemoteTensor]:
+        """The tensors that a call has written to since ``before``."""
+        old, new = before._written, self._written
+        return [each for each, *_ in self.tensors if new.get(id(each)) != old.get(id(each))]
 
     # -- comparison ------------------------------------------------------------------------------
 
@@ -91,11 +126,21 @@ class Guards:
                     type(value) not in PLAIN or value != expected or type(value) is not type(expected)
                 ):
                     return path
-            for tensor, handle, required, path in self.tensors:
-                if tensor.handle is not handle or tensor.requires_grad is not required:
+            for tensor, handle, required, hooks, path in self.tensors:
+                if (
+                    tensor.handle is not handle
+                    or tensor.requires_grad is not required
+                    or (required and _hooks(tensor) != hooks)
+                ):
                     return path
             for value, version, path in self._versions:
                 if value._version != version:
+                    return path
+            for held, copy, path in self._copies:
+                if held != copy:
+                    return path
+            for array, content, path in self._arrays:
+                if array.tobytes() != content:
                     return path
         except (KeyError, IndexError, ValueError):
             return path
@@ -126,10 +171,18 @@ class Guards:
         for c, n, path in self._lengths:
             if lengths.get(id(c), n) != n:
                 return f"{path} had {lengths[id(c)]} elements before the call and has {n} after it"
-        handles = {id(t): h for t, h, _, _ in before.tensors}
-        for tensor, handle, _, path in self.tensors:
-            if handles.get(id(tensor), handle) is not handle:
-                return f"{path} stands for another tensor after the call"
+        found = {id(t): rest for t, *rest, _ in before.tensors}
+        for tensor, *now, path in self.tensors:
+            if found.get(id(tensor), now) != now:
+                return f"{path} is another tensor after the call, or has other hooks or requires_grad"
+        copies = {id(held): copy for held, copy, _ in before._copies}
+        for held, copy, path in self._copies:
+            if copies.get(id(held), copy) != copy:
+                return f"{path} has other elements after the call"
+        arrays = {id(array): content for array, content, _ in before._arrays}
+        for array, content, path in self._arrays:
+            if arrays.get(id(array), content) != content:
+                return f"{path} has other elements after the call"
         versions = {id(t): n for t, n, _ in before._versions}
         for value, version, path in self._versions:
             if versions.get(id(value), version) != version:
@@ -144,7 +197,7 @@ class Guards:
             return
         self._seen[id(value)] = value
         if kind is RemoteTensor:
-            self.tensors.append((value, value.handle, value.requires_grad, path))
+            self.tensors.append((value, value.handle, value.requires_grad, _hooks(value), path))
             grad: Any = value.grad if value.is_leaf else None
             if value.is_leaf and (value.requires_grad or grad is not None):
                 self.grads.append((value, grad, None if grad is None else grad.handle))
@@ -157,8 +210,10 @@ class Guards:
             if not isinstance(value, LazyModuleMixin):
                 self._of_class(value, path)
         elif isinstance(value, torch.optim.Optimizer):
-            self._slot(value.__dict__, "param_groups", f"{path}.param_groups")
-            self._slot(value.__dict__, "state", f"{path}.state")
+            for key in ("param_groups", "state", *(each for each in value.__dict__ if "_step_" in each)):
+                self._slot(value.__dict__, key, f"{path}.{key}")
+            self._named(value.__dict__, path)
+            self._of_class(value, path)
         elif isinstance(value, FunctionType):
             self._function(value, path)
         elif isinstance(value, MethodType):
@@ -168,35 +223,45 @@ class Guards:
             for i, each in enumerate((value.func, *value.args, *value.keywords.values())):
                 self._visit(each, f"{path}[{i}]")
         elif isinstance(value, dict):
-            if self._is_of_interest(value, value.values()):
+            if self._is_of_interest(value, value.values(), path):
                 self._dictionary(value, path)
         elif isinstance(value, (list, tuple)):
-            if self._is_of_interest(value, value):
+            if self._is_of_interest(value, value, path):
                 if kind is not tuple:
                     self._lengths.append((value, len(value), path))
                 for i in range(len(value)):
                     self._slot(value, i, f"{path}[{i}]")
         elif isinstance(value, ModuleType):
-            if not _is_library(value.__name__):
+            if not _is_library(value.__name__) and not _is_installed(getattr(value, "__file__", None)):
                 self._named(value.__dict__, path)
-        elif isinstance(value, type) or kind.__module__.startswith("shoal."):
-            return
-        elif isinstance(getattr(value, "__dict__", None), dict):
-            self._named(value.__dict__, path)
+        elif isinstance(value, type):
+            for each in value.__mro__:
+                if not _is_library(each.__module__):
+                    self._named(each.__dict__, path)
+        elif isinstance(value, (property, cached_property)):
+            self._visit(value.fget if isinstance(value, property) else value.func, path)
+        elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
+            if value.nbytes <= _ARRAY:
+                self._arrays.append((value, value.tobytes(), path))
+        elif not kind.__module__.startswith("shoal."):
+            self._visit(getattr(value, "__wrapped__", None), path)
+            if isinstance(getattr(value, "__dict__", None), dict):
+                self._named(value.__dict__, path)
             self._of_class(value, path)
 
-    def _is_of_interest(self, container: Any, values: Iterable[Any]) -> bool:
-        if len(container) <= _MANY:
+    def _is_of_interest(self, container: Any, values: Iterable[Any], path: str) -> bool:
+        if len(container) <= _MANY or any(isinstance(each, _OF_INTEREST) for each in values):
             return True
-        first = next(iter(values))
-        return isinstance(first, (RemoteTensor, torch.nn.Module, dict))
+        if not isinstance(container, tuple) and all(type(each) in PLAIN for each in values):
+            self._copies.append((container, container.copy(), path))
+        return False
 
     def _dictionary(self, held: dict[Any, Any], path: str) -> None:
         self._lengths.append((held, len(held), path))
         for key in list(held):
             self._slot(held, key, f"{path}.{key}" if isinstance(key, str) else f"{path}[...]")
 
-    def _named(self, held: dict[Any, Any], path: str) -> None:
+    def _named(self, held: Any, path: str) -> None:
         for name in self.names.intersection(held):
             self._slot(held, name, f"{path}.{name}")
 
@@ -212,19 +277,27 @@ class Guards:
 
     def _of_class(self, value: Any, path: str) -> None:
         """Methods and other attributes that the object has of its class."""
+        held = getattr(value, "__dict__", {})
         for each in type(value).__mro__:
             if _is_library(each.__module__):
                 continue
-            for name in self.names.intersection(each.__dict__) | _CALLED.intersection(each.__dict__):
-                attribute = each.__dict__[name]
-                if type(attribute) in PLAIN and name not in value.__dict__:
+            for name, attribute in list(each.__dict__.items()):
+                if isinstance(attribute, MemberDescriptorType):
+                    if name in self.names and hasattr(value, name):
+                        self._slot(_Slots(value), name, f"{path}.{name}")
+                    continue
+                called = name == "forward" or (name.startswith("__") and name not in _SILENT)
+                if name not in self.names and not (called and callable(attribute)):
+                    continue
+                if type(attribute) in PLAIN and name not in held:
                     self._equal.append((each.__dict__, name, attribute, f"{path}.{name}"))
-                    self._absent.append((value.__dict__, name, f"{path}.{name}"))
+                    self._absent.append((held, name, f"{path}.{name}"))
                 self._visit(getattr(attribute, "__func__", attribute), f"{path}.{name}")
 
     def _function(self, function: FunctionType, path: str) -> None:
         code = function.__code__
         if is_inside(code) or _is_library(function.__module__):
+            self._visit(getattr(function, "__wrapped__", None), path)
             return
         used = set(_names(code))
         self.names |= used
@@ -235,13 +308,35 @@ class Guards:
                 continue
             self._cells.append((cell, value, name))
             self._visit(value, name)
-        for name in used.intersection(function.__globals__):
-            self._slot(function.__globals__, name, name)
+        if not _is_installed(code.co_filename):
+            for name in used.intersection(function.__globals__):
+                self._slot(function.__globals__, name, name)
         for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(each, path)
 
 
+class _Slots:
+    """Attributes of an object that has no dictionary of them."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.of, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
+def _hooks(tensor: torch.Tensor) -> int:
+    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
+
+
 def _place(container: Any, key: Any) -> tuple[int, Any]:
+    if type(container) is MappingProxyType:  # of a class, anew whenever it is asked for
+        container = gc.get_referents(container)[0]
+    elif type(container) is _Slots:
+        container = container.of
     return id(container), key if type(key) in PLAIN else id(key)
 
 
@@ -250,6 +345,10 @@ def _names(code: CodeType) -> Iterable[str]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _names(each)
+
+
+def _is_installed(file: str | None) -> bool:
+    return file is None or file.startswith((*_INSTALLED, "<frozen"))
 
 
 def _is_library(name: str | None) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .commands import Definition
+from .commands import SHARE, Definition
 from .compiled import Run, call_text, kinds_of
 
 
@@ -29,6 +29,10 @@ class Node(Protocol):
     plain: dict[int, tuple[Definition, Any]]
 
     def fail(self, a: list[int], p: int, position: int, error: Exception, step: int = -1) -> None: ...
+
+    def in_space(self, number: int) -> Node: ...
+
+    def hold(self, id: int, value: Any) -> None: ...
 
 
 class Step(NamedTuple):
@@ -49,25 +53,29 @@ class Step(NamedTuple):
 class Recipe(NamedTuple):
     """A program, as a node learns it.
 
-    A *slot* stands for a tensor: first the inputs, then the tensors outside, then what the steps make.
+    A *slot* stands for a tensor: first the inputs, then the tensors outside, then what the steps make.  The
+    tensor may be one of another space of the node.
 
     Attributes:
-        number: of the command that runs it: its number, the ids of the inputs, those of the results.
-        inputs: how many.
-        outside: ids of tensors that it uses and that are the same in every replay.
+        number: of the command that runs it: its number, then the ids of the inputs, of what is given to other
+            spaces, and of the results.
+        inputs: the space of each.
+        outside: space and id of tensors that it uses and that are the same in every replay.
         steps: the commands.
+        given: slots of what gets an id of another space in every replay, and that space.
         results: slots of what gets an id in every replay.
-        kept: slots of what keeps its id, and the ids.
-        taken: ids among those outside that nothing after it uses.
+        kept: slots of what keeps its id, its space, and the id.
+        taken: those outside that nothing after it uses.
     """
 
     number: int
-    inputs: int
-    outside: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outside: tuple[tuple[int, int], ...]
     steps: tuple[Step, ...]
+    given: tuple[tuple[int, int], ...]
     results: tuple[int, ...]
-    kept: tuple[tuple[int, int], ...]
-    taken: tuple[int, ...]
+    kept: tuple[tuple[int, int, int], ...]
+    taken: tuple[tuple[int, int], ...]
 
 
 class Program:
@@ -80,7 +88,7 @@ class Program:
 
     def __init__(self, recipe: Recipe, node: Node) -> None:
         self.recipe = recipe
-        self.width = 1 + recipe.inputs + len(recipe.results)
+        self.width = 1 + len(recipe.inputs) + len(recipe.given) + len(recipe.results)
         self._source = _Source(recipe, node)
         self.run = self._source.compiled()
         self._code: CodeType = self.run.__code__
@@ -96,13 +104,17 @@ class Program:
         failed, held = self._source.step_of(trace.tb_lineno), _locals(trace)
         t = node.tensors
         base = len(t)
-        slots = recipe.inputs + len(recipe.outside) + sum(len(step.results) for step in recipe.steps)
+        made = sum(len(step.results) for step in recipe.steps)
+        slots = len(recipe.inputs) + len(recipe.outside) + made
         t.extend([None] * slots)
         try:
             for slot, value in held.items():
                 t[base + slot] = value
             for index in range(failed, len(recipe.steps)):
                 step = recipe.steps[index]
+                if step.numbers[0] == SHARE:
+                    t[base + step.results[0][1]] = t[base + step.operands[0][1]]
+                    continue
                 numbers = list(step.numbers)
                 for at, slot in (*step.operands, *step.results):
                     numbers[at] = base + slot
@@ -113,11 +125,13 @@ class Program:
                     except Exception as later:
                         error = later
                 node.fail(numbers, 0, position, error, index)
-            first = p + 1 + recipe.inputs
-            for at, slot in enumerate(recipe.results):
+            first = p + 1 + len(recipe.inputs)
+            for at, (slot, space) in enumerate(recipe.given):
+                node.in_space(space).hold(a[first + at], t[base + slot])
+            for at, slot in enumerate(recipe.results, len(recipe.given)):
                 t[a[first + at]] = t[base + slot]
-            for slot, id in recipe.kept:
-                t[id] = t[base + slot]
+            for slot, space, id in recipe.kept:
+                node.in_space(space).hold(id, t[base + slot])
         finally:
             del t[base:]
 
@@ -139,18 +153,23 @@ class _Source:
         self._recipe = recipe
         self._node = node
         self._names: dict[str, Any] = {"device": node.device, "int": int}
-        inputs, outside = recipe.inputs, len(recipe.outside)
+        self._tables: dict[int, str] = {}
         self._lines = ["def run(t, a, p, s, q):"]
         last = {slot: i for i, step in enumerate(recipe.steps) for _, slot in (*step.operands, *step.results)}
-        for slot in (*recipe.results, *(slot for slot, _ in recipe.kept)):
-            last[slot] = len(recipe.steps)
-        for slot in range(inputs + outside):
+        after = [*recipe.results, *(slot for slot, _ in recipe.given), *(slot for slot, _, _ in recipe.kept)]
+        last.update(dict.fromkeys(after, len(recipe.steps)))
+        places = [(space, f"a[p+{at}]") for at, space in enumerate(recipe.inputs, 1)]
+        places += [(space, str(id)) for space, id in recipe.outside]
+        for slot, (space, place) in enumerate(places):
             if slot in last:
-                place = f"a[p+{1 + slot}]" if slot < inputs else str(recipe.outside[slot - inputs])
-                self._lines.append(f"    v{slot} = t[{place}]")
+                self._lines.append(f"    v{slot} = {self._table(space)}[{place}]")
         # What the last replay left there is free before the steps, as it is when they are issued one by one.
-        stale = [id for _, id in recipe.kept if id not in recipe.outside]
-        self._lines += [f"    t[{id}] = None" for id in (*stale, *recipe.taken)]
+        kept = [(space, id) for _, space, id in recipe.kept]
+        for space, id in kept:
+            if len(node.in_space(space).tensors) <= id:
+                node.in_space(space).hold(id, None)
+        stale = [each for each in kept if each not in recipe.outside]
+        self._lines += [f"    {self._table(space)}[{id}] = None" for space, id in (*stale, *recipe.taken)]
         self._first = len(self._lines) + 1
         dying: list[list[int]] = [[] for _ in range(len(recipe.steps) + 1)]
         for slot, index in last.items():
@@ -160,9 +179,12 @@ class _Source:
             if dying[index]:
                 parts.append("del " + ", ".join(f"v{slot}" for slot in dying[index]))
             self._lines.append("    " + "; ".join(parts))
-        for at, slot in enumerate(recipe.results):
-            self._lines.append(f"    t[a[p+{1 + inputs + at}]] = v{slot}")
-        self._lines += [f"    t[{id}] = v{slot}" for slot, id in recipe.kept]
+        first = 1 + len(recipe.inputs)
+        for at, (slot, space) in enumerate(recipe.given, first):
+            self._lines.append(f"    {self._named(node.in_space(space).hold)}(a[p+{at}], v{slot})")
+        for at, slot in enumerate(recipe.results, first + len(recipe.given)):
+            self._lines.append(f"    t[a[p+{at}]] = v{slot}")
+        self._lines += [f"    {self._table(space)}[{id}] = v{slot}" for slot, space, id in recipe.kept]
         if len(self._lines) == 1:
             self._lines.append("    pass")
 
@@ -171,6 +193,13 @@ class _Source:
         exec(compile("\n".join(self._lines), "<recorded step>", "exec"), self._names)
         return self._names["run"]  # type: ignore[no-any-return]
 
+    def _table(self, space: int) -> str:
+        """The list of a space's tensors, in the text."""
+        if space not in self._tables:
+            node = self._node.in_space(space)
+            self._tables[space] = "t" if node is self._node else self._named(node.tensors)
+        return self._tables[space]
+
     def step_of(self, line: int) -> int:
         """Which step is on a line."""
         return line - self._first
@@ -178,6 +207,8 @@ class _Source:
     def _step(self, step: Step) -> list[str]:
         operands = [f"v{slot}" for _, slot in step.operands]
         results = [f"v{slot}" for _, slot in step.results]
+        if step.numbers[0] == SHARE:
+            return [f"{results[0]} = {operands[0]}"]
         plain = self._node.plain.get(step.numbers[0])
         if plain is None:
             return [self._whole(step, operands, results)]

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from ..errors import RecordingMismatch, UsageError
 from . import calls
+from .effects import Effects
 from .guards import Guards, find
 from .issuing import shown
 from .recording import Name, Recording, difference
-from .replaying import Replay, Results, flatten
+from .replaying import FORGOTTEN, Replay, Results, erase_ended, flatten
 from .space import Space
 from .tensor import Handle, RemoteTensor
+from .within import chosen
 
 #: calls that are not replayed, of the same arguments, before it is an error
 CALLS = 5
@@ -44,13 +48,14 @@ class _Kind:
         programs: that stand for such calls, the last used first.
         last: the last recording, by which gradients there were before it.
         calls: that were recorded since the last program was made.
+        total: all that were recorded.
         others: arguments that are told apart by what they are.
     """
 
     def __init__(self, others: list[Any]) -> None:
         self.programs: list[Replay] = []
         self.last: dict[tuple[bool, ...], Recording] = {}
-        self.calls = 0
+        self.calls = self.total = 0
         self.others = others
 
 
@@ -65,6 +70,8 @@ class Recorded:
     def __init__(self, fn: Callable[..., Any], spaces: Callable[[], Iterable[Space]]) -> None:
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called, so it cannot be recorded")
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+            raise UsageError(f"{fn!r} gives control back halfway, so it cannot be recorded")
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._spaces = spaces
@@ -75,14 +82,18 @@ class Recorded:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _owner == threading.get_ident():
-            return self._fn(*args, **kwargs)  # part of another step
+        if _owner == threading.get_ident() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return self._fn(*args, **kwargs)  # part of another step, or of vmap and the like
         key: list[Any] = [
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.get_default_dtype(),
-            torch._C._len_torch_function_stack(),
+            chosen.node,
+            chosen.device,
         ]
+        for at in range(torch._C._len_torch_function_stack()):
+            mode: Any = torch._C._get_function_stack_at(at)
+            key.append(mode.device if isinstance(mode, DeviceContext) else id(mode))
         leaves: list[Any] = []
         others: list[Any] = []
         flatten((args, kwargs), key, leaves, others)
@@ -91,47 +102,70 @@ class Recorded:
         if kind is not None:
             for program in kind.programs:
                 if program.stands_for(leaves):
-                    self.replays += 1
-                    return program(leaves)
+                    result = program(leaves)
+                    if result is not FORGOTTEN:
+                        self.replays += 1
+                        return result
         if not _recording.acquire(blocking=False):
             return self._fn(*args, **kwargs)  # another thread records
         try:
             if kind is None:
                 kind = self._kinds[name] = _Kind(others)
                 if len(self._kinds) > KINDS:
-                    for program in self._kinds.popitem(last=False)[1].programs:
-                        program.close()
+                    self._make_room()
             self._kinds.move_to_end(name)
             return self._record(kind, args, kwargs, leaves)
         finally:
             _recording.release()
 
+    def _make_room(self) -> None:
+        """Forget the calls that are the longest ago."""
+        if all(each.total <= 1 for each in self._kinds.values()):
+            raise RecordingMismatch(
+                f"{len(self._kinds)} calls of a recorded step had other arguments each: tensors are told "
+                "apart by their metadata, numbers by value, and objects by what they are; pass the tensors "
+                "of an object instead of it, and as a tensor a number that changes in every call"
+            )
+        self._kinds.popitem(last=False)
+
     def _record(self, kind: _Kind, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         roots = [("the function", self._fn), *((f"argument {i}", each) for i, each in enumerate(kind.others))]
         before = find(roots)
-        recording = self._begun(leaves, before.handles)
+        spaces = list(self._spaces())
+        recording = self._begun(spaces, leaves, before.handles)
         had_grads = before.let_go_of_grads()
-        with _listening(recording, self._spaces()):
+        effects = Effects(leaves)
+        with _listening(recording, spaces):
             result = self._fn(*args, **kwargs)
+            if recording.refusal is not None:
+                raise recording.refusal  # the function has caught it
             self.recordings += 1
+            kind.total += 1
+            if not recording.commands or spaces != list(self._spaces()):
+                return result  # it has nothing to do with nodes, or there are new ones, which nobody heard
             kind.calls += 1
             after = find(roots)
             gradients = {handle for _, _, handle in after.grads if handle is not None}
             results = Results(recording, result, leaves, gradients)
             recording.constants = results.constants
+            recording.generator = effects.generator()
             state = tuple(had_grads.values())
             previous = kind.last.get(state)
             kind.last[state] = recording
             reason = None if previous is None else _refusal(previous, recording, results, after, had_grads)
             reason = reason or after.changed_by_call(before)
+            reason = reason or effects.changed(
+                recording.generator, None if previous is None else previous.generator
+            )
             if reason is not None and kind.calls >= CALLS:
                 raise RecordingMismatch(f"{CALLS} calls of a recorded step were not alike: {reason}")
             if previous is None or reason is not None or recording.forgotten:
                 return result
             del result
-            return self._promote(kind, recording, results, after, had_grads, leaves)
+            written = after.written(before), effects.written()
+            return self._promote(kind, recording, results, after, had_grads, leaves, written)
 
-    def _begun(self, leaves: Sequence[Any], handles: set[Handle]) -> Recording:
+    def _begun(self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[Handle]) -> Recording:
         inputs: dict[tuple[int, int], Name] = {}
         uploads: list[tuple[Name, torch.Tensor]] = []
         for i, leaf in enumerate(leaves):
@@ -144,7 +178,7 @@ class Recorded:
                         "gradient, and a replay has no graph before it: detach() it, or compute it inside"
                     )
                 inputs.setdefault((leaf.handle.space.number, leaf.handle.id), ("input", i))
-        return Recording(inputs, uploads)
+        return Recording(spaces, inputs, uploads)
 
     def _promote(
         self,
@@ -154,6 +188,7 @@ class Recorded:
         guards: Guards,
         had_grads: dict[int, bool],
         leaves: Sequence[Any],
+        written: tuple[list[RemoteTensor], list[int]],
     ) -> Any:
         """Make a program; what the call returns, without the graph that no replay has."""
         spaces = list(recording.spaces.values())
@@ -164,9 +199,8 @@ class Recorded:
                     space.forget()  # with room for programs from now on
                 kind.last.clear()
             else:
-                kind.programs.insert(0, Replay(recording, guards, had_grads, leaves, results))
-                for program in kind.programs[PROGRAMS:]:
-                    program.close()
+                erase_ended()
+                kind.programs.insert(0, Replay(recording, guards, had_grads, leaves, results, written))
                 del kind.programs[PROGRAMS:]
                 kind.calls = 0
             return results.build(results.handles, leaves)

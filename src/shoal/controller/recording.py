@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import threading
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import RecordingMismatch
-from .commands import CALL, DEFINE, DROP, ERASE, FETCH, FIRST, FORGET, PROGRAM, PUT, SEED, SHARE
+from .commands import CALL, DEFINE, DROP, ERASE, FETCH, FIRST, FORGET, ITEM, PROGRAM, PUT, SEED, SHARE
 from .issuing import Origin, issuing_line, shown
 from .space import Space
 from .tensor import Handle
@@ -33,7 +34,7 @@ class Command(NamedTuple):
     """A command of a log, with names in the place of ids.
 
     Attributes:
-        space: number of its space.
+        space: number of the space in whose log it is.
         numbers: as in the log, with zeros in the place of ids.
         operands, results: position among the numbers, and name, of each tensor.
         scalars: of the command.
@@ -53,25 +54,38 @@ class Recording:
         commands: so far.
         origins: the program's line of each.
         names: of tensors by space and id: inputs, and what was made or uploaded.
-        spaces: those that have commands, by number.
+        homes: the number of the space of each tensor that has a name.
+        spaces: all that are listened to, by number.
         forgotten: whether calls were forgotten meanwhile.
+        refusal: why the call cannot be recorded, once it has done something that no replay can do.
         moved: to which space each tensor of the master was put.
+        awaited: bytes that come to each space from others.
         constants: what the call returned beside tensors.
+        generator: the state of the processor's random generator after the call, if that has changed it.
     """
 
     def __init__(
-        self, inputs: dict[tuple[int, int], Name], uploads: Sequence[tuple[Name, torch.Tensor]]
+        self,
+        spaces: Iterable[Space],
+        inputs: dict[tuple[int, int], Name],
+        uploads: Sequence[tuple[Name, torch.Tensor]],
     ) -> None:
         self.commands: list[Command] = []
         self.origins: list[Origin | None] = []
         self.names = dict(inputs)
+        self.homes = {name: space for (space, _), name in inputs.items()}
         self._thread = threading.get_ident()
-        self._uploads = {_memory(tensor): (name, tensor._version) for name, tensor in uploads}
+        self._uploads = {memory_of(tensor): (name, tensor._version) for name, tensor in uploads}
         self._made = self._uploaded = 0
-        self.spaces: dict[int, Space] = {}
+        #: the tensor of several nodes that was named last, and the nodes that have given their part
+        self._joined: tuple[Name, set[int]] = ((), set())
+        self.spaces = {space.number: space for space in spaces}
         self.forgotten = False
+        self.refusal: RecordingMismatch | None = None
+        self.awaited: Counter[int] = Counter()
         self.moved: dict[Name, Space] = {}
         self.constants: list[Any] = []
+        self.generator: torch.Tensor | None = None
 
     def named(self, space: int, id: int) -> Name:
         """The name of a tensor."""
@@ -116,19 +130,41 @@ class Recording:
             for at in results:  # of an id that this thread had freed, perhaps
                 self.names.pop((space.number, numbers[at]), None)
             return
-        self.spaces[space.number] = space
         given = tuple((at, self.named(space.number, numbers[at])) for at in operands)
-        made = []
-        for at in results:
-            name = self.names[space.number, numbers[at]] = ("made", self._made)
-            self._made += 1
-            made.append((at, name))
+        made = tuple((at, self._new(space.number, numbers[at])) for at in results)
+        self._add(space, numbers, given, made, scalars, origin)
+
+    def _new(self, space: int, id: int) -> Name:
+        name = self.names[space, id] = ("made", self._made)
+        self.homes[name] = space
+        self._made += 1
+        return name
+
+    def _add(
+        self,
+        space: Space,
+        numbers: Sequence[int],
+        operands: tuple[tuple[int, Name], ...],
+        results: tuple[tuple[int, Name], ...],
+        scalars: Sequence[float],
+        origin: Origin | None,
+    ) -> None:
         plain = list(numbers)
-        for at in (*operands, *results):
+        for at, _ in (*operands, *results):
             plain[at] = 0
-        command = Command(space.number, tuple(plain), given, tuple(made), array("d", scalars).tobytes())
-        self.commands.append(command)
+        packed = array("d", scalars).tobytes()
+        self.commands.append(Command(space.number, tuple(plain), operands, results, packed))
         self.origins.append(origin)
+
+    def _shared(self, space: Space, numbers: Sequence[int]) -> None:
+        """A tensor of one space is named in another one, which is a place's if several nodes give a part."""
+        _, source, id, target, new = numbers
+        name, given = self._joined
+        if self.names.get((target, new)) != name or space.number in given:
+            name, given = self._joined = self._new(target, new), set()
+        given.add(space.number)
+        operand = self.named(source, id)
+        self._add(space, numbers, ((2, operand),), ((4, name),), (), issuing_line())
 
     def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None:
         """A tensor of the master was put there.
@@ -139,8 +175,13 @@ class Recording:
         if threading.get_ident() != self._thread:
             self.names.pop((space.number, id), None)
             return
-        name, version = self._uploads.get(_memory(value), (None, 0))
+        name, version = self._uploads.get(memory_of(value), (None, 0))
         self._uploaded += 1
+        if value.requires_grad and torch.is_grad_enabled():
+            raise self._refused(
+                f"a tensor of the master that needs a gradient is moved to {space.device}",
+                "no replay would set its grad: detach() it, or keep it on the node",
+            )
         if name is not None and value._version == version:
             name = (*name, self._uploaded)
         elif not value.dim():
@@ -153,7 +194,13 @@ class Recording:
                 "before the function is called",
             )
         self.names[space.number, id] = name
+        self.homes[name] = space.number
         self.moved[name] = space
+
+    def awaits(self, space: Space, bytes: int) -> None:
+        """So much will come to the nodes of a space."""
+        if threading.get_ident() == self._thread:
+            self.awaited[space.number] += bytes
 
     def commanded(self, space: Space, numbers: Sequence[int]) -> None:
         """A command that is no call.
@@ -166,7 +213,7 @@ class Recording:
             return
         if numbers[0] == SEED:
             self.command(space, numbers, (), (), (), issuing_line())
-        elif numbers[0] == FETCH:
+        elif numbers[0] in (FETCH, ITEM):
             raise self._refused(
                 "item(), tolist(), cpu(), numpy(), bool(), float() or print waits for a tensor",
                 "return the tensor, and look at it after the call",
@@ -174,10 +221,7 @@ class Recording:
         elif numbers[0] == CALL:
             raise self._refused("a function is called on its node", "call it before or after the step")
         elif numbers[0] == SHARE:
-            raise self._refused(
-                "a tensor goes from a place to one of its nodes, or from there to the place",
-                "do so before or after the call, or record what each of the nodes does",
-            )
+            self._shared(space, numbers)
         else:
             raise self._refused(
                 "the program waits for its node (a shape that depends on elements, or the random state)",
@@ -186,12 +230,14 @@ class Recording:
             )
 
     def _refused(self, what: str, remedy: str) -> RecordingMismatch:
-        return RecordingMismatch(
+        self.refusal = RecordingMismatch(
             f"a recorded step cannot be replayed: {what}, at {shown(issuing_line())}: {remedy}"
         )
+        return self.refusal
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells tensors of the master apart that have other elements, or as many of them."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 

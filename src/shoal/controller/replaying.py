@@ -8,20 +8,29 @@ what something else still holds (gradients, state) keeps its id: a replay writes
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .commands import FIRST
 from .dispatch import upload
 from .guards import PLAIN, Guards
+from .interrupts import undisturbed
 from .issuing import Origin
 from .metadata import Metadata
 from .program import Recipe, Step
 from .recording import Command, Name, Recording, alive
 from .space import Space
 from .tensor import Handle, RemoteTensor, share
+
+#: in the place of what a call returns
+FORGOTTEN = object()
+
+#: in the place of what nobody asks for
+_UNKNOWN: Any = None
 
 _Build = Callable[[dict[Name, Handle], Sequence[Any]], Any]
 
@@ -63,6 +72,7 @@ class Part(NamedTuple):
         key: in the space's table of calls, which loses it when the nodes forget it.
         number: of the command.
         inputs: names of its operands.
+        given: names of what it gives to other spaces, those, and their metadata.
         results: names of its results, and their metadata.
         origins: the program's line of each step.
     """
@@ -71,8 +81,26 @@ class Part(NamedTuple):
     key: tuple[str, object]
     number: int
     inputs: list[Name]
+    given: list[tuple[Name, Space, Metadata]]
     results: list[tuple[Name, Metadata]]
     origins: list[Origin | None]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its nodes know it; the caller holds the lock."""
+        return self.space.lost is None and self.space.calls.get(self.key) is self
+
+    def issue(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> None:
+        """Append it to the log; ``made`` has what came before and gets its results."""
+        space = self.space
+        given = [leaves[name[1]].handle.id if name[0] == "input" else made[name].id for name in self.inputs]
+        for name, other, known in self.given:
+            if name not in made:  # another node of the place may have given its part
+                made[name] = Handle(other, other.new_id(), known)
+            given.append(made[name].id)
+        ids = space.issue(self.number, given, [], len(self.results), self.origins, len(self.origins))
+        for (name, known), id in zip(self.results, ids, strict=True):
+            made[name] = Handle(space, id, known)
 
 
 class _Ended(torch.autograd.Function):
@@ -154,6 +182,20 @@ class Results:
         )
 
 
+#: of programs that nothing has any more
+_ended: deque[Part] = deque()
+
+
+def erase_ended() -> None:
+    """Let the nodes forget programs that nothing has any more; the caller holds the lock."""
+    while _ended:
+        part = _ended.popleft()
+        space = part.space
+        if part.is_there:
+            space.calls[part.key] = None  # no other call gets its number
+            space.erase(part.number)
+
+
 class Replay:
     """A program of a recorded step.
 
@@ -169,6 +211,7 @@ class Replay:
         had_grads: dict[int, bool],
         leaves: Sequence[Any],
         results: Results,
+        written: tuple[list[RemoteTensor], list[int]],
     ) -> None:
         self._guards = guards
         self._build = results.build
@@ -183,6 +226,9 @@ class Replay:
         self._held = self._still_held(recording, results)
         used = {name for each in recording.commands for _, name in each.operands} | set(results.names)
         self._uploads = [(name, space) for name, space in recording.moved.items() if name in used]
+        self._written, self._written_leaves = written
+        self._generator = recording.generator
+        self._awaited = [(recording.spaces[number], bytes) for number, bytes in recording.awaited.items()]
         self._crossing: dict[Name, Handle] = {}
         self.parts = self._cut(recording, results)
         # A tensor of the master whose elements no node got must stay the same.
@@ -197,9 +243,8 @@ class Replay:
 
     def stands_for(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with such arguments would now issue what the program does."""
-        for part in self.parts:
-            if part.space.calls.get(part.key) is not part:
-                return False
+        if not all(part.is_there for part in self.parts):
+            return False
         handles = self._handles
         for i, leaf in enumerate(leaves):
             if (
@@ -226,34 +271,38 @@ class Replay:
         return self._guards.changed() is None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Send the program; what the call returns."""
+        """Send the program; what the call returns, or FORGOTTEN if the nodes have been told to forget it."""
         made: dict[Name, Handle] = {}
         for name, space in self._uploads:
             value = leaves[name[1]] if name[0] == "upload" else torch.tensor(name[2], dtype=name[1])
             made[name] = upload(space, value).handle
-        for part in self.parts:
-            space = part.space
+        for space, bytes in self._awaited:
             with space.lock:
-                given = [
-                    leaves[name[1]].handle.id if name[0] == "input" else made[name].id for name in part.inputs
-                ]
-                ids = space.issue(part.number, given, [], len(part.results), part.origins)
-                for (name, known), id in zip(part.results, ids, strict=True):
-                    made[name] = Handle(space, id, known)
+                space.expect(bytes)
+
+        def issue() -> None:
+            for part in self.parts:
+                part.issue(made, leaves)
+
+        with self.parts[0].space.lock:
+            if not all(part.is_there for part in self.parts):
+                return FORGOTTEN
+            if len(self.parts) == 1:
+                issue()
+            else:
+                undisturbed(issue)  # or one node would send what none awaits
+        if self._written or self._written_leaves:  # a graph that was made before must not be used now
+            increment_version([*self._written, *(leaves[i] for i in self._written_leaves)])
+        if self._generator is not None:
+            torch.set_rng_state(self._generator)
         for tensor, grad in self._made_grads:
             tensor.grad = grad
         for tensor in self._ended_grads:
             tensor.grad = None
         return self._build(made, leaves)
 
-    def close(self) -> None:
-        """Let the nodes forget it."""
-        for part in self.parts:
-            space = part.space
-            with space.lock:
-                if space.calls.get(part.key) is part and space.lost is None:
-                    space.calls[part.key] = None  # no other call gets its number
-                    space.erase(part.number)
+    def __del__(self) -> None:
+        _ended.extend(self.__dict__.get("parts", ()))  # in whatever thread this is: nothing else
 
     # -- making ----------------------------------------------------------------------------------
 
@@ -279,42 +328,47 @@ class Replay:
         last: dict[Name, int] = {}
         for at, (_, commands) in enumerate(runs):
             last.update({name: at for each, _ in commands for _, name in each.operands})
-        parts = []
-        for at, (number, commands) in enumerate(runs):
-            space = recording.spaces[number]
-            parts.append(self._part(space, commands, at, last, results.handles))
-        return parts
+        return [
+            self._part(recording, recording.spaces[number], commands, at, last, results.handles)
+            for at, (number, commands) in enumerate(runs)
+        ]
 
     def _part(
         self,
+        recording: Recording,
         space: Space,
         commands: Sequence[tuple[Command, Origin | None]],
         at: int,
         last: dict[Name, int],
         returned: dict[Name, Handle],
     ) -> Part:
+        homes = recording.homes
         made = {name: None for each, _ in commands for _, name in each.results}
         used = {name: None for each, _ in commands for _, name in each.operands if name not in made}
         inputs = [name for name in used if name[0] in ("input", "upload", "number")]
-        outside: dict[Name, int] = {}
+        outside: dict[Name, tuple[int, int]] = {}
         taken = []
         for name in used:
             if name[0] == "outside":
-                outside[name] = name[2]
+                outside[name] = name[1:]
             elif name[0] == "made":
                 held = self._held.get(name) or self._crossing[name]
-                outside[name] = held.id
+                outside[name] = held.space.number, held.id
                 if name not in self._held and last[name] == at:
-                    taken.append(held.id)
+                    taken.append(outside[name])
         slots = {name: slot for slot, name in enumerate([*inputs, *outside, *made])}
         kept = []
         for name in made:
-            if name in self._held:
-                kept.append((slots[name], self._held[name].id))
-            elif last.get(name, at) > at:
-                self._crossing[name] = Handle(space, space.new_id(), None)  # type: ignore[arg-type]
-                kept.append((slots[name], self._crossing[name].id))
-        results = [name for name in returned if name in made]
+            keeping = self._held.get(name)
+            if keeping is None and last.get(name, at) > at:
+                keeping = self._crossing.get(name)
+                if keeping is None:
+                    home = recording.spaces[homes[name]]
+                    keeping = self._crossing[name] = Handle(home, home.new_id(), _UNKNOWN)
+            if keeping is not None:
+                kept.append((slots[name], keeping.space.number, keeping.id))
+        results = [name for name in returned if name in made and homes[name] == space.number]
+        given = [name for name in returned if name in made and homes[name] != space.number]
         steps = tuple(
             Step(
                 each.numbers,
@@ -325,12 +379,27 @@ class Replay:
             for each, _ in commands
         )
         number = FIRST + len(space.calls)
-        key = "program", object()
-        known = [(name, returned[name].metadata) for name in results]
-        ids = tuple(outside.values())
-        slotted = tuple(slots[name] for name in results)
-        space.program(tuple(Recipe(number, len(inputs), ids, steps, slotted, tuple(kept), tuple(taken))))
-        space.calls[key] = part = Part(space, key, number, inputs, known, [origin for _, origin in commands])
+        recipe = Recipe(
+            number,
+            tuple(homes[name] for name in inputs),
+            tuple(outside.values()),
+            steps,
+            tuple((slots[name], homes[name]) for name in given),
+            tuple(slots[name] for name in results),
+            tuple(kept),
+            tuple(taken),
+        )
+        space.program(tuple(recipe))
+        part = Part(
+            space,
+            ("program", object()),
+            number,
+            inputs,
+            [(name, recording.spaces[homes[name]], returned[name].metadata) for name in given],
+            [(name, returned[name].metadata) for name in results],
+            [origin for _, origin in commands],
+        )
+        space.calls[part.key] = part
         return part
 
 

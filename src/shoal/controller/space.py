@@ -78,6 +78,8 @@ class Listener(Protocol):
 
     def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None: ...
 
+    def awaits(self, space: Space, bytes: int) -> None: ...
+
 
 class Space:
     """The tensors of one node, or of a place of several.
@@ -146,8 +148,18 @@ class Space:
         scalars: list[float],
         results: int,
         origin: Origin | list[Origin | None] | None = None,
+        steps: int = 1,
     ) -> list[int]:
-        """Append an interned call; the ids of its results.  ``origin``: of a program, those of its steps."""
+        """Append an interned call; the ids of its results.
+
+        Args:
+            number: of the call.
+            ids: of its operands.
+            scalars: its numbers.
+            results: how many.
+            origin: where the program issued it; of a recorded step, where each of its operations.
+            steps: how many operations it is.
+        """
         if not self._open:
             self._enter()
         if self.freed:
@@ -171,9 +183,9 @@ class Space:
         except BaseException:  # a Ctrl-C leaves no half of a command
             del numbers[before[0] :], values[before[1] :], origins[before[2] :]
             raise
-        self.issued += 1
+        self.issued += steps
         self._last = number, made
-        self._appended()
+        self._appended(steps)
         if self._sync:
             self._acknowledged(made)
         return made
@@ -191,6 +203,13 @@ class Space:
         id = self.new_id() if blank is None else blank
         self._command(PUT, id, self._payload(tensor))
         return id
+
+    def expect(self, bytes: int) -> None:
+        """So much will come from other nodes; wait for these if it is too much."""
+        for line in self.lines:
+            line.expect(bytes)
+        if self.listener is not None:
+            self.listener.awaits(self, bytes)
 
     def is_blank(self, id: int) -> bool:
         """Whether the last command made this tensor, without elements."""
@@ -300,10 +319,11 @@ class Space:
             self.freed.popleft()
             self._ids.append(id)
 
-    def _appended(self) -> None:
-        self.size += 1
-        self._ticks += 1
-        if not self._ticks % _LOOK:
+    def _appended(self, steps: int = 1) -> None:
+        self.size += steps
+        self._ticks += steps
+        if self._ticks >= _LOOK:
+            self._ticks = 0
             for line in self.lines:
                 line.look()
 
