@@ -19,6 +19,7 @@ from shoal.testing.agents import run_agents
 
 T = TypeVar("T")
 NAMES = {0: "a", 1: "b", 2: "c"}
+NODES = {index: (name, 0) for index, name in NAMES.items()}
 MEMBERS = [0, 1, 2]
 
 
@@ -31,7 +32,7 @@ def _run(work: Callable[[int, Teams], T]) -> list[T]:
 
     def node(agent: Agent) -> T:
         index = next(i for i, name in NAMES.items() if name == agent.name)
-        teams = Teams(Peers("session", index, agent, NAMES), "native")
+        teams = Teams(Peers("session", index, 0, agent, NODES), "native")
         try:
             return work(index, teams)
         finally:
@@ -84,7 +85,7 @@ def test_a_member_that_has_died_is_named_before_and_after_the_group_was_made() -
         met.wait()
         if index == 2:
             for peers in told:
-                peers.lose(2)
+                peers.lose(2, 0)
             return []
         lost = []
         for _ in range(2):

@@ -5,10 +5,12 @@ The elements go directly, and nothing here waits for them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
+from ..errors import NodeLost
 from . import between, current
 from .dispatch import dispatch
 from .interrupts import undisturbed
@@ -64,8 +66,14 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
                     raise each.lost
             space.expect(dense.nbytes)
             dispatch(_send, (tensor, routes, session), {})
-            shape, stride = list(dense.shape), list(dense.stride())
-            made.append(dispatch(_receive, (routes, session, shape, stride), how))
+            awaited = routes, session, list(dense.shape), list(dense.stride())
+            try:
+                made.append(dispatch(_receive, awaited, how))
+            except NodeLost:  # since a moment: the others of a place take what is sent to them
+                for part in space.parts:
+                    with contextlib.suppress(NodeLost):
+                        dispatch(_receive, awaited, {**how, "device": part.device})
+                raise
 
     undisturbed(both)
     return made[0]

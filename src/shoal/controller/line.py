@@ -110,6 +110,7 @@ class Line:
         spaces: that the node holds tensors of.
         open: the space that commands are appended to.
         lost: why the node cannot be used any more; None: it can.
+        before: why the one cannot that had the index before, if any.
         batches: that were sent, and are not taken in.
         accelerators: how many GPUs the node has.
         within: on which of its devices tensors are made; -1: its processor.
@@ -132,6 +133,7 @@ class Line:
         self.spaces: list[OnLine] = []
         self.open: OnLine | None = None
         self.lost: ShoalError | None = None
+        self.before: ShoalError | None = None
         self.batches: deque[Batch] = deque()
         self.accelerators = accelerators
         self.within = within
@@ -181,7 +183,8 @@ class Line:
         """Send commands if they are worth a batch; wait if there are too many."""
         self.reap()
         while self.batches and self.pending >= LIMIT:
-            self._settle(self.batches[0])
+            with contextlib.suppress(ShoalError):  # what comes next hears of it: this command is in the log
+                self._settle(self.batches[0])
             self.reap()
         if self._waiting >= self._worth and len(self.batches) < AHEAD:
             self._worth = min(2 * self._worth, BATCH)
@@ -348,7 +351,7 @@ class Line:
             self._settle(batch)
         if poison in self._failures or (self.lost is None and poison != LOST):
             return self._raised(poison)
-        return self.lost or NodeLost(
+        return self.lost or self.before or NodeLost(
             f"node {self.index} was lost to node {by}: their connection broke", node_name(self.index),
             (self.index,),
         )  # fmt: skip

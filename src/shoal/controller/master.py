@@ -114,10 +114,12 @@ class Master:
         #: what nodes that come later are given too, so that what a place draws first is the same on its nodes
         self._seed = torch.initial_seed(), False
         self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
-        #: the nodes' indices by the names of their workers
-        self._indices: dict[str, int] = {}
-        #: the workers of nodes by their indices
-        self._peers: dict[int, Peer] = {}
+        #: held for moments by whoever tells nodes of one another: no wait of the program delays it
+        self._telling = threading.Lock()
+        #: the lines of the nodes that live, by the names of their workers
+        self._living: dict[str, Line] = {}
+        #: the latest workers of the nodes, by index, with their epochs
+        self._peers: dict[int, tuple[Peer, int]] = {}
         self._backend = backend
         self._imports = imports
         self._pids: list[int] = []
@@ -207,46 +209,62 @@ class Master:
         while True:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
+            with self._telling:
+                epoch = self._peers[index][1] + 1 if index in self._peers else 0
+                others = {each: (other.name, of) for each, (other, of) in self._peers.items()}
             try:
-                begun = peer.call(node.begin, self.name, index, self._backend, self._names(), self._imports)
+                begun = peer.call(node.begin, self.name, index, epoch, self._backend, others, self._imports)
                 mailbox, gpus, within = begun.wait()
+                send = partial(peer.over_line(mailbox, node.run), self.name)
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node
             except BaseException:  # a Ctrl-C
                 self._workers.give_back(worker)
                 raise
-        send = partial(peer.over_line(mailbox, node.run), self.name)
         with self._lock:
-            epoch = self._lines[index].epoch + 1 if index < len(self._lines) else 0
             line = Line(index, self._lock, send, self._lines, epoch, gpus, within)
             ended = self._lines[index : index + 1]
+            line.before = ended[0].lost if ended else None
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]
             self._pids[index : index + 1] = [worker.arrival.pid]
-            self._indices[peer.name] = index
-            self._peers[index] = peer
-            self._tell(index, peers.meet, peer.name)
-            if peer.name in self._gone:
-                line.lose(_ENDED)
-            else:
-                seed, distinct = self._seed
+            with self._telling:
+                self._peers[index] = peer, epoch
+                self._living[peer.name] = line
+                self._introduce(index, others)
+                died = peer.name in self._gone
+            seed, distinct = self._seed
+            with contextlib.suppress(NodeLost):  # it died just now
                 space.seed(seed + index * distinct)
             if ended:
                 self._renew(index)
         for each in ended:
             each.close(each.lost or NodeLost(_ENDED))
+        if died:
+            self._lost(peer.name)
 
-    def _names(self) -> dict[int, str]:
-        with self._lock:
-            return {index: peer.name for index, peer in self._peers.items()}
+    def _introduce(self, index: int, known: dict[int, peers.Member]) -> None:
+        """Tell the other nodes of a new one, and it of what happened since ``known``."""
+        peer, epoch = self._peers[index]
+        self._tell(peers.meet, index, epoch, peer.name)
+        for each, (other, of) in self._peers.items():
+            if each != index and known.get(each) != (other.name, of):
+                self._post(peer, peers.meet, each, of, other.name)
+            if each != index and other.name not in self._living:
+                self._post(peer, peers.lose, each, of)
 
-    def _tell(self, of: int, fn: Callable[..., Any], *args: Any) -> None:
+    def _tell(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
         """Call ``fn(session, of, *args)`` at all nodes but ``of``."""
-        for index, peer in self._peers.items():
-            if index != of and self._lines[index].lost is None:
-                with contextlib.suppress(ShoalError):
-                    peer.post(fn, self.name, of, *args)
+        for index, (peer, _) in self._peers.items():
+            if index != of:
+                self._post(peer, fn, of, *args)
+
+    def _post(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
+        """Call ``fn(session, *args)`` at a node, if it lives, and wait for nothing."""
+        if self._workers.agent.links.existing(peer.name) is not None:
+            with contextlib.suppress(ShoalError):
+                peer.post(fn, self.name, *args)
 
     def space(self, index: int) -> Space:
         """The space of the device ``node:index``, a node or a place of several.
@@ -427,17 +445,15 @@ class Master:
         return unseen
 
     def _lost(self, name: str) -> None:
-        with self._lock:
-            if name in self._gone:
-                return  # each of its connections ends
+        with self._telling:
             self._gone.add(name)
-            index = self._indices.get(name)
-            if index is None:
-                return
-            self._lines[index].lose(_ENDED)
-            self._tell(index, peers.lose)
+            line = self._living.pop(name, None)
+            if line is None:
+                return  # each of its connections ends, and it need not be a node
+            line.lose(_ENDED)
+            self._tell(peers.lose, line.index, line.epoch)
         for fn in list(self._on_lost):
-            fn(index)
+            fn(line.index)
 
     @property
     def pids(self) -> list[int]:

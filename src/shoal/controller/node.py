@@ -45,14 +45,20 @@ _sessions: dict[str, _Session] = {}
 
 
 def begin(
-    session: str, index: int, backend: str, names: dict[int, str], imports: Sequence[str] = ()
+    session: str,
+    index: int,
+    epoch: int,
+    backend: str,
+    members: dict[int, peers.Member],
+    imports: Sequence[str] = (),
 ) -> tuple[int, int, int]:
     """Make an empty session.
 
     Args:
         index: of this node.
+        epoch: how many workers had the index before.
         backend: name of the data channel of groups.
-        names: of the other nodes' workers, by their indices.
+        members: the other nodes, by their indices.
         imports: names of modules.
 
     Returns:
@@ -66,7 +72,7 @@ def begin(
     if session in _sessions:  # the master was interrupted before it knew that
         end(session)
     agent = current().agent
-    others = peers.Peers(session, index, agent, names)
+    others = peers.Peers(session, index, epoch, agent, members)
     peers.enter(others)
     teams.enter(others, backend)
     begun = _sessions[session] = _Session(agent)

@@ -5,6 +5,11 @@ send on a channel, from one node to another, is the n-th receive on it, because 
 the program.  A send never waits for the receiver's program: its node goes on as soon as the elements are in
 memory that it lends, or in memory of its own, and a thread of the receiver's takes them at once.  So whatever
 the program copies between whichever nodes, the oldest command of all that are not done can go on.
+
+A node that is busy hears of deaths and replacements earlier than it comes to the commands that were issued
+before them, and in any order.  So each worker of an index has an *epoch*, which counts the workers before it,
+and each command says of which epochs it is: a channel is the sum of two, and the *base* of a set of nodes is
+the sum of all of theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +30,7 @@ from ..future import Future
 from ..rpc import Agent
 from ..rpc.peer import Peer
 from ..wording import in_words
-from .naming import MASTER, node_name
+from .naming import MASTER
 from .reasons import LOST, Elsewhere, Undelivered
 
 #: bytes of a tensor whose letter has read them all when it is sent
@@ -35,6 +40,8 @@ _LENT = 256 << 10
 
 #: the node that sends, the channel, and how many were sent on it before
 _Key = tuple[int, int, int]
+#: name and epoch of the worker that is a node
+Member = tuple[str, int]
 
 
 class Peers:
@@ -43,26 +50,30 @@ class Peers:
     Attributes:
         session: its name.
         index: of this node.
+        epoch: of this node.
         agent: by which the nodes call one another.
 
     Args:
-        names: of the nodes' workers, by their indices, as far as there are any yet.
+        members: the nodes by their indices, as far as there are any yet.
     """
 
-    def __init__(self, session: str, index: int, agent: Agent, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, session: str, index: int, epoch: int, agent: Agent, members: Mapping[int, Member]
+    ) -> None:
         self.session = session
         self.index = index
+        self.epoch = epoch
         self.agent = agent
         self._sent: Counter[tuple[int, int]] = Counter()
         self._awaited: Counter[tuple[int, int]] = Counter()
-        self._names = {**names, index: agent.name}
+        self._members = {**members, index: (agent.name, epoch)}
+        #: the epochs of each node's workers below which all are dead, the node that died last at the end
+        self._dead = {each: epoch for each, (_, epoch) in self._members.items()}
         self._peers: dict[int, Peer] = {}
         #: nodes to which a large tensor went that was not lent
         self._unlent: set[int] = set()
         self._changed = threading.Condition()
         self._arrived: dict[_Key, Any] = {}
-        self._given_up: set[_Key] = set()
-        self._lost: set[int] = set()
         self._closed = False
 
     # -- sending ---------------------------------------------------------------------------------
@@ -103,10 +114,13 @@ class Peers:
         return self.index, channel, count
 
     def _deliver(self, to: int, key: _Key, value: Any) -> Future[Any] | None:
+        name = self.name(to, key[1] - self.epoch)
+        if name is None:
+            return None
         try:
             peer = self._peers.get(to)
-            if peer is None:
-                peer = self.agent.peer(self.name(to), 0.0).options(timeout=float("inf"))
+            if peer is None or peer.name != name:
+                peer = self.agent.peer(name, 0.0).options(timeout=float("inf"))
                 self._peers[to] = peer
             future = peer.call(deliver, self.session, key, value)
         except ShoalError as error:
@@ -122,10 +136,12 @@ class Peers:
 
     def _not_delivered(self, to: int, key: _Key, error: BaseException) -> None:
         """The receiver must not wait for ever: the master, which reaches it, tells it, if it lives."""
-        with contextlib.suppress(ShoalError):
-            self.agent.peer(MASTER, 0.0).post(
-                relay, self.name(to), self.session, key, f"node {self.index}: {in_words(error)}"
-            )
+        name = self.name(to, key[1] - self.epoch)
+        if name is not None:
+            with contextlib.suppress(ShoalError):
+                self.agent.peer(MASTER, 0.0).post(
+                    relay, name, self.session, key, f"node {self.index}: {in_words(error)}"
+                )
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -140,9 +156,10 @@ class Peers:
         self._awaited[source, channel] += 1
         key = source, channel, count
         with self._changed:
-            self._changed.wait_for(lambda: key in self._arrived or source in self._lost or self._closed)
+            self._changed.wait_for(
+                lambda: key in self._arrived or self._is_dead(source, channel - self.epoch)
+            )
             if key not in self._arrived:
-                self._given_up.add(key)
                 raise Elsewhere(source, LOST)
             value = self._arrived.pop(key)
         if isinstance(value, torch.Tensor):
@@ -154,50 +171,86 @@ class Peers:
     def deliver(self, key: _Key, value: Any) -> None:
         """Take what was sent: a tensor, why there is none, or in words why it cannot come."""
         with self._changed:
-            if key in self._given_up:
-                self._given_up.discard(key)
-            else:
+            if not self._is_dead(key[0], key[1] - self.epoch):  # whoever waited for it has given up
                 self._arrived.setdefault(key, value)
-            self._changed.notify_all()
+                self._changed.notify_all()
 
     # -- who is lost -----------------------------------------------------------------------------
 
-    def meet(self, index: int, name: str) -> None:
+    def meet(self, index: int, name: str, epoch: int) -> None:
         """A worker has become a node, as the master says."""
         with self._changed:
-            self._names[index] = name
-            self._forget(index)
-            self._lost.discard(index)
+            self._bury(index, epoch)
+            if index not in self._members or self._members[index][1] < epoch:
+                self._members[index] = name, epoch
+                self._forget(index, epoch)
             self._changed.notify_all()
 
-    def name(self, index: int) -> str:
-        """The name of a node's worker."""
+    def name(self, index: int, epoch: int) -> str | None:
+        """The name of the worker that is a node in an epoch; waits for it; None: it has died."""
         with self._changed:
-            self._changed.wait_for(lambda: index in self._names or self._closed)
-            return self._names.get(index, node_name(index))
+            self._changed.wait_for(lambda: self._members.get(index, ("", -1))[1] >= epoch or self._closed)
+            return None if self._is_dead(index, epoch) else self._members[index][0]
 
-    def lose(self, index: int) -> None:
-        """A node has died, as the master says."""
+    def names(self, members: Collection[int], base: int) -> list[str] | None:
+        """The names of the workers that are a set of nodes; waits for them; None: one of them has died.
+
+        Args:
+            base: sum of their epochs.
+        """
+
+        def known() -> bool:
+            there = [self._members[each] for each in members if each in self._members]
+            return len(there) == len(members) and sum(epoch for _, epoch in there) >= base
+
         with self._changed:
-            self._lost.add(index)
-            self._forget(index)
+            self._changed.wait_for(lambda: known() or self._has_lost(members, base))
+            if self._has_lost(members, base):
+                return None
+            return [self._members[each][0] for each in members]
+
+    def lose(self, index: int, epoch: int) -> None:
+        """The worker that was a node in an epoch has died, as the master says."""
+        with self._changed:
+            self._bury(index, epoch + 1)
             self._changed.notify_all()
 
-    def _forget(self, index: int) -> None:
-        self._peers.pop(index, None)
-        self._unlent.discard(index)
-
-    def lost(self) -> set[int]:
-        """The nodes that have died."""
+    def lost(self, members: Collection[int], base: int) -> int | None:
+        """The node that died last, of a set since the sum of their epochs was ``base``; None: none did."""
         with self._changed:
-            return set(self._lost)
+            if not self._has_lost(members, base):
+                return None
+            return next(each for each in reversed(self._dead) if each in members)
 
     def close(self) -> None:
         """End all waits here: the session has ended."""
         with self._changed:
             self._closed = True
-            self._lost.update(self._names)
             self._changed.notify_all()
+
+    def _is_dead(self, index: int, epoch: int) -> bool:
+        return self._closed or self._dead.get(index, 0) > epoch
+
+    def _has_lost(self, members: Collection[int], base: int) -> bool:
+        return self._closed or sum(self._dead.get(each, 0) for each in members) > base
+
+    def _bury(self, index: int, epoch: int) -> None:
+        """The workers of a node below an epoch are dead."""
+        if self._dead.get(index, 0) < epoch:
+            self._dead.pop(index, None)
+            self._dead[index] = epoch
+        self._dead.setdefault(index, epoch)
+
+    def _forget(self, index: int, epoch: int) -> None:
+        """Forget what concerns the workers of a node before the one that died last."""
+        self._peers.pop(index, None)
+        self._unlent.discard(index)
+        old = epoch - 1 + self.epoch
+        for counts in (self._sent, self._awaited):
+            for each in [each for each in counts if each[0] == index and each[1] < old]:
+                del counts[each]
+        for key in [key for key in self._arrived if key[0] == index and key[1] < old]:
+            del self._arrived[key]
 
 
 _sessions: dict[str, Peers] = {}
@@ -230,18 +283,18 @@ def deliver(session: str, key: _Key, value: Any) -> None:
         peers.deliver(key, value)
 
 
-def meet(session: str, index: int, name: str) -> None:
+def meet(session: str, index: int, epoch: int, name: str) -> None:
     """At a node: a worker has become another one."""
     peers = _sessions.get(session)
     if peers is not None:
-        peers.meet(index, name)
+        peers.meet(index, name, epoch)
 
 
-def lose(session: str, index: int) -> None:
+def lose(session: str, index: int, epoch: int) -> None:
     """At a node: another one has died."""
     peers = _sessions.get(session)
     if peers is not None:
-        peers.lose(index)
+        peers.lose(index, epoch)
 
 
 def relay(to: str, session: str, key: _Key, why: str) -> None:

@@ -15,7 +15,7 @@ others exchange rows again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -172,15 +172,16 @@ class Teams:
         if group is not None:
             with contextlib.suppress(ShoalError):
                 group.close(_CLOSING)
-        if isinstance(error, PeerLost):
+        missing = self._missing(team)
+        if missing is None and isinstance(error, PeerLost):
             for rank in error.ranks:
                 if team.members[rank] != self._peers.index:
                     return Elsewhere(team.members[rank], LOST)
-        return self._missing(team) or error
+        return missing or error
 
     def _missing(self, team: _Team) -> Elsewhere | None:
-        lost = self._peers.lost()
-        return next((Elsewhere(index, LOST) for index in team.members if index in lost), None)
+        lost = self._peers.lost(team.members, team.base)
+        return None if lost is None else Elsewhere(lost, LOST)
 
     def _open(self, team: _Team) -> ProcessGroup:
         """Connect to the other members, as soon as they do so too."""
@@ -191,19 +192,22 @@ class Teams:
         name = f"nodes {','.join(map(str, members))}"
         key = f"{self._peers.session}/{'-'.join(map(str, members))}/{team.base}.{team.generation}"
         store = PrefixStore(f"controller/{key}/", agent.store.clone())
+        rank = members.index(self._peers.index)
         try:
-            workers = [self._worker(team, each) for each in members]
-            rank = members.index(self._peers.index)
+            workers = self._workers(team)
             here = [each for each, worker in enumerate(workers) if worker.host == agent.worker.host]
             membership = Membership(
                 rank=rank, size=len(members), local_rank=here.index(rank), local_size=len(here), store=store,
                 job=agent.job, epoch=agent.epoch, secret=agent.secret, interface=agent.interface,
                 host=agent.worker.host, release=lambda seconds: store.close(),
                 abandon=lambda error: _abandon(store, rank, error),
-                look=lambda ranks=None: self._look(team, store, ranks),
+                look=lambda ranks=None: self._look(team, store),
             )  # fmt: skip
-        except BaseException:
-            store.close()
+        except ShoalError as error:
+            _abandon(store, rank, error)
+            raise self._ended(team, error) from error
+        except BaseException as error:
+            _abandon(store, rank, error)
             raise
         try:
             team.group = world_group(
@@ -214,29 +218,32 @@ class Teams:
             raise self._ended(team, error) from error
         return team.group
 
-    def _worker(self, team: _Team, index: int) -> Worker:
-        """The worker of a node; waits while it has neither come nor died."""
+    def _workers(self, team: _Team) -> list[Worker]:
+        """The workers of the members; waits while one has neither come nor died."""
         agent, deadline = self._peers.agent, Deadline(self._peers.agent.timeout)
-        while True:
+        found: list[Worker] = []
+        names = self._peers.names(team.members, team.base)
+        while names is not None and len(found) < len(names):
+            seconds = min(_LOOK, deadline.remaining())
             try:
-                return agent.directory.find(
-                    self._peers.name(index), min(_LOOK, deadline.remaining()), agent.name, after_death=False
-                )
+                found.append(agent.directory.find(names[len(found)], seconds, agent.name, after_death=False))
             except WorkerLost as error:
-                raise Elsewhere(index, LOST) from error
+                raise Elsewhere(team.members[len(found)], LOST) from error
             except UnknownWorker:
                 missing = self._missing(team)
                 if missing is not None:
                     raise missing from None
                 if deadline.expired:
                     raise
+        if names is None:
+            raise self._missing(team) or GroupError("the session has ended")
+        return found
 
-    def _look(self, team: _Team, store: Store, ranks: Collection[int] | None) -> None:
-        """Raise if a member that is waited for will never come."""
-        lost = self._peers.lost()
-        awaited = team.members if ranks is None else [team.members[rank] for rank in ranks]
-        if gone := [index for index in awaited if index in lost]:
-            raise RendezvousError(f"node {gone[0]} died while the members of a group were connecting")
+    def _look(self, team: _Team, store: Store) -> None:
+        """Raise if a member will never come."""
+        lost = self._peers.lost(team.members, team.base)
+        if lost is not None:
+            raise RendezvousError(f"node {lost} died while the members of a group were connecting")
         try:
             reason = store.get(_FAILED, 0.0).decode()
         except StoreTimeout:
