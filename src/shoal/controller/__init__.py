@@ -7,8 +7,9 @@
 ``docs/controller.md`` has more.
 """
 
+from .explaining import Explanation
 from .master import Master, init_master_worker
 from .place import Place
 from .tensor import RemoteTensor
 
-__all__ = ["Master", "Place", "RemoteTensor", "init_master_worker"]
+__all__ = ["Explanation", "Master", "Place", "RemoteTensor", "init_master_worker"]

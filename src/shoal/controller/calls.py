@@ -13,6 +13,7 @@ import torch
 
 from ..errors import DeviceMismatch, UnsupportedOperation
 from .commands import FIRST, Definition, Template
+from .history import Kind
 from .metadata import Told, metadata
 from .operators import Operator
 from .space import Space
@@ -207,6 +208,7 @@ def intern(
             list(predicted.mutated), op.aliasing, op.opaque is None or torch.is_grad_enabled(),
         )  # fmt: skip
         space.define(tuple(definition))
+        space.kinds[call.number] = Kind(op.name.replace("::", "."), len(operands), call.count)
         if op.name == "aten::empty_strided":
             space.blanks.add(call.number)
     space.calls[tuple(key)] = call

@@ -50,6 +50,11 @@ CALL = 13
 TAKE = 14
 #: DROP number: forget the tensors in the result of that call
 DROP = 15
+#: how many numbers each of these takes
+WIDTHS = {
+    FREE: 2, PUT: 3, FETCH: 2, SEED: 3, FORGET: 1, ASK: 2, KEEP: 3, STATE: 2, DEFINE: 2, SHARE: 5, PROGRAM: 2,
+    ERASE: 2, ITEM: 2, CALL: 3, TAKE: 4, DROP: 2,
+}  # fmt: skip
 #: number of the first interned call
 FIRST = 16
 

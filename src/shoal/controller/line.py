@@ -16,6 +16,7 @@ from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
 from ..future import Future
 from ..rpc.call import reads_arguments
 from .commands import Failure, Segment
+from .history import History, Issued
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line, shown
 from .naming import node_name
@@ -40,8 +41,6 @@ COPIES = 256 << 20
 #: failures whose texts are kept
 FAILURES = 1000
 
-#: where the program issued each interned call of a segment; of a program, where it issued each step
-Origins = list[Origin | list[Origin | None] | None]
 #: sends a batch: segments
 Send = Callable[[list[Segment]], Future[Any]]
 
@@ -61,6 +60,8 @@ class OnLine(Protocol):
 
     def cut(self) -> None: ...
 
+    def uncut(self) -> Issued: ...
+
     def leave(self) -> None: ...
 
     def lose(self, why: ShoalError) -> None: ...
@@ -79,7 +80,7 @@ class Batch:
 
     __slots__ = ("future", "origin", "origins", "size", "values")
 
-    def __init__(self, future: Future[Any], origins: list[Origins], size: int) -> None:
+    def __init__(self, future: Future[Any], origins: list[Issued], size: int) -> None:
         self.future = future
         self.origin: Origin | None = None
         self.origins = origins
@@ -95,7 +96,7 @@ class Batch:
         """Where the program issued what failed."""
         if failure.position < 0:
             return self.origin
-        origin = self.origins[failure.segment][failure.position]
+        origin: Origin | list[Origin | None] | None = self.origins[failure.segment][failure.position]
         return origin[failure.step] if isinstance(origin, list) else origin
 
 
@@ -114,6 +115,7 @@ class Line:
         batches: that were sent, and are not taken in.
         accelerators: how many GPUs the node has.
         within: on which of its devices tensors are made; -1: its processor.
+        history: the last operations that the node has acknowledged.
     """
 
     def __init__(
@@ -139,7 +141,8 @@ class Line:
         self.within = within
         self._send = send
         self._outbox: list[Segment] = []
-        self._origins: list[Origins] = []
+        self._origins: list[Issued] = []
+        self.history = History()
         self._size = self._ahead = self._sent = 0
         self._worth = FIRST
         self._failures: dict[int, RemoteOpError] = {}
@@ -156,7 +159,7 @@ class Line:
 
     # -- batches; the caller holds the lock -----------------------------------------------------
 
-    def take(self, segment: Segment, origins: Origins, size: int) -> None:
+    def take(self, segment: Segment, origins: Issued, size: int) -> None:
         """A segment, of ``size`` commands, for the next batch."""
         if self.lost is None:
             self._outbox.append(segment)
@@ -178,6 +181,13 @@ class Line:
     @property
     def _waiting(self) -> int:
         return self._size if self.open is None else self._size + self.open.size
+
+    def unacknowledged(self) -> list[Issued]:
+        """The segments that the node has not acknowledged, the newest first."""
+        waiting = [each for batch in self.batches for each in batch.origins] + self._origins
+        if self.open is not None:
+            waiting.append(self.open.uncut())
+        return waiting[::-1]
 
     def look(self) -> None:
         """Send commands if they are worth a batch; wait if there are too many."""
@@ -231,6 +241,7 @@ class Line:
         while self.batches and self.batches[0].future.done():
             batch = self.batches.popleft()
             self._ahead -= batch.size
+            self.history.add(batch.origins)
             error = batch.future.exception()
             if error is not None:
                 self.lose(error)
@@ -318,6 +329,14 @@ class Line:
     def unseen(self) -> list[str]:
         """The failures that were never raised, in words."""
         return [str(self._raised(each)) for each in list(self._unseen)]
+
+    def failure(self, poison: int) -> RemoteOpError | None:
+        """The error of a failure of this node, which stays unseen; None: it is not known."""
+        return self._failures.get(poison)
+
+    def elsewhere(self, poison: int) -> tuple[int, int] | None:
+        """The node where it is known why, and the failure's number there; None: here."""
+        return self._elsewhere.get(poison)
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind == "poison":

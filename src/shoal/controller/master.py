@@ -26,6 +26,7 @@ from . import current, device, node, peers, sending
 from .autograd import restore_thread
 from .calling import call
 from .calls import misses_in_words
+from .explaining import Explanation, explain
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
@@ -42,6 +43,8 @@ _renewed = itertools.count(1000)
 _ENDED = "its process ended, or its connection broke"
 #: seconds that a node gets for what was issued before the master closed
 _PATIENCE = 5.0
+#: seconds for a node to say what has become of a tensor
+_ANSWER = 30.0
 #: index of the first place of several nodes: torch's device indices are of 8 bits
 _HIGHEST = 126
 
@@ -403,6 +406,24 @@ class Master:
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called when a node is lost")
         self._on_lost.append(fn)
+
+    def explain(self, tensor: torch.Tensor) -> Explanation:
+        """What made a tensor on a node: operator, line of the program, age; and what has become of it.
+
+        It waits for nothing that was issued.  Of a tensor that nodes have acknowledged they are asked, aside
+        from their queues, whether it is poisoned.  Of operations that were acknowledged the last 4096 of each
+        node are known.
+
+        Raises:
+            UsageError: the tensor is on no node.
+        """
+        if type(tensor) is not RemoteTensor:
+            raise UsageError(f"explain takes a tensor on a node, and this one is on {tensor.device}")
+        return explain(tensor, self._poison_of)
+
+    def _poison_of(self, index: int, space: int, id: int) -> Any:
+        peer, _ = self._peers[index]
+        return peer.options(timeout=_ANSWER).call(node.poison_of, self.name, space, id).wait()
 
     def stats(self) -> list[dict[str, int]]:
         """Counts of each node: operations issued, calls that were new, commands that are not yet replied,

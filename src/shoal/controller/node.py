@@ -10,7 +10,7 @@ import torch
 from ..rpc import current
 from . import accelerators, peers, teams
 from .commands import Segment
-from .execute import Spaces
+from .execute import Poison, Spaces
 from .imports import import_all
 
 
@@ -86,6 +86,18 @@ def run(session: str, segments: Sequence[Segment]) -> tuple[list[Any], list[tupl
         what was fetched or asked, and what failed.
     """
     return _sessions[session].run(segments)
+
+
+def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] | None] | None:
+    """The failure because of which a tensor is not there, aside from the session's order; None: it is there.
+
+    Returns:
+        its number, and, if it is known on another node why, that node and the number there.
+    """
+    spaces = _sessions[session].spaces
+    tensors = spaces[space].tensors if space in spaces else []
+    found = tensors[id] if id < len(tensors) else None
+    return (found.number, found.of) if isinstance(found, Poison) else None
 
 
 def end(session: str) -> None:

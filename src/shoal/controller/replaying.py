@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from .commands import FIRST
 from .dispatch import upload
 from .guards import PLAIN, Guards
+from .history import Kind
 from .interrupts import undisturbed
 from .issuing import Origin
 from .metadata import Metadata
@@ -400,6 +401,9 @@ class Replay:
             [origin for _, origin in commands],
         )
         space.calls[part.key] = part
+        space.kinds[number] = Kind(
+            "a recorded step", len(inputs) + len(given), len(results), tuple(homes[name] for name in given)
+        )
         return part
 
 

@@ -56,9 +56,10 @@ from .commands import (
     STATE,
     Template,
 )
+from .history import MAKING, Issued, Kind
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
-from .line import Batch, Line, Origins
+from .line import Batch, Line
 from .metadata import answer_in_words, forget
 
 #: how often it is looked what the nodes have done, in commands
@@ -94,6 +95,7 @@ class Space:
         freed: ids that nothing holds any more.
         calls: interned calls by key.
         blanks: the numbers of those that make tensors without elements.
+        kinds: what the numbers of interned calls stand for.
         lost: why it cannot be used any more; None: it can.
         within: on which device of its nodes tensors are made; -1: the processor, also where they differ.
         issued: operations, so far.
@@ -127,7 +129,9 @@ class Space:
         self._numbers = array("I")
         self._scalars = array("d")
         self._payloads: list[Any] = []
-        self._origins: Origins = []
+        self.kinds: dict[int, Kind] = {}
+        self._origins = Issued(self.number, self.kinds)
+        self._asking = ""
         self._ticks = 0
         self._sync = config.CONTROLLER.get() == "sync"
         self._ids: list[int] = []
@@ -242,6 +246,9 @@ class Space:
         """Forget all interned calls, here and there."""
         self.calls.clear()
         self.blanks.clear()
+        undisturbed(self.cut)  # the numbers stand for other calls from now on
+        self.kinds = {}
+        self._origins = Issued(self.number, self.kinds)
         self._command(FORGET)
 
     def seed(self, seed: int) -> None:
@@ -297,6 +304,8 @@ class Space:
             self.listener.commanded(self, numbers)
         if not self._open:
             self._enter()
+        if numbers[0] in MAKING:
+            self._origins.note(len(self._numbers), numbers[0], self._asking)
         self._numbers.fromlist(list(numbers))
 
     def _payload(self, value: Any) -> int:
@@ -371,10 +380,16 @@ class Space:
             return
         numbers, scalars = self._numbers.tobytes(), self._scalars.tobytes()
         segment = self.number, 0, numbers, scalars, self._high, self._payloads
+        self._origins.numbers = self._numbers
         for line in self.lines:
             line.take(segment, self._origins, self.size)
         self._numbers, self._scalars, self._payloads = array("I"), array("d"), []
-        self._origins, self.size = [], 0
+        self._origins, self.size = Issued(self.number, self.kinds), 0
+
+    def uncut(self) -> Issued:
+        """What will be its next segment."""
+        self._origins.numbers = self._numbers
+        return self._origins
 
     # -- sync points -----------------------------------------------------------------------------
 
@@ -450,6 +465,7 @@ class Space:
             UsageError: its nodes give different ones.
         """
         question = pickle.dumps((operator, args, kwargs))
+        self._asking = operator.replace("::", ".")
         with self.lock:
             answers = self._answers(ASK, self._payload(question))
         for line, answer in zip(self.lines, answers, strict=True):

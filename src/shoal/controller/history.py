@@ -1,0 +1,158 @@
+"""The last commands of a node's log, as the master keeps them for questions: what made a tensor, and where.
+
+Nothing is written down for it but what is there anyway: a segment's numbers, and the program's line of each
+of its operations.  Both are kept for a while after the node has acknowledged them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .commands import FIRST, KEEP, PUT, SHARE, TAKE, WIDTHS
+from .issuing import Origin, issuing_line
+
+#: operations of a node that are kept after they were acknowledged
+KEPT = 4096
+
+_MADE_BY = {PUT: "a copy from the master", TAKE: "a result of a function", SHARE: "a tensor elsewhere"}
+#: commands below FIRST that make a tensor
+MAKING = frozenset({*_MADE_BY, KEEP})
+
+
+class Kind(NamedTuple):
+    """An interned call, as far as it is needed to read a log.
+
+    Attributes:
+        operator: ``aten.add.Tensor``.
+        operands, results: how many.
+        given: spaces of results that are in other ones, whose ids are the last operands.
+    """
+
+    operator: str
+    operands: int
+    results: int
+    given: tuple[int, ...] = ()
+
+
+class Issued(list[Any]):
+    """Where the program issued each interned call of a segment; of a program, where it issued each step.
+
+    Attributes:
+        space: number of the space.
+        kinds: of its calls, by number.
+        numbers: of the segment, as soon as it is cut.
+        made: by position among the numbers, the operator and the line of commands that make tensors.
+    """
+
+    __slots__ = ("kinds", "made", "numbers", "space")
+
+    def __init__(self, space: int, kinds: dict[int, Kind]) -> None:
+        super().__init__()
+        self.space = space
+        self.kinds = kinds
+        self.numbers: Sequence[int] = ()
+        self.made: dict[int, tuple[str, Origin | None]] = {}
+
+    def note(self, at: int, command: int, asked: str) -> None:
+        """A command that makes a tensor comes to position ``at``."""
+        self.made[at] = _MADE_BY.get(command, asked), issuing_line()
+
+
+class Maker(NamedTuple):
+    """The command that made a tensor.
+
+    Attributes:
+        operator: in words.
+        origin: where the program issued it; of a program, where it issued the steps.
+        age: operations that were issued after it.
+        pending: whether the node has not acknowledged it.
+        changed: where the program issued the last operation that wrote to the tensor in place, if any.
+    """
+
+    operator: str
+    origin: Origin | list[Origin | None] | None
+    age: int
+    pending: bool
+    changed: Origin | None
+
+
+class History:
+    """The segments of a line that were acknowledged, the oldest first."""
+
+    def __init__(self) -> None:
+        self._batches: deque[list[Issued]] = deque()
+        self._size = 0
+
+    def add(self, batch: list[Issued]) -> None:
+        """A batch was acknowledged."""
+        self._batches.append(batch)
+        self._size += sum(map(len, batch))
+        while self._size > KEPT and len(self._batches) > 1:
+            self._size -= sum(map(len, self._batches.popleft()))
+
+    def newest_first(self) -> Iterator[Issued]:
+        """The segments."""
+        for batch in reversed(self._batches):
+            yield from reversed(batch)
+
+
+def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -> Maker | None:
+    """What made a tensor; None: it was too long ago.
+
+    Args:
+        space: number of the space that has the id.
+        pending: segments that are not acknowledged, the newest first.
+    """
+    after, changed = 0, None
+    for waits, segments in ((True, pending), (False, history.newest_first())):
+        for issued in segments:
+            found, written = _search(issued, space, id)
+            changed = changed or written
+            if found is not None:
+                operator, origin, position = found
+                return Maker(operator, origin, after + len(issued) - position, waits, changed)
+            after += len(issued)
+    return None
+
+
+def _search(
+    issued: Issued, space: int, id: int
+) -> tuple[tuple[str, Any, int] | None, Origin | None]:  # fmt: skip
+    """The last command of a segment that made a tensor, and where it was written to after that.
+
+    The command is its operator, its origin, and how many of the segment's operations came up to it.
+    """
+    numbers, here = issued.numbers, issued.space == space
+    found: tuple[str, Any, int] | None = None
+    written: Origin | None = None
+    p = position = 0
+    while p < len(numbers):
+        number = numbers[p]
+        if number < FIRST:
+            target = (issued.space, numbers[p + 1]) if number != SHARE else (numbers[p + 3], numbers[p + 4])
+            if number in MAKING and target == (space, id):
+                operator, origin = issued.made.get(p, ("", None))
+                found, written = (operator, origin, position), None
+            p += WIDTHS[number]
+            continue
+        kind = issued.kinds.get(number)
+        if kind is None:  # its nodes have forgotten it, and nobody knows how long it is
+            break
+        first = p + 1 + kind.operands
+        if (here and id in numbers[first : first + kind.results]) or (
+            kind.given
+            and (space, id) in zip(kind.given, numbers[first - len(kind.given) : first], strict=True)
+        ):
+            found, written = (kind.operator, issued[position], position + 1), None
+        elif here and kind.operands and numbers[p + 1] == id and _writes(kind.operator):
+            written = issued[position]
+        position += 1
+        p = first + kind.results
+    return found, written
+
+
+def _writes(operator: str) -> bool:
+    parts = operator.split(".")
+    return len(parts) > 1 and parts[1].endswith("_")
