@@ -1,4 +1,4 @@
-"""What a recorded call does to its arguments, and to random numbers of the master."""
+"""What a recorded call does with its arguments, and with random numbers of the master."""
 
 from __future__ import annotations
 
@@ -8,13 +8,62 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from .tensor import RemoteTensor
+
+#: what gives a tensor's metadata, a part of it, or the tensor elsewhere
+_NOT_READING = frozenset(
+    {
+        "__get__", "__len__", "chunk", "contiguous", "detach", "dim", "element_size", "expand", "flatten",
+        "is_contiguous", "is_floating_point", "is_complex", "movedim", "narrow", "nelement", "ndimension",
+        "numel", "permute", "requires_grad_", "reshape", "select", "size", "split", "squeeze", "stride",
+        "storage_offset", "swapaxes", "t", "tensor_split", "to", "transpose", "unbind", "unflatten",
+        "unsqueeze", "view", "view_as",
+    }
+)  # fmt: skip
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """Counts what is written to a tensor; None: torch does not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells tensors of the master apart that have other elements; its storage comes first."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Watch(TorchFunctionMode):
+    """Notes which of the master's tensors are read, and not moved to a node only.
+
+    Attributes:
+        read: positions among the leaves.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._at: dict[int, set[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is not RemoteTensor:
+                self._at.setdefault(memory_of(leaf)[0], set()).add(i)
+        self.read: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        remote = any(type(each) is RemoteTensor for each in given)
+        name = getattr(func, "__name__", "")
+        for i, each in enumerate(given):
+            here = type(each) is not RemoteTensor and each.layout == torch.strided
+            at = self._at.get(memory_of(each)[0]) if here else None
+            if at is None or name in _NOT_READING or (name == "__getitem__" and not i and len(given) == 1):
+                continue
+            # An index, or a number, of an operation on a node is moved there.
+            if not (remote and (name == "__getitem__" or not each.dim())):
+                self.read |= at
+        return func(*args, **(kwargs or {}))
 
 
 class Effects:

@@ -9,9 +9,12 @@ taken to stay as they are.
 
 from __future__ import annotations
 
+import array
 import gc
 import sys
 import sysconfig
+import weakref
+from collections import deque
 from collections.abc import Iterable
 from functools import cached_property, partial
 from types import (
@@ -30,6 +33,7 @@ from torch.nn.modules import module as of_modules
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as of_optimizers
 
+from .effects import memory_of
 from .issuing import is_inside
 from .tensor import Handle, RemoteTensor
 
@@ -56,6 +60,24 @@ _HOOKS = {
 _INSTALLED = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+class Grad:
+    """A gradient before a call, which this does not hold.
+
+    Attributes:
+        place: its space and id.
+    """
+
+    def __init__(self, grad: RemoteTensor, handle: Handle) -> None:
+        self.place = handle.space.number, handle.id
+        self._grad = weakref.ref(grad)
+
+    @property
+    def tensor(self) -> RemoteTensor | None:
+        """It, if something still holds it."""
+        grad = self._grad()
+        return grad if grad is None or (grad.handle.space.number, grad.handle.id) == self.place else None
+
+
 class Guards:
     """The state of all that was found.
 
@@ -76,6 +98,8 @@ class Guards:
         self._versions: list[tuple[torch.Tensor, int, str]] = []
         self._copies: list[tuple[Any, Any, str]] = []
         self._arrays: list[tuple[Any, bytes, str]] = []
+        self._functions: list[tuple[FunctionType, CodeType, Any, str]] = []
+        self._classes: list[tuple[Any, type, str]] = []
         self._seen: dict[int, Any] = {}
         for path, root in roots:
             self._visit(root, path)
@@ -90,9 +114,17 @@ class Guards:
         found = {handle for _, handle, _, _, _ in self.tensors}
         return found | {handle for _, _, handle in self.grads if handle is not None}
 
-    def let_go_of_grads(self) -> dict[int, bool]:
-        """Which tensors have gradients, by ``id``; holds them no more."""
-        had = {id(tensor): grad is not None for tensor, grad, _ in self.grads}
+    @property
+    def storages(self) -> set[int]:
+        """The memory of the tensors of the master."""
+        return {memory_of(value)[0] for value, _, _ in self._versions if value.layout == torch.strided}
+
+    def let_go_of_grads(self) -> dict[int, Grad | None]:
+        """The gradients that tensors have, by the ``id`` of the tensor; holds them no more."""
+        had = {
+            id(tensor): None if grad is None or handle is None else Grad(grad, handle)
+            for tensor, grad, handle in self.grads
+        }
         self.grads.clear()
         return had
 
@@ -139,8 +171,14 @@ class Guards:
             for held, copy, path in self._copies:
                 if held != copy:
                     return path
-            for array, content, path in self._arrays:
-                if array.tobytes() != content:
+            for held, content, path in self._arrays:
+                if held.tobytes() != content:
+                    return path
+            for function, code, defaults, path in self._functions:
+                if function.__code__ is not code or function.__defaults__ is not defaults:
+                    return path
+            for value, kind, path in self._classes:
+                if type(value) is not kind:
                     return path
         except (KeyError, IndexError, ValueError):
             return path
@@ -148,6 +186,10 @@ class Guards:
 
     def changed_by_call(self, before: Guards) -> str | None:
         """What the call changed since ``before`` that no replay would change."""
+        lengths = {id(c): n for c, n, _ in before._lengths}
+        for c, n, path in self._lengths:
+            if lengths.get(id(c), n) != n:
+                return f"{path} had {lengths[id(c)]} elements before the call and has {n} after it"
         theirs = {_place(c, k): v for c, k, v, _ in before._equal}
         for c, k, v, path in self._equal:
             old = theirs.get(_place(c, k), v)
@@ -167,10 +209,6 @@ class Guards:
             old = same.get(_place(c, k))
             if old is not v and not (type(old) is type(v) is RemoteTensor):
                 return f"{path} was another before the call"
-        lengths = {id(c): n for c, n, _ in before._lengths}
-        for c, n, path in self._lengths:
-            if lengths.get(id(c), n) != n:
-                return f"{path} had {lengths[id(c)]} elements before the call and has {n} after it"
         found = {id(t): rest for t, *rest, _ in before.tensors}
         for tensor, *now, path in self.tensors:
             if found.get(id(tensor), now) != now:
@@ -179,9 +217,9 @@ class Guards:
         for held, copy, path in self._copies:
             if copies.get(id(held), copy) != copy:
                 return f"{path} has other elements after the call"
-        arrays = {id(array): content for array, content, _ in before._arrays}
-        for array, content, path in self._arrays:
-            if arrays.get(id(array), content) != content:
+        arrays = {id(held): content for held, content, _ in before._arrays}
+        for held, content, path in self._arrays:
+            if arrays.get(id(held), content) != content:
                 return f"{path} has other elements after the call"
         versions = {id(t): n for t, n, _ in before._versions}
         for value, version, path in self._versions:
@@ -225,12 +263,21 @@ class Guards:
         elif isinstance(value, dict):
             if self._is_of_interest(value, value.values(), path):
                 self._dictionary(value, path)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             if self._is_of_interest(value, value, path):
                 if kind is not tuple:
                     self._lengths.append((value, len(value), path))
                 for i in range(len(value)):
                     self._slot(value, i, f"{path}[{i}]")
+        elif isinstance(value, (set, frozenset)):
+            if self._is_of_interest(value, value, path):
+                self._lengths.append((value, len(value), path))
+                for each in value:
+                    self._visit(each, f"an element of {path}")
+                if all(type(each) in PLAIN for each in value):
+                    self._copies.append((value, value.copy(), path))
+        elif isinstance(value, (bytearray, array.array)):
+            self._copies.append((value, value[:], path))
         elif isinstance(value, ModuleType):
             if not _is_library(value.__name__) and not _is_installed(getattr(value, "__file__", None)):
                 self._named(value.__dict__, path)
@@ -278,6 +325,8 @@ class Guards:
     def _of_class(self, value: Any, path: str) -> None:
         """Methods and other attributes that the object has of its class."""
         held = getattr(value, "__dict__", {})
+        seen: set[str] = set()
+        self._classes.append((value, type(value), path))
         for each in type(value).__mro__:
             if _is_library(each.__module__):
                 continue
@@ -289,9 +338,14 @@ class Guards:
                 called = name == "forward" or (name.startswith("__") and name not in _SILENT)
                 if name not in self.names and not (called and callable(attribute)):
                     continue
-                if type(attribute) in PLAIN and name not in held:
-                    self._equal.append((each.__dict__, name, attribute, f"{path}.{name}"))
-                    self._absent.append((held, name, f"{path}.{name}"))
+                if name in seen:
+                    continue  # another class says it, which comes before
+                seen.add(name)
+                if name not in held:
+                    of = self._equal if type(attribute) in PLAIN else self._same
+                    of.append((each.__dict__, name, attribute, f"{path}.{name}"))
+                    if not isinstance(value, torch.nn.Module):  # of those, all attributes are counted
+                        self._absent.append((held, name, f"{path}.{name}"))
                 self._visit(getattr(attribute, "__func__", attribute), f"{path}.{name}")
 
     def _function(self, function: FunctionType, path: str) -> None:
@@ -300,6 +354,7 @@ class Guards:
             self._visit(getattr(function, "__wrapped__", None), path)
             return
         used = set(_names(code))
+        self._functions.append((function, code, function.__defaults__, path))
         self.names |= used
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -311,8 +366,8 @@ class Guards:
         if not _is_installed(code.co_filename):
             for name in used.intersection(function.__globals__):
                 self._slot(function.__globals__, name, name)
-        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(each, path)
+        self._visit(function.__defaults__, path)
+        self._visit(function.__kwdefaults__, path)
 
 
 class _Slots:

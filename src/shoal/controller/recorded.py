@@ -21,13 +21,14 @@ from torch.utils._device import DeviceContext
 
 from ..errors import RecordingMismatch, UsageError
 from . import calls
-from .effects import Effects
-from .guards import Guards, find
+from .effects import Effects, Watch
+from .guards import Grad, Guards, find
 from .issuing import shown
 from .recording import Name, Recording, difference
-from .replaying import FORGOTTEN, Replay, Results, erase_ended, flatten
+from .replaying import FORGOTTEN, Replay, erase_ended
 from .space import Space
 from .tensor import Handle, RemoteTensor
+from .trees import Results, flatten
 from .within import chosen
 
 #: calls that are not replayed, of the same arguments, before it is an error
@@ -135,8 +136,11 @@ class Recorded:
         recording = self._begun(spaces, leaves, before.handles)
         had_grads = before.let_go_of_grads()
         effects = Effects(leaves)
+        watch = Watch(leaves) if any(type(each) is not RemoteTensor for each in leaves) else None
         with _listening(recording, spaces):
-            result = self._fn(*args, **kwargs)
+            with watch or contextlib.nullcontext():
+                result = self._fn(*args, **kwargs)
+            recording.read = frozenset() if watch is None else frozenset(watch.read)
             if recording.refusal is not None:
                 raise recording.refusal  # the function has caught it
             self.recordings += 1
@@ -149,7 +153,7 @@ class Recorded:
             results = Results(recording, result, leaves, gradients)
             recording.constants = results.constants
             recording.generator = effects.generator()
-            state = tuple(had_grads.values())
+            state = tuple(grad is not None for grad in had_grads.values())
             previous = kind.last.get(state)
             kind.last[state] = recording
             reason = None if previous is None else _refusal(previous, recording, results, after, had_grads)
@@ -167,10 +171,10 @@ class Recorded:
 
     def _begun(self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[Handle]) -> Recording:
         inputs: dict[tuple[int, int], Name] = {}
-        uploads: list[tuple[Name, torch.Tensor]] = []
+        uploads: list[tuple[int, torch.Tensor]] = []
         for i, leaf in enumerate(leaves):
             if type(leaf) is not RemoteTensor:
-                uploads.append((("upload", i), leaf))
+                uploads.append((i, leaf))
             elif leaf.handle not in handles:
                 if leaf.requires_grad:
                     raise RecordingMismatch(
@@ -186,7 +190,7 @@ class Recorded:
         recording: Recording,
         results: Results,
         guards: Guards,
-        had_grads: dict[int, bool],
+        had_grads: dict[int, Grad | None],
         leaves: Sequence[Any],
         written: tuple[list[RemoteTensor], list[int]],
     ) -> Any:
@@ -222,7 +226,11 @@ def _listening(recording: Recording, spaces: Iterable[Space]) -> Iterator[None]:
 
 
 def _refusal(
-    previous: Recording, recording: Recording, results: Results, after: Guards, had_grads: dict[int, bool]
+    previous: Recording,
+    recording: Recording,
+    results: Results,
+    after: Guards,
+    had_grads: dict[int, Grad | None],
 ) -> str | None:
     """Why a call cannot be replayed, or differs from the one before; None: it can, and does not."""
 
@@ -234,6 +242,7 @@ def _refusal(
     if not all(id(tensor) in had_grads for tensor, _, _ in after.grads):
         return "it makes new parameters in every call"
     known = {(each.space.number, each.id) for each in after.handles}
+    known |= {grad.place for grad in had_grads.values() if grad is not None and grad.tensor is not None}
     for command, origin in zip(recording.commands, recording.origins, strict=True):
         for _, name in command.operands:
             if name[0] == "outside" and (name[1:] not in known or name[1:] in recording.names):

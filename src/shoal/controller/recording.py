@@ -17,14 +17,18 @@ import torch
 
 from ..errors import RecordingMismatch
 from .commands import CALL, DEFINE, DROP, ERASE, FETCH, FIRST, FORGET, ITEM, PROGRAM, PUT, SEED, SHARE
+from .effects import memory_of, version_of
 from .issuing import Origin, issuing_line, shown
 from .space import Space
 from .tensor import Handle
 
-#: ("input", leaf), ("upload", leaf, count), ("number", dtype, value, count), ("made", count), or
+#: ("input", leaf), ("upload", leaf, part of it, count), ("number", dtype, value, count), ("made", count), or
 #: ("outside", space, id)
 Name = tuple[Any, ...]
 
+
+#: of a tensor of the master: how far it begins after the tensor, its shape, and its strides
+Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 #: of no concern to a recording
 _SILENT = frozenset({DEFINE, FORGET, PROGRAM, ERASE, PUT, DROP})
@@ -62,20 +66,21 @@ class Recording:
         awaited: bytes that come to each space from others.
         constants: what the call returned beside tensors.
         generator: the state of the processor's random generator after the call, if that has changed it.
+        read: positions of arguments, tensors of the master, whose elements the call has looked at here.
     """
 
     def __init__(
         self,
         spaces: Iterable[Space],
         inputs: dict[tuple[int, int], Name],
-        uploads: Sequence[tuple[Name, torch.Tensor]],
+        uploads: Sequence[tuple[int, torch.Tensor]],
     ) -> None:
         self.commands: list[Command] = []
         self.origins: list[Origin | None] = []
         self.names = dict(inputs)
         self.homes = {name: space for (space, _), name in inputs.items()}
         self._thread = threading.get_ident()
-        self._uploads = {memory_of(tensor): (name, tensor._version) for name, tensor in uploads}
+        self._uploads = [(i, leaf, memory_of(leaf), version_of(leaf)) for i, leaf in uploads]
         self._made = self._uploaded = 0
         #: the tensor of several nodes that was named last, and the nodes that have given their part
         self._joined: tuple[Name, set[int]] = ((), set())
@@ -86,6 +91,7 @@ class Recording:
         self.moved: dict[Name, Space] = {}
         self.constants: list[Any] = []
         self.generator: torch.Tensor | None = None
+        self.read: frozenset[int] = frozenset()
 
     def named(self, space: int, id: int) -> Name:
         """The name of a tensor."""
@@ -175,15 +181,16 @@ class Recording:
         if threading.get_ident() != self._thread:
             self.names.pop((space.number, id), None)
             return
-        name, version = self._uploads.get(memory_of(value), (None, 0))
         self._uploaded += 1
         if value.requires_grad and torch.is_grad_enabled():
             raise self._refused(
                 f"a tensor of the master that needs a gradient is moved to {space.device}",
                 "no replay would set its grad: detach() it, or keep it on the node",
             )
-        if name is not None and value._version == version:
-            name = (*name, self._uploaded)
+        name: Name
+        found = self._argument(value)
+        if found is not None:
+            name = ("upload", *found, self._uploaded)
         elif not value.dim():
             name = ("number", value.dtype, value.item(), self._uploaded)
         else:
@@ -196,6 +203,20 @@ class Recording:
         self.names[space.number, id] = name
         self.homes[name] = space.number
         self.moved[name] = space
+
+    def _argument(self, value: torch.Tensor) -> tuple[int, Part | None] | None:
+        """Which argument this is, or is a part of."""
+        storage, offset, shape, stride, dtype = memory = memory_of(value)
+        for i, leaf, its, version in self._uploads:
+            if its[0] != storage or its[-1] != dtype or version_of(leaf) != version:
+                continue
+            if its == memory:
+                return i, None
+            first, last = _extent(offset, shape, stride)
+            start, end = _extent(*its[1:4])
+            if start <= first and last <= end and not (value.is_conj() or value.is_neg()):
+                return i, (offset - its[1], tuple(shape), tuple(stride))
+        return None
 
     def awaits(self, space: Space, bytes: int) -> None:
         """So much will come to the nodes of a space."""
@@ -236,10 +257,9 @@ class Recording:
         return self.refusal
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells tensors of the master apart that have other elements, or as many of them."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _extent(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+    """The first element of a tensor in its memory, and the last."""
+    return offset, offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def difference(before: Recording, after: Recording) -> str | None:

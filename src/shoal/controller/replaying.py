@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch.autograd.graph import increment_version
 
 from .commands import FIRST
 from .dispatch import upload
-from .guards import PLAIN, Guards
+from .effects import memory_of
+from .guards import Grad, Guards
 from .history import Kind
 from .interrupts import undisturbed
 from .issuing import Origin
@@ -25,44 +26,14 @@ from .metadata import Metadata
 from .program import Recipe, Step
 from .recording import Command, Name, Recording, alive
 from .space import Space
-from .tensor import Handle, RemoteTensor, share
+from .tensor import Handle, RemoteTensor
+from .trees import Results
 
 #: in the place of what a call returns
 FORGOTTEN = object()
 
 #: in the place of what nobody asks for
 _UNKNOWN: Any = None
-
-_Build = Callable[[dict[Name, Handle], Sequence[Any]], Any]
-
-
-def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) -> None:
-    """Take arguments apart: tensors, what a call of the same kind has equal, and objects."""
-    kind = type(value)
-    if kind is RemoteTensor:
-        required = value.requires_grad
-        key += (value.handle.metadata, required)
-        if required and value.is_leaf:  # a parameter
-            key.append(id(value))
-            others.append(value)
-        leaves.append(value)
-    elif kind is tuple or kind is list:
-        key += (kind, len(value))
-        for each in value:
-            flatten(each, key, leaves, others)
-    elif kind is dict:
-        key += (kind, len(value))
-        for name, each in value.items():
-            key.append(name)
-            flatten(each, key, leaves, others)
-    elif kind in PLAIN:
-        key += (kind, value)
-    elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-        leaves.append(value)
-    else:
-        key += (kind, id(value))
-        others.append(value)
 
 
 class Part(NamedTuple):
@@ -104,83 +75,19 @@ class Part(NamedTuple):
             made[name] = Handle(space, id, known)
 
 
-class _Ended(torch.autograd.Function):
-    """A result that needed a gradient in the recording: its graph was there."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: RemoteTensor, anchor: torch.Tensor) -> RemoteTensor:
-        return share(tensor.handle)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "a result of a recorded step has no graph: call backward() inside the function that is recorded"
-        )
-
-
-_anchor = torch.zeros((), requires_grad=True)
-
-
-def _result(handle: Handle, graph: bool) -> RemoteTensor:
-    made = share(handle)
-    if not graph:
-        return made
-    with torch.enable_grad():
-        return _Ended.apply(made, _anchor)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class Results:
-    """What a call returned, without its tensors.
+class _Grad(NamedTuple):
+    """What is looked at of a gradient.
 
     Attributes:
-        names: of the tensors that it made and nothing else holds.
-        constants: what else it returned.
+        tensor: that may have one.
+        had: whether it must.
+        needed, handle: the one that the program works on, and its handle; None: on none.
     """
 
-    def __init__(self, recording: Recording, result: Any, leaves: Sequence[Any], static: set[Handle]) -> None:
-        self._recording = recording
-        self._static = static
-        self._leaves = {id(each): i for i, each in enumerate(leaves)}
-        self.names: list[Name] = []
-        self.constants: list[Any] = []
-        self.handles: dict[Name, Handle] = {}
-        self.build = self._built(result)
-
-    def _built(self, value: Any) -> _Build:
-        kind = type(value)
-        if id(value) in self._leaves:
-            at = self._leaves[id(value)]
-            return lambda made, leaves: leaves[at]
-        if kind is RemoteTensor:
-            handle = value.handle
-            name = self._recording.named(handle.space.number, handle.id)
-            if name[0] == "input":
-                position = name[1]
-                return lambda made, leaves: share(leaves[position].handle)
-            graph = value.grad_fn is not None
-            if name[0] == "outside" or handle in self._static:
-                return (lambda made, leaves: _result(handle, True)) if graph else lambda made, leaves: value
-            self.names.append(name)
-            self.handles[name] = handle
-            return lambda made, leaves: _result(made[name], graph)
-        if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            parts = [self._built(each) for each in value]
-            if kind is list:
-                return lambda made, leaves: [part(made, leaves) for part in parts]
-            make = kind if kind is tuple else kind._make
-            return lambda made, leaves: make([part(made, leaves) for part in parts])
-        if kind is dict:
-            named = {name: self._built(each) for name, each in value.items()}
-            return lambda made, leaves: {name: part(made, leaves) for name, part in named.items()}
-        self.constants.append(value)
-        return lambda made, leaves: value
-
-    def differ(self, constants: Sequence[Any]) -> bool:
-        """Whether another call returned something else, beside tensors of nodes."""
-        return len(constants) != len(self.constants) or any(
-            a is not b and (type(a) is not type(b) or type(a) not in PLAIN or a != b)
-            for a, b in zip(constants, self.constants, strict=True)
-        )
+    tensor: RemoteTensor
+    had: bool
+    needed: RemoteTensor | None
+    handle: Handle | None
 
 
 #: of programs that nothing has any more
@@ -209,7 +116,7 @@ class Replay:
         self,
         recording: Recording,
         guards: Guards,
-        had_grads: dict[int, bool],
+        had_grads: dict[int, Grad | None],
         leaves: Sequence[Any],
         results: Results,
         written: tuple[list[RemoteTensor], list[int]],
@@ -219,25 +126,37 @@ class Replay:
         self._handles = guards.handles
         self._fixed = {i: each.handle for i, each in enumerate(leaves) if _is_one_of(each, self._handles)}
         self._pattern = _pattern(leaves)
-        self._grads = [(*each, had_grads[id(each[0])]) for each in guards.grads]
-        self._made_grads = [
-            (tensor, grad) for tensor, grad, _, had in self._grads if not had and grad is not None
-        ]
-        self._ended_grads = [tensor for tensor, grad, _, had in self._grads if had and grad is None]
+        used = {name for each in recording.commands for _, name in each.operands}
+        self._grads: list[_Grad] = []
+        self._left: list[tuple[RemoteTensor, RemoteTensor | None, Handle | None]] = []
+        for tensor, grad, handle in guards.grads:
+            before = had_grads[id(tensor)]
+            had = None if before is None else before.tensor
+            needed = had if before is not None and ("outside", *before.place) in used else None
+            self._grads.append(
+                _Grad(tensor, before is not None, needed, None if needed is None else needed.handle)
+            )
+            if grad is not had or (had is None and before is not None):
+                self._left.append((tensor, grad, handle))
         self._held = self._still_held(recording, results)
-        used = {name for each in recording.commands for _, name in each.operands} | set(results.names)
+        used |= set(results.names)
         self._uploads = [(name, space) for name, space in recording.moved.items() if name in used]
         self._written, self._written_leaves = written
         self._generator = recording.generator
         self._awaited = [(recording.spaces[number], bytes) for number, bytes in recording.awaited.items()]
         self._crossing: dict[Name, Handle] = {}
         self.parts = self._cut(recording, results)
-        # A tensor of the master whose elements no node got must stay the same.
-        moved = {name[1] for name in recording.moved if name[0] == "upload"}
+        # A tensor of the master that was read here must stay the same.
+        shared = guards.storages
+        self._memory = {
+            i: memory
+            for i, leaf in enumerate(leaves)
+            if type(leaf) is not RemoteTensor and (memory := memory_of(leaf))[0] in shared
+        }
         self._equal = [
             (i, each.detach().clone())
             for i, each in enumerate(leaves)
-            if type(each) is not RemoteTensor and i not in moved
+            if type(each) is not RemoteTensor and i in recording.read
         ]
 
     # -- calls -----------------------------------------------------------------------------------
@@ -262,12 +181,17 @@ class Replay:
         for i, value in self._equal:
             if not torch.equal(leaves[i], value):
                 return False
-        for tensor, grad, handle, had in self._grads:
+        for i, memory in self._memory.items():
+            if memory_of(leaves[i]) != memory:
+                return False
+        for tensor, had, needed, handle in self._grads:
             now: Any = tensor.grad
-            if now is None:
-                if had:
-                    return False
-            elif not had or (grad is not None and (now is not grad or now.handle is not handle)):
+            if (now is not None) is not had:
+                return False
+            if needed is not None and (now is not needed or now.handle is not handle):
+                return False
+        for _, grad, handle in self._left:
+            if grad is not None and grad.handle is not handle:
                 return False
         return self._guards.changed() is None
 
@@ -275,7 +199,13 @@ class Replay:
         """Send the program; what the call returns, or FORGOTTEN if the nodes have been told to forget it."""
         made: dict[Name, Handle] = {}
         for name, space in self._uploads:
-            value = leaves[name[1]] if name[0] == "upload" else torch.tensor(name[2], dtype=name[1])
+            if name[0] == "number":
+                value = torch.tensor(name[2], dtype=name[1])
+            else:
+                value = leaves[name[1]]
+                if name[2] is not None:
+                    offset, shape, stride = name[2]
+                    value = value.detach().as_strided(shape, stride, value.storage_offset() + offset)
             made[name] = upload(space, value).handle
         for space, bytes in self._awaited:
             with space.lock:
@@ -296,10 +226,9 @@ class Replay:
             increment_version([*self._written, *(leaves[i] for i in self._written_leaves)])
         if self._generator is not None:
             torch.set_rng_state(self._generator)
-        for tensor, grad in self._made_grads:
-            tensor.grad = grad
-        for tensor in self._ended_grads:
-            tensor.grad = None
+        for tensor, grad, _ in self._left:
+            if tensor.grad is not grad:
+                tensor.grad = grad
         return self._build(made, leaves)
 
     def __del__(self) -> None:
@@ -411,10 +340,15 @@ def _is_one_of(leaf: Any, handles: set[Handle]) -> bool:
     return type(leaf) is RemoteTensor and leaf.handle in handles
 
 
-def _pattern(leaves: Sequence[Any]) -> list[int]:
-    """Which leaves are the same tensor."""
-    first: dict[int, int] = {}
-    return [
-        first.setdefault(id(each.handle if type(each) is RemoteTensor else each), i)
-        for i, each in enumerate(leaves)
-    ]
+def _pattern(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which leaves are the same tensor, and which are views of one."""
+    first: dict[Any, int] = {}
+    pattern = []
+    for i, each in enumerate(leaves):
+        if type(each) is RemoteTensor:
+            which: Any = id(each.handle)
+            whole: Any = id(each._base if each._is_view() else each)
+        else:
+            which = whole = memory_of(each)
+        pattern.append((first.setdefault(which, i), first.setdefault(("whole", whole), i)))
+    return pattern
