@@ -49,7 +49,7 @@ class Variable(Generic[T]):
         Raises:
             ConfigurationError: the text is not a legal value; the message names the variable.
         """
-        text = self._text(environ)
+        text = self._text(os.environ if environ is None else environ)
         if not text:
             return self.default
         try:
@@ -57,12 +57,12 @@ class Variable(Generic[T]):
         except ValueError:
             raise ConfigurationError(f"{self.name}={text!r}: expected {self.kind}") from None
 
-    def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
-        """Whether ``environ`` (the process's environment unless given) has a value."""
-        return bool(self._text(environ))
+    def is_set(self) -> bool:
+        """Whether the process's environment has a value."""
+        return bool(self._text(os.environ))
 
-    def _text(self, environ: Mapping[str, str] | None) -> str:
-        return (os.environ if environ is None else environ).get(self.name, "").strip()
+    def _text(self, environ: Mapping[str, str]) -> str:
+        return environ.get(self.name, "").strip()
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

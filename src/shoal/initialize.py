@@ -90,7 +90,7 @@ def init(
     return world_group(membership, factory, name=name, timeout=seconds, concurrency=count, options=options)
 
 
-#: what :func:`init` takes itself
+#: arguments that :func:`init` takes itself
 _ARGUMENTS = [name for name in signature(init).parameters if name != "options"]
 
 

@@ -1,4 +1,4 @@
-"""Which releases of torch this version of shoal stands on.
+"""The releases of torch that this version of shoal stands on.
 
 The data-parallel wrapper and the backend of torch.distributed use parts of torch that are not public
 (docs/design.md lists them), so a release is supported when the whole test suite has passed on it.  Another

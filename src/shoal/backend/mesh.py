@@ -269,7 +269,7 @@ class _Builder:
         return said
 
     def _partition(self, shared: dict[int, set[int]]) -> list[int]:
-        """Which ranks share a host; all of a host's pairs must have succeeded, or none counts."""
+        """The ranks by host; all of a host's pairs must have succeeded, or none counts."""
         hosts: dict[str, list[int]] = {}
         for rank, address in enumerate(self._addresses):
             hosts.setdefault(address.host, []).append(rank)

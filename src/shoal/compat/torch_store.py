@@ -28,7 +28,7 @@ _kept: set[TorchStore] = set()
 _PAUSE = 0.01
 #: longest timeout in seconds: a timedelta cannot be infinite
 _LONGEST = 1e9
-#: what no queue is
+#: no queue has this value
 _NOTHING = b"none"
 
 
@@ -174,7 +174,7 @@ class TorchStore(c10d.Store):
         with _errors():
             return len(self._queue(key)[1].values)
 
-    # What torch's C++ looks for.
+    # Torch's C++ looks for these names.
     deleteKey = delete_key
     getNumKeys = num_keys
 

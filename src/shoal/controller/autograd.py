@@ -32,14 +32,14 @@ def restore_thread() -> None:
 
 
 class DeviceGuard(torch._C._acc.DeviceGuard):
-    """What torch asks of the device.
+    """The device, as torch asks about it.
 
-    It asks also while an error of an operation leaves a backward pass, and aborts the process if Python
+    Torch asks also while an error of an operation leaves a backward pass, and aborts the process if Python
     answers with that error pending: it is kept aside here, and the backward pass raises it.
     """
 
     def type_(self) -> Any:
-        """Which device it is."""
+        """The type of the device."""
         try:
             _raise_pending()
         except BaseException as error:

@@ -60,7 +60,7 @@ class _Step(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """What an operator calls.
+    """The calls that an operator makes.
 
     Attributes:
         size: how many tensors are given and made.

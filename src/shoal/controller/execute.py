@@ -45,7 +45,7 @@ from .operators import function, named
 from .program import Program, Recipe
 from .reasons import Elsewhere
 
-#: what begins the table of all kernels in torch's error of one that is missing
+#: the beginning of the table of all kernels, in torch's error of one that is missing
 _TABLE = "\n\nMeta: registered at "
 
 

@@ -114,7 +114,7 @@ class Master:
         self.strict = False
         self._gone: set[str] = set()
         self._on_lost: list[Callable[[int], Any]] = []
-        #: what nodes that come later are given too, so that what a place draws first is the same on its nodes
+        #: the seed for nodes that come later too, so that all nodes of a place begin with the same numbers
         self._seed = torch.initial_seed(), False
         self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
         #: held for moments by whoever tells nodes of one another: no wait of the program delays it

@@ -18,7 +18,7 @@ from .metadata import metadata
 from .space import Space
 from .tensor import RemoteTensor, wrap
 
-#: what names nodes: indices, devices, and any number of these
+#: names of nodes: an index, a device, or any number of these
 Named: TypeAlias = "int | str | torch.device | Iterable[Named]"
 
 
@@ -137,7 +137,7 @@ def indices_of(named: Named, space: Callable[[int], Space]) -> tuple[int, ...]:
     """The indices of the nodes that are named.
 
     Args:
-        named: what names them.
+        named: the names.
         space: gives that of a device's index.
 
     Raises:

@@ -24,7 +24,7 @@ from .commands import Template
 from .metadata import Metadata, Told, told
 from .rehearsal import rehearse
 
-#: what tells that only the node knows
+#: errors of torch that mean: only the node knows
 _ASK = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -46,7 +46,7 @@ _LARGEST = 2**60
 
 
 class Prediction(NamedTuple):
-    """What a call gives.
+    """The results of a call, as metadata.
 
     Attributes:
         returned: its shape: ("new", slot), ("operand", position), ("constant", value), or ("list", [...]) and
@@ -75,7 +75,7 @@ def predict(
     operands: Sequence[Metadata],
     scalars: Sequence[float],
 ) -> Prediction | None:
-    """What a call gives; None: only the node can tell.
+    """The results of a call; None: only the node can tell them.
 
     Raises:
         DeviceMismatch: its tensors are on devices within the node that do not go together.

@@ -230,9 +230,9 @@ class RemoteTensor(torch.Tensor):
 
 
 def _shown(tensor: RemoteTensor) -> torch.Tensor:
-    """What printing a tensor reads, in a tensor of the CPU of the same shape: all, or its edges.
+    """A tensor of the CPU of the same shape, with the elements that printing reads: all, or the edges.
 
-    On several nodes it reads nothing.
+    On several nodes printing reads none.
     """
     if len(tensor.handle.space.lines) > 1:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -206,7 +206,7 @@ def _parsed(entries: Iterable[list[Any]]) -> list[Given]:
 
 
 def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None:
-    """Which rank gave another list, in words, and what it gave; None if no rank did."""
+    """A rank that gave another list, in words, and that list; None if all gave the same."""
     parent, given = wait.parent, wait.given
     for rank, theirs in others.items():
         if any(_same(other, given) and other.count >= given.count for other in _parsed(theirs["made"])):

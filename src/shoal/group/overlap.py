@@ -1,4 +1,4 @@
-"""Which tensors share memory: with each other, and an element with another of the same tensor.
+"""Finds tensors that share memory with each other, and elements that share it with another of their tensor.
 
 Whether two elements of a strided tensor share an address is a question about integers: are there steps
 ``d`` in its dimensions, not all 0 and each shorter than its dimension, with ``sum(d * stride) == 0``?  It is

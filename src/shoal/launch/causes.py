@@ -1,4 +1,4 @@
-"""Which rank's failure caused those of the others.
+"""Finds the rank whose failure caused those of the others.
 
 Ranks end in an order that says little: who fails first may end last.  What they report says more
 (:mod:`shoal.failure_report`).  A rank that was *told* of another one failed because of it, if that one had a

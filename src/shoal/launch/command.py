@@ -1,4 +1,4 @@
-"""Which program a ``shoal run`` command line means."""
+"""The program that a ``shoal run`` command line means."""
 
 from __future__ import annotations
 

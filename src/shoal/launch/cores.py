@@ -1,4 +1,4 @@
-"""Which cores each rank may run on, for ``shoal run --bind``."""
+"""The cores that each rank may run on, for ``shoal run --bind``."""
 
 from __future__ import annotations
 

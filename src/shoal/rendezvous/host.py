@@ -1,4 +1,4 @@
-"""Which machine a process runs on, and under which addresses the others can reach it."""
+"""The machine that a process runs on, and the addresses under which the others can reach it."""
 
 from __future__ import annotations
 

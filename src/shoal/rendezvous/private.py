@@ -28,7 +28,7 @@ from ..store import FileStore
 from ..store.trusted import open_trusted
 from .host import is_loopback, resolve, start_of
 
-#: what to do where no secret is and none can be agreed on
+#: the advice where no secret is and none can be agreed on
 SET_A_SECRET = (
     "start the processes with `shoal run`, or set the same secret for all of them: "
     "SHOAL_SECRET=$(openssl rand -hex 16)"

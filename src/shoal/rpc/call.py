@@ -47,7 +47,7 @@ PINS = 4
 
 
 class Failure(msgspec.Struct):
-    """What went wrong at the callee, in words.
+    """A failure at the callee, in words.
 
     Attributes:
         worker, pid, host: where.
@@ -107,11 +107,8 @@ def request(
     Raises:
         UsageError: the arguments cannot be sent.
     """
-    number, known, ticket = NONE, False, 0
-    if not line.plain:
-        number, known, ticket = line.sent.use(_sendable(fn, shown))
+    message, number, ticket = _message(line, fn, args, kwargs, shown)
     try:
-        message = _encoded(line, number, known, fn, args, kwargs, shown)
         used = -1 if number == NONE else number
         if line.devices is None:
             try:
@@ -149,11 +146,8 @@ def post(
         UsageError: the arguments cannot be sent.
         WorkerLost: it was not sent.
     """
-    number, known, ticket = NONE, False, 0
-    if not line.plain:
-        number, known, ticket = line.sent.use(_sendable(fn, shown), post=True)
+    message, _, ticket = _message(line, fn, args, kwargs, shown, post=True)
     try:
-        message = _encoded(line, number, known, fn, args, kwargs, shown)
         if message.staged:
             sent = devices.post(endpoint, line, mailbox, message, timeout)
         else:
@@ -172,28 +166,29 @@ def post(
         raise WorkerLost(f"{shown} was not sent: {why or 'it took nothing in time'}", line.worker.name)
 
 
-def _sendable(fn: Callable[..., Any] | str, shown: str) -> Callable[..., Any]:
-    if isinstance(fn, str):
-        raise UsageError(
-            f"{shown}: only a restricted worker, join(serve=), is called by names; send a function"
-        )
-    return fn
-
-
-def _encoded(
+def _message(
     line: Line,
-    number: int,
-    known: bool,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     shown: str,
-) -> Message:
+    post: bool = False,
+) -> tuple[Message, int, int]:
+    """A call to be sent, the number of its function, and a ticket, which is over when it was sent."""
     if line.plain:
-        return plain.encode_call(fn, args, kwargs, shown)
-    message = encode((args, kwargs) if known else (fn, args, kwargs), line, shown)
-    message.head = FUNCTION.pack(number, not known) + message.head
-    return message
+        return plain.encode_call(fn, args, kwargs, shown), NONE, 0
+    if isinstance(fn, str):
+        raise UsageError(
+            f"{shown}: only a restricted worker, join(serve=), is called by names; send a function"
+        )
+    number, known, ticket = line.sent.use(fn, post=post)
+    try:
+        message = encode((args, kwargs) if known else (fn, args, kwargs), line, shown)
+        message.head = FUNCTION.pack(number, not known) + message.head
+    except BaseException:
+        line.sent.over(ticket)
+        raise
+    return message, number, ticket
 
 
 def reads_arguments(future: Future[Any]) -> bool:

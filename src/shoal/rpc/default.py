@@ -1,4 +1,4 @@
-"""What is meant where nobody says it: which agent, and how long a call may take."""
+"""The agent and the timeout of calls where nobody names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device of a worker that is called stands for which device of its caller.
+"""Maps of devices: each device of a caller stands for one of the worker that it calls.
 
     join("trainer", device_maps={"ps": {"cuda:0": "cuda:1"}})
 
@@ -18,7 +18,7 @@ from ..errors import UnsupportedOperation, UsageError
 from ..streams import runtime_of
 from .directory import checked_name
 
-#: what users say: of each worker that is called, the device there for each device here, by names or as such
+#: of each worker that is called, the device there for each device here, by names or as such
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 
 _CPU = torch.device("cpu")

@@ -197,7 +197,7 @@ def _send_held(
                 keep = (room, message.keep)
                 post.fill(held, mailbox, message.head, message.parts, keep, one_way, flags)
                 return
-        except ValueError as error:  # what no letter can hold
+        except ValueError as error:  # no letter can hold it
             failure = error
         if one_way:
             _logger.error(

@@ -59,7 +59,7 @@ class Held:
 
 
 class Account:
-    """What one owner is told of this worker's holds, in an order that ``lock`` keeps."""
+    """This worker's holds at one owner, which is told of them in an order that ``lock`` keeps."""
 
     def __init__(self, owner: Worker) -> None:
         self.owner = owner
@@ -245,7 +245,7 @@ class References:
         return sum(each.created is not None and not each.created.done() for each in held)
 
     def standing(self) -> list[str]:
-        """What this worker holds of others' objects, and keeps for replies on their way, in words."""
+        """The holds of this worker, and those that it keeps for replies on their way, in words."""
         with self.ledger.lock:
             held = [(ident, each.account.owner.name, each.objects) for ident, each in self._held.items()]
             pinned = sum(map(len, self._pinned.values()))
@@ -270,7 +270,7 @@ class References:
             self._agent.tell(owner, resume, me, mine)
 
     def _begin_lease(self, holder: str) -> None:
-        """What ``holder`` holds here ends unless it is connected when its lease is over."""
+        """Let the holds of ``holder`` end unless it is connected when its lease is over."""
         self._losses[holder] = loss = object()
         self._agent.endpoint.after(LEASE, partial(self._end_lease, holder, loss))
 
@@ -355,7 +355,7 @@ def hold(ident: str, holder: str) -> None:
 
 
 def _told(error: BaseException) -> tuple[type[RpcError], str]:
-    """What the users of an object hear of the failure of the call that was to make it."""
+    """The error, as class and text, for the users of an object whose making has failed."""
     kind = CallCancelled if isinstance(error, CallCancelled) else RpcError
     return kind, str(error) if isinstance(error, ShoalError) else in_words(error)
 

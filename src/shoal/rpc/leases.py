@@ -21,7 +21,7 @@ from ..future import Future
 LEASE = 10.0
 #: objects that have ended of which that is remembered
 _REMEMBERED = 1 << 16
-#: what whoever uses such an object hears
+#: the text of errors of those who use such an object
 _ENDED = f"has ended: nobody held it any more, or its holder was cut off for more than {LEASE:.0f} s"
 #: mailboxes below are for other purposes
 _FIRST_MAILBOX = 16

@@ -222,7 +222,7 @@ class Links:
 
     def _connect(self, worker: Worker, deadline: Deadline) -> Line:
         if worker.host == self._me.host:
-            # What fails here only means that they do not share a network namespace.
+            # A failure here only means that they do not share a network namespace.
             with contextlib.suppress(WireError, WireTimeout):
                 return self._introduce(
                     wire.connect_unix(

@@ -55,7 +55,7 @@ def keys_of(store: Store, kind: str, count: int) -> Store:
 
 
 class Entry(msgspec.Struct):
-    """What one worker says of itself.
+    """The entry of one worker, in its own words.
 
     Attributes:
         machine, process: which process it is.
@@ -205,7 +205,7 @@ class Meeting:
         return entry.machine == self._me.machine and process_is_gone(entry.process)
 
     def _there(self, rank: int, timeout: float = 0.0) -> Entry | None:
-        """What ``rank`` says of itself; None: it has not come, or has ended."""
+        """The entry of ``rank``; None: it has not come, or has ended."""
         try:
             entry = self._entry(rank, timeout)
         except StoreTimeout:
@@ -213,7 +213,7 @@ class Meeting:
         return None if self._gone(entry) else entry
 
     def _await(self, rank: int, deadline: Deadline, joined: bool) -> Entry:
-        """What ``rank`` says of itself, as soon as it is there, or has ``joined``."""
+        """The entry of ``rank``, as soon as it is there, or has ``joined``."""
         listens = time.monotonic() + _LOOK
         while True:
             entry = self._there(rank, min(_LOOK, deadline.remaining()))
@@ -239,7 +239,7 @@ class Meeting:
     def _pass_on(self, reason: str) -> None:
         """Tell why the meeting has failed, and wait a moment until all that are there know it."""
         deadline = Deadline(_HEARING)
-        with contextlib.suppress(StoreError):  # who served the store has ended, and has heard it
+        with contextlib.suppress(StoreError):  # its server has ended, and has heard it
             self._tell(failed=reason)
             while not deadline.expired:
                 there = [self._there(rank) for rank in range(self._size)]

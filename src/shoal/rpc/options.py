@@ -1,4 +1,4 @@
-"""What torch's ``init_rpc`` takes beside names and numbers."""
+"""The options that torch's ``init_rpc`` takes beside names and numbers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _layouts = msgspec.msgpack.Decoder(_Layout)
 
 
 class _Refused(Exception):
-    """What arrived is not what :func:`encode` makes."""
+    """Bytes have arrived that :func:`encode` does not make."""
 
 
 def encode(value: object, where: str) -> Message:

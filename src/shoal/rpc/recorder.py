@@ -1,7 +1,8 @@
 """The recorder of calls: those of a worker that are pending, and those that it serves.
 
-It is always on and costs a call nothing: the endpoint knows both in any case.  So a call is listed however
-old it is, and also if nobody has its future any more.
+It is always on.  A call pays for it with the text of its name, which the endpoint keeps until the call ends;
+the lists are made of the endpoint's calls when somebody asks.  So a call is listed however old it is, and
+also if nobody has its future any more.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def processes(fn: Callable[..., Any], size: int, *args: Any, **how: Any) -> Rank
 def pickled_work(
     fn: Callable[..., Any] | None, args: tuple[Any, ...], prepare: Callable[[], None] | None
 ) -> bytes:
-    """What a process has to do.
+    """The work of a process, pickled.
 
     Raises:
         UsageError: it cannot be sent there.

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from ..errors import WireError, WireTimeout
 from ..wording import in_seconds
-from .connection import DEFAULT_LIMIT, Connection
+from .connection import Connection
 from .deadline import Deadline
 from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
@@ -31,7 +31,7 @@ class Acceptor:
 
     Args:
         listener: a listening socket, TCP or unix; the acceptor owns it from now on.
-        secret, purpose, limit: as of ``accept``.
+        secret, purpose: as of ``accept``.
         handshake_timeout: seconds that each stranger gets to prove itself.
         most_pending: how many of them are kept at once; more than the peers that may come at one moment.
     """
@@ -42,7 +42,6 @@ class Acceptor:
         *,
         secret: bytes,
         purpose: str,
-        limit: int = DEFAULT_LIMIT,
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
         most_pending: int = MOST_PENDING,
     ) -> None:
@@ -50,7 +49,6 @@ class Acceptor:
         self._listener = listener
         self._secret = secret
         self._purpose = purpose
-        self._limit = limit
         self._handshake_timeout = handshake_timeout
         self._most_pending = most_pending
         # In the order in which they came, which is that of their deadlines.
@@ -149,7 +147,7 @@ class Acceptor:
             if pending.step():
                 self._selector.unregister(pending.stream)
                 del self._pending[pending]
-                self._ready.append(Connection(pending.stream, limit=self._limit))
+                self._ready.append(Connection(pending.stream))
             elif self._selector.get_key(pending.stream).events != pending.events:
                 self._selector.modify(pending.stream, pending.events, pending)
         except OSError as error:

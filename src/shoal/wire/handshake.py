@@ -83,7 +83,7 @@ class Handshake:
         self.greeting = _GREETING.pack(_MAGIC, PROTOCOL_VERSION, self._build, self._purpose, os.urandom(32))
         #: how many bytes the other side sends next
         self.needed = _GREETING.size
-        #: what went wrong; raise it after sending the last reply
+        #: the error, to be raised after the last reply is sent
         self.failure: WireError | None = None
         #: whether the other side has proved that it holds the secret
         self.done = False

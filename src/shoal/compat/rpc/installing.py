@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import UsageError
 
-#: what was replaced: an object, the name of an attribute, and what it was
+#: the attributes that were replaced: an object, the name, and the value before
 _replaced: list[tuple[Any, str, Any]] = []
 
 

@@ -42,7 +42,7 @@ def arrived(number: int) -> RRef[Any]:
 
 
 def packed(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Packed:
-    """What torch's pickler has just made in this thread, ready to be sent."""
+    """A pickle that torch's pickler has just made in this thread, ready to be sent."""
     refs, _travelling.leaving = _travelling.leaving, []
     return pickled, [_leaf(x) for x in tensors], refs
 

@@ -185,7 +185,7 @@ class PyRRef:
 
 
 class RRef(PyRRef, Generic[T]):
-    """What ``torch.distributed.rpc.RRef`` is."""
+    """The class in the place of ``torch.distributed.rpc.RRef``."""
 
 
 def _shown(ident: Id | None) -> str:

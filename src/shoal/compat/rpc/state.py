@@ -69,7 +69,7 @@ class TorchAgent:
         return [self.get_worker_info(), *(WorkerInfo(peer.name, peer.id) for peer in self.agent.peers())]
 
     def get_debug_info(self) -> dict[str, str]:
-        """What :meth:`shoal.rpc.Agent.stats` tells, in torch's form."""
+        """The counts of :meth:`shoal.rpc.Agent.stats`, in torch's form."""
         return {f"agent.{what}": str(number) for what, number in self.agent.stats().items()}
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:

@@ -155,7 +155,7 @@ def wait_all(original: Callable[[Any], Any], futures: Sequence[Any]) -> list[Any
 
 
 def replacements() -> dict[str, Callable[..., Any]]:
-    """What replaces the functions of ``torch.futures``."""
+    """The functions that take the place of those of ``torch.futures``."""
     theirs = torch.futures
     return {
         "collect_all": partial(collect_all, theirs.collect_all),

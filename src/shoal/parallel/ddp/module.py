@@ -191,7 +191,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._after(output)
         return output
 
-    # What stands around the module is nothing to compile; the module itself may be.
+    # The code around the module is nothing to compile; the module itself may be.
     @_disable_dynamo
     def _before(self) -> bool:
         """Whether the forward pass that comes is part of a backward pass (checkpointing repeats it there)."""

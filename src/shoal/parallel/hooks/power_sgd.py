@@ -158,7 +158,7 @@ class _Stack:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which gradients of a bucket are compressed, and the two messages that are sent for it.
+    """The division of a bucket into gradients that are compressed and others, and its two messages.
 
     Attributes:
         plain: the gradients that are not compressed, one-dimensional views of the bucket.

@@ -55,7 +55,7 @@ def hook_with_zero_step(
 
     def reduced_then_updated(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         if bucket.index() == 0:
-            waiting.clear()  # what an interrupted pass left
+            waiting.clear()  # an interrupted pass has left them
         future = inner(state, bucket)
         waiting.append((bucket, future))
         if bucket.is_last():

@@ -1,4 +1,4 @@
-"""Which parameters a forward pass used: those that autograd's graph leads to."""
+"""The parameters that a forward pass used: those that autograd's graph leads to."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part
 from .exchange import Portion
 from .partition import Partition
 
-#: what the constructor takes beside what is for the optimiser inside
+#: arguments of the constructor that are not for the optimiser inside
 _ARGUMENTS = ("params", "optimizer_class", "group", "parameters_as_bucket_view", "overlap_with_ddp")
 
 

@@ -1,4 +1,4 @@
-"""Which rank owns which parameter: equally many bytes for everybody, the same answer on every rank."""
+"""The division of parameters among ranks: equally many bytes for each, the same answer on every rank."""
 
 from __future__ import annotations
 

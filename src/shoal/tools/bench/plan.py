@@ -1,4 +1,4 @@
-"""Which cases are measured when nothing is said, and how long that will take."""
+"""The cases that are measured when none are named, and how long that will take."""
 
 from __future__ import annotations
 
