@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def recall(key: str) -> Any:
 
 def caller() -> str:
     return current().caller
+
+
+def nap(seconds: float) -> int:
+    """Take a while, as work would."""
+    time.sleep(seconds)
+    return 1
 
 
 def wait_for(key: str) -> Any:

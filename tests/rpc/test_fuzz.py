@@ -329,7 +329,7 @@ def test_a_malformed_reply_fails_its_call_alone(attack: Attack, amount: int) -> 
         head, failed = malformed_reply(choose)
         attack.evil.endpoint.post.reply(letter, head, [], None, failed, choose.randrange(2))
 
-    attack.evil.executor._handle = answer
+    attack.evil.executor.handle = answer
     evil = attack.target.peer("evil")
     failed = 0
     for number in range(amount):

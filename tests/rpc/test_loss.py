@@ -17,6 +17,7 @@ from shoal import wire
 from shoal.errors import (
     AgentClosed,
     RemoteError,
+    RpcError,
     UnknownWorker,
     UsageError,
     WireError,
@@ -26,6 +27,7 @@ from shoal.rpc import Agent, Peer
 from shoal.testing import Agents, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
+from tests.support.waiting import until
 
 FAR = {"host_id": "elsewhere"}
 
@@ -269,6 +271,63 @@ def test_closing_lets_handlers_finish(meeting: Agents, a: Agent) -> None:
     assert future.wait() == 5
     closing.join(PATIENCE)
     assert not closing.is_alive()
+
+
+def test_closing_serves_as_long_as_what_was_there_takes_and_then_refuses_calls(
+    meeting: Agents, a: Agent
+) -> None:
+    b, peer = meeting.join("b"), a.peer("b")
+    first = blocked(peer, "one")
+    closing = threading.Thread(target=b.close, kwargs={"timeout": 4 * PATIENCE})
+    closing.start()
+    until(lambda: b.executor.handle != b.service.handle)
+    second = peer.call(handlers.blocked, "two")
+    until(lambda: handlers.recall("two runs"))
+    handlers.note("one", 1)
+    assert first.wait(PATIENCE) == 1
+    with pytest.raises(AgentClosed, match=r"worker 'b': its agent was closed before the call began"):
+        until(lambda: peer.call(handlers.pid).wait(PATIENCE) is None)
+    handlers.note("two", 2)
+    assert second.wait(PATIENCE) == 2
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
+def test_callers_that_go_on_calling_do_not_hold_up_a_close(meeting: Agents, a: Agent) -> None:
+    b, peer = meeting.join("b"), a.peer("b")
+    answered: list[int] = []
+    ended: list[BaseException] = []
+
+    def call_again(future: Any) -> None:
+        try:
+            answered.append(future.value())
+            peer.call(handlers.nap, 0.02).add_done_callback(call_again)
+        except RpcError as error:
+            ended.append(error)
+
+    for _ in range(8):  # so some call is served at every moment
+        peer.call(handlers.nap, 0.02).add_done_callback(call_again)
+    until(lambda: len(answered) > 8)
+    begun = time.monotonic()
+    b.close(4 * PATIENCE)
+    assert time.monotonic() < begun + PATIENCE
+    until(lambda: len(ended) == 8)
+    assert {type(error) for error in ended} <= {AgentClosed, UnknownWorker, WorkerLost}
+
+
+def test_closing_takes_up_posts_that_wait(meeting: Agents, a: Agent) -> None:
+    b, peer = meeting.join("b", handlers=1), a.peer("b")
+    first = blocked_only(peer, "go")
+    for i in range(20):
+        peer.post(handlers.note, f"post {i}")
+    until(lambda: b.stats()["letters"] == 20)
+    closing = threading.Thread(target=b.close)
+    closing.start()
+    until(lambda: b.closed)
+    handlers.note("go", 5)
+    assert first.wait(PATIENCE) == 5
+    closing.join(PATIENCE)
+    assert all(handlers.recall(f"post {i}") for i in range(20))
 
 
 def test_closing_without_grace_does_not_wait_for_what_handlers_do(meeting: Agents, a: Agent) -> None:

@@ -32,7 +32,8 @@ from ..store import Store
 from ..wire import Deadline
 from . import call
 from .barrier import Barriers
-from .current import is_served_by
+from .closing import finish
+from .current import served_by
 from .default import call_timeout
 from .device_maps import DeviceMaps, checked
 from .devices import Watch
@@ -124,11 +125,13 @@ class Agent:
             machine=here.machine, host=host, unix=self.links.unix, address=interface, port=self.links.port,
         )  # fmt: skip
         self._barriers = Barriers(self.worker, self.directory, store, namespace)
-        service = Service(
+        self.service = Service(
             self, name, os.getpid(), here.machine.split("/")[0], self.endpoint, self.links, serve
         )
         self.recorder = CallRecorder(self, job)
-        self.executor = service.executor = Executor(self.endpoint.post, service.handle, handlers, name)
+        self.executor = self.service.executor = Executor(
+            self.endpoint.post, self.service.handle, handlers, name
+        )
         self.references = References(self, self.executor.release)
         try:
             self.executor.start()
@@ -258,7 +261,8 @@ class Agent:
 
         Args:
             timeout: seconds for all of it.
-            graceful: finish what is being served, and wait for the calls of this worker, before that.  One of
+            graceful: finish what is served and queued, and wait for the calls of this worker, before that.
+                Calls that come meanwhile, and have not begun when this is done, raise AgentClosed.  One of
                 a group (``join(group=)``) serves until all ranks close theirs, and no call is pending or
                 served at any of them.
 
@@ -315,7 +319,7 @@ class Agent:
             steps.callback(lambda: self.endpoint.close(max(deadline.remaining(), 0.5)))
             steps.callback(self.links.close)
             if graceful:
-                steps.callback(self.settle, deadline)
+                steps.callback(finish, self, deadline)
             steps.callback(self.directory.withdraw, self.worker)
 
     def settle(self, deadline: Deadline) -> int | None:
@@ -324,7 +328,7 @@ class Agent:
         Returns:
             how many calls this worker has made; None: time is up.
         """
-        mine = is_served_by(self)  # a handler that waits for all of them does not wait for itself
+        mine = served_by(self) is not None  # a handler that waits for all of them does not wait for itself
         while True:
             stats = self.endpoint.post.stats()
             if not (stats["calls"] or stats["letters"] or stats["handled"] > mine):

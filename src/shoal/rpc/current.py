@@ -68,10 +68,16 @@ def current() -> Current:
     return found
 
 
-def is_served_by(agent: object) -> bool:
-    """Whether this thread, or this asyncio task, serves a call to ``agent`` that has a reply to come."""
+def served_by(agent: object) -> tuple[int, int] | None:
+    """The call to ``agent`` that this thread, or this asyncio task, serves, if it has a reply to come.
+
+    Returns:
+        the number of its connection, and its own on that.
+    """
     found = _current.get()
-    return found is not None and found.agent is agent and found._letter.call != 0
+    if found is None or found.agent is not agent or not found._letter.call:
+        return None
+    return found.peer, found._letter.call
 
 
 def enter_call(call: Current) -> Token[Current | None]:

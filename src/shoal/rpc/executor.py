@@ -54,7 +54,8 @@ class Executor:
 
     def __init__(self, inbox: Inbox, handle: Callable[[Any], None], most: int, name: str) -> None:
         self._inbox = inbox
-        self._handle = handle
+        #: replaced when the agent closes
+        self.handle = handle
         self._most = most
         self._name = name
         self._lock = threading.RLock()
@@ -160,11 +161,11 @@ class Executor:
 
     def _serve(self, idle: float | None) -> None:
         while letters := self._inbox.take(CALLS, idle, 1):
-            self._handle(letters.pop())
+            self.handle(letters.pop())
 
     def _consume(self, mailbox: int) -> None:
         while letters := self._inbox.take(mailbox, None, 1):
-            self._handle(letters.pop())
+            self.handle(letters.pop())
 
     # -- the loop ------------------------------------------------------------------------------
 

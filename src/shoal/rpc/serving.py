@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import RpcError, UsageError
+from ..errors import AgentClosed, RpcError, UsageError
 from ..future import Future
 from ..wording import encodable, in_words
 from . import devices, plain, profiling
@@ -25,6 +25,7 @@ from .call import FAILURE, FUNCTION, LEARNED, PINS, Failure, name_of
 from .codec import Message, decode, encode
 from .current import Current, enter_call, leave_call
 from .executor import CALLS, Executor
+from .holds import HOLDS
 from .line import Line
 from .links import Links
 from .numbering import NONE
@@ -140,6 +141,15 @@ class Service:
             served.fail(error)
         else:
             served.answer(result)
+
+    def refuse(self, letter: Letter) -> None:
+        """Answer a call that comes too late; what concerns references is served to the end."""
+        if not letter.call or letter.mailbox == HOLDS:
+            self.handle(letter)
+            return
+        with contextlib.suppress(KeyError):  # as in handle()
+            served = _Served(self, letter, self._links.line(letter.peer))
+            served.fail(AgentClosed(f"worker {self._name!r}: its agent was closed before the call began"))
 
 
 class _Served:
