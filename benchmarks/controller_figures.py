@@ -16,12 +16,18 @@ Figures = dict[str, float]
 #: elements of the small tensors, by row and column, and bytes of the large one
 SMALL = (20, 20)
 LARGE = 64 * 2**20
+#: what is averaged: how many tensors, and bytes of each
+GRADIENTS, GRADIENT = 20, 2**20
+#: nodes of a place
+PLACE = 4
 #: of the network: features of its input, width, and rows of a batch
 FEATURES, WIDTH, ROWS = 20, 64, 32
 
 ADD, ADD_CPU = "x + y [1/s]", "x + y [us of the caller's thread]"
 ADD_TEAM, REPLAY = "x + y on 4 [1/s]", "replay [1/s]"
-FETCH, STEP, LARGE_MS = "fetch", "MLP step [ms]", "64 MB [ms]"
+FETCH, STEP, ADAM = "fetch", "MLP step [ms]", "MLP step, Adam [ms]"
+LARGE_MS, BACK_MS, BETWEEN_MS = "64 MB [ms]", "64 MB back [ms]", "64 MB between nodes [ms]"
+AVERAGE_MS = "average 20 x 1 MB [ms]"
 
 
 @dataclass
@@ -32,7 +38,7 @@ class Work:
         operations: of 20 x 20, one after another, of which nothing is waited for until the end.
         fetches: of a number, one after another.
         steps: training steps of a small network.
-        large: copies of 64 MB.
+        large: copies of 64 MB, and averages of 20 MB.
         soak: operations after which the master and its node must have grown by nothing; 0: none.
     """
 
@@ -48,13 +54,17 @@ class Library:
     """One library's operations; None where it has no such figure.
 
     Attributes:
+        wait: for all that was issued.
         add: issue this many x + y.
         add_team: the same on a place of four nodes.
         replay: issue this many operations that were recorded.
         fetch: get a number whose tensor is there.
         step: issue a training step.
+        adam: the same with Adam, whose operations take lists of tensors.
         large: bring 64 MB to where they are used, and wait for it.
-        wait: for all that was issued.
+        back: bring 64 MB from there.
+        between: bring 64 MB from one node to another, and wait for it.
+        average: average 20 tensors of 1 MB over four nodes, and wait for it.
     """
 
     wait: Callable[[], object]
@@ -63,41 +73,96 @@ class Library:
     replay: Callable[[int], object] | None = None
     fetch: Callable[[], object] | None = None
     step: Callable[[], object] | None = None
+    adam: Callable[[], object] | None = None
     large: Callable[[], object] | None = None
+    back: Callable[[], object] | None = None
+    between: Callable[[], object] | None = None
+    average: Callable[[], object] | None = None
+
+
+# -- rows: each has the figures of its own, or none ------------------------------------------------
+
+
+def eager(library: Library, work: Work) -> Figures:
+    """Operations one after another, waited for at the end, and what they cost the thread that issues them."""
+    if library.add is None:
+        return {}
+    rate, used = rate_of(library.add, library, work)
+    return {ADD: rate, ADD_CPU: used}
+
+
+def eager_on_a_place(library: Library, work: Work) -> Figures:
+    """The same on a place of four nodes."""
+    return {} if library.add_team is None else {ADD_TEAM: rate_of(library.add_team, library, work)[0]}
+
+
+def replayed(library: Library, work: Work) -> Figures:
+    """The same as recorded steps."""
+    return {} if library.replay is None else {REPLAY: rate_of(library.replay, library, work)[0]}
+
+
+def fetched(library: Library, work: Work) -> Figures:
+    """Numbers from an idle node, in microseconds."""
+    if library.fetch is None:
+        return {}
+    times(library.fetch, max(1, work.fetches // 10))
+    taken = sorted(times(library.fetch, work.fetches))
+    return {
+        f"{FETCH} [us, p{p}]": taken[min(len(taken) - 1, len(taken) * p // 100)] * 1e6 for p in (10, 50, 99)
+    }
+
+
+def stepped(library: Library, work: Work) -> Figures:
+    """Training steps of a small network, with SGD and with Adam."""
+    figures: Figures = {}
+    for name, step in ((STEP, library.step), (ADAM, library.adam)):
+        if step is not None:
+            times(step, max(2, work.steps // 10))
+            library.wait()
+            begun = time.perf_counter()
+            times(step, work.steps)
+            library.wait()
+            figures[name] = (time.perf_counter() - begun) / work.steps * 1e3
+    return figures
+
+
+def moved(library: Library, work: Work) -> Figures:
+    """Large tensors to a node, back, and from one to another."""
+    ways = {LARGE_MS: library.large, BACK_MS: library.back, BETWEEN_MS: library.between}
+    return {name: each(way, work) for name, way in ways.items() if way is not None}
+
+
+def averaged(library: Library, work: Work) -> Figures:
+    """A collective of four nodes."""
+    return {} if library.average is None else {AVERAGE_MS: each(library.average, work)}
+
+
+ROWS_OF_FIGURES = (eager, eager_on_a_place, replayed, fetched, stepped, moved, averaged)
 
 
 def measure(library: Library, work: Work) -> Figures:
     """The figures of one library."""
     figures: Figures = {}
-    for name, issue in ((ADD, library.add), (ADD_TEAM, library.add_team), (REPLAY, library.replay)):
-        if issue is not None:
-            issue(max(1, work.operations // 10))
-            library.wait()
-            begun, thread = time.perf_counter(), time.thread_time()
-            issue(work.operations)
-            used = time.thread_time() - thread
-            library.wait()
-            figures[name] = work.operations / (time.perf_counter() - begun)
-            if name == ADD:
-                figures[ADD_CPU] = used / work.operations * 1e6
-    if library.fetch is not None:
-        times(library.fetch, max(1, work.fetches // 10))
-        taken = sorted(times(library.fetch, work.fetches))
-        for p in (10, 50, 99):
-            figures[f"{FETCH} [us, p{p}]"] = taken[min(len(taken) - 1, len(taken) * p // 100)] * 1e6
-    if library.step is not None:
-        for _ in range(max(2, work.steps // 10)):
-            library.step()
-        library.wait()
-        begun = time.perf_counter()
-        for _ in range(work.steps):
-            library.step()
-        library.wait()
-        figures[STEP] = (time.perf_counter() - begun) / work.steps * 1e3
-    if library.large is not None:
-        library.large()  # its memory is mapped now
-        figures[LARGE_MS] = statistics.median(times(library.large, work.large)) * 1e3
+    for row in ROWS_OF_FIGURES:
+        figures |= row(library, work)
     return figures
+
+
+def rate_of(issue: Callable[[int], object], library: Library, work: Work) -> tuple[float, float]:
+    """Operations a second, and microseconds of the thread that issues each."""
+    issue(max(1, work.operations // 10))
+    library.wait()
+    begun, thread = time.perf_counter(), time.thread_time()
+    issue(work.operations)
+    used = time.thread_time() - thread
+    library.wait()
+    return work.operations / (time.perf_counter() - begun), used / work.operations * 1e6
+
+
+def each(fn: Callable[[], object], work: Work) -> float:
+    """The milliseconds of a call of which there are few."""
+    fn()  # its memory is mapped now
+    return statistics.median(times(fn, work.large)) * 1e3
 
 
 def times(fn: Callable[[], object], count: int) -> list[float]:

@@ -18,7 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from controller_figures import FEATURES, LARGE, ROWS, SMALL, WIDTH, Figures, Library, Work, measure
+from controller_figures import (
+    FEATURES,
+    GRADIENT,
+    GRADIENTS,
+    LARGE,
+    PLACE,
+    ROWS,
+    SMALL,
+    WIDTH,
+    Figures,
+    Library,
+    Work,
+    measure,
+)
 
 
 def on(device: str, wait: Callable[[], object]) -> Library:
@@ -27,15 +40,17 @@ def on(device: str, wait: Callable[[], object]) -> Library:
     number = torch.ones((), device=device)
     layers = [torch.nn.Linear(FEATURES, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)]
     net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(WIDTH, 1)).to(device)
-    optimiser = torch.optim.SGD(net.parameters(), lr=1e-3, foreach=False)
+    sgd = torch.optim.SGD(net.parameters(), lr=1e-3, foreach=False)
+    adam = torch.optim.Adam(net.parameters(), lr=1e-3, foreach=True)
     data = torch.randn(ROWS, FEATURES, device=device)
     large, here = torch.ones(LARGE // 4), torch.empty(LARGE // 4)
+    remote = large.to(device)
 
     def add(count: int) -> None:
         for _ in range(count):
             x + y
 
-    def step() -> None:
+    def step(optimiser: torch.optim.Optimizer) -> None:
         loss = net(data).square().mean()
         optimiser.zero_grad()
         loss.backward()
@@ -49,17 +64,33 @@ def on(device: str, wait: Callable[[], object]) -> Library:
             wait()
             del there
 
-    return Library(wait=wait, add=add, fetch=number.item, step=step, large=bring)
+    def bring_back() -> None:
+        if device == "cpu":
+            here.copy_(large)
+        else:
+            remote.cpu()
+
+    return Library(
+        wait=wait,
+        add=add,
+        fetch=number.item,
+        step=lambda: step(sgd),
+        adam=lambda: step(adam),
+        large=bring,
+        back=bring_back,
+    )
 
 
 def local(work: Work) -> Figures:
     """Torch alone: the operations cost what they cost, and 64 MB are one memcpy to memory that is mapped."""
-    return measure(on("cpu", lambda: None), work)
+    library = on("cpu", lambda: None)
+    library.between = library.large
+    return measure(library, work)
 
 
 def on_nodes(work: Work) -> Figures:
     """The operations on one node, and on a place of four."""
-    return on_one(work) | on_a_place(4, work)
+    return on_one(work) | on_a_place(PLACE, work)
 
 
 def on_one(work: Work) -> Figures:
@@ -81,12 +112,52 @@ def on_a_place(count: int, work: Work) -> Figures:
     with shoal.init_master_worker(workers=count) as master:
         device = master.place(range(count)).device
         x, y = torch.ones(SMALL, device=device), torch.ones(SMALL, device=device)
+        gradients = [torch.ones(GRADIENT // 4, device=device) for _ in range(GRADIENTS)]
+        large = torch.ones(LARGE // 4, device="node:0")
 
         def add(operations: int) -> None:
             for _ in range(operations):
                 x + y
 
-        return measure(Library(wait=master.synchronize, add_team=add), work)
+        def average() -> None:
+            master.nodes.average_(gradients)
+            master.synchronize()
+
+        def copy() -> None:
+            there = large.to("node:1")
+            master.synchronize()
+            del there
+
+        library = Library(wait=master.synchronize, add_team=add)
+        if count > 1:
+            library.average, library.between = average, copy
+        return measure(library, work)
+
+
+def of_ranks(work: Work) -> Figures:
+    """The collectives of a program of four ranks, which nobody drives."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        mp.spawn(rank, args=(folder, work, str(out)), nprocs=PLACE)  # type: ignore[no-untyped-call]
+        figures: Figures = json.loads(out.read_text())
+        return figures
+
+
+def rank(number: int, folder: str, work: Work, out: str) -> None:
+    """Be one of the ranks; the first one measures."""
+    import shoal
+
+    torch.set_num_threads(1)
+    with shoal.init(url=f"file://{folder}/store", rank=number, size=PLACE) as group:
+        gradients = group.empty(GRADIENTS * GRADIENT // 4)
+        gradients.fill_(1.0)
+        figures = measure(
+            Library(wait=lambda: None, average=lambda: group.all_reduce(gradients, op="avg").wait()), work
+        )
+        if number == 0:
+            Path(out).write_text(json.dumps(figures))
 
 
 def soaked(master: Any, add: Callable[[int], object], operations: int) -> Figures:
@@ -196,6 +267,7 @@ def acted(
 TURNS: dict[str, Callable[[Work], Figures]] = {
     "shoal": on_nodes,
     "local": local,
+    "ranks": of_ranks,
     "ray": with_ray,
     "monarch": with_monarch,
 }

@@ -11,31 +11,24 @@ how.  Ray and Monarch, actors both, run in environments of their own, which need
 are named.
 
 The figures, the ratios of shoal's medians to torch's, and how many times each is as good as its bar
-(rpc_bars.py) go to standard output and, with --out, as JSON into a file; --picture draws the figures.
+go to standard output and, with --out, as JSON into a file; --picture draws the figures.
 Figures of one machine say little about another; run it where nothing else runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.rpc as torch_rpc
 import torch.multiprocessing as mp
-from panels import draw
-from rpc_bars import against_bars
+from contest import Bar, Figures, actors, conclude, in_turns, medians_of, options, turn_of
 from rpc_figures import LARGE, SMALL, Library, Work, measure
 from rpc_floor import floor
 
@@ -43,9 +36,22 @@ import shoal
 
 #: each of shoal's rows, and the row of torch that it is divided by
 AGAINST = {"shoal": "torch", "shoal tcp": "torch tcp"}
-ACTORS = ("ray", "monarch")
 
-Figures = dict[str, float]
+_NO_OP, _ECHO, _LARGE = "no-op [us, p50]", "echo 20x20 [us, p50]", "64 MB [ms]"
+#: 64 MB have to move at 0.8 of the speed of their anchor: over TCP a raw loop, on one host a memcpy
+BARS = (
+    Bar("shoal", _NO_OP, 100),
+    Bar("shoal", _NO_OP, 0.5, of=("torch", _NO_OP)),
+    Bar("shoal", _ECHO, 0.5, of=("torch", _ECHO)),
+    Bar("shoal", "1 caller [calls/s]", least=20_000),
+    Bar("shoal", "4 callers [calls/s]", least=25_000),
+    Bar("shoal", _LARGE, 1 / 0.8, of=("floor", "64 MB to shared memory, warm [ms]")),
+    Bar("shoal tcp", _NO_OP, 150),
+    Bar("shoal tcp", _NO_OP, 0.5, of=("torch tcp", _NO_OP)),
+    Bar("shoal tcp", _ECHO, 0.5, of=("torch tcp", _ECHO)),
+    Bar("shoal tcp", _LARGE, 1 / 0.8, of=("floor", "64 MB over tcp, warm [ms]")),
+    Bar("shoal tcp", _LARGE, 1 / 0.8, of=("floor", "64 MB over tcp, fresh [ms]")),
+)
 
 
 def nothing() -> None:
@@ -61,82 +67,38 @@ def elements(x: torch.Tensor) -> int:
 
 
 def main() -> int:
-    defaults = Work()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="how often each library's turn comes (3)")
-    for field, text in (
-        ("calls", "calls one after another"),
-        ("pipelined", "calls at once, all together"),
-        ("window", "of these, pending at a time"),
-        ("large", "calls with 64 MB"),
-    ):
-        default = getattr(defaults, field)
-        parser.add_argument(f"--{field}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--ray", help="the Python of an environment that has Ray and torch")
-    parser.add_argument("--monarch", help="the Python of an environment that has torchmonarch and torch")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--picture", type=Path, help="PNG file for a picture of the medians")
-    options = parser.parse_args()
-    work = Work(options.calls, options.pipelined, options.window, options.large)
-    contenders: dict[str, Callable[[], Figures]] = {
-        name: lambda name=name: between_processes(name, work) for name in OVER
+    texts = {
+        "calls": "calls one after another",
+        "pipelined": "calls at once, all together",
+        "window": "of these, pending at a time",
+        "large": "calls with 64 MB",
     }
-    for name in ACTORS:
-        if python := getattr(options, name):
-            contenders[name] = lambda name=name, python=python: of_actors(name, python, work)
-        else:
-            print(f"{name}: left out, as --{name} names no environment that has it")
-    rounds: dict[str, list[Figures]] = {name: [] for name in contenders}
-    for _ in range(options.rounds):
-        for name, take_turn in contenders.items():
-            rounds[name].append(take_turn())
-            print(
-                f"{name:10}", *(f"{what} {value:.4g}" for what, value in rounds[name][-1].items()), sep="  "
-            )
-    medians, ratios = summary(rounds)
+    given = options(__doc__, Work(), texts)
+    work = Work(*(getattr(given, field) for field in texts))
+    contenders: dict[str, Callable[[int], Figures]] = {
+        name: lambda _, name=name: between_processes(name, work) for name in OVER
+    }
+    for name, python in actors(given).items():
+        contenders[name] = lambda _, name=name, python=python: turn_of("rpc_actors.py", name, python, work)
+    rounds = in_turns(given.rounds, contenders)
+    ratios = to_torch(medians_of(rounds))
     for name, figures in ratios.items():
         print(
             f"{name} / {AGAINST[name]}:",
             *(f"{what} {value:.2f}" for what, value in figures.items()),
             sep="  ",
         )
-    bars = against_bars(medians)
-    for bar, ratio in bars.items():
-        print(f"{bar}: {ratio:.2f} {'met' if ratio >= 1 else 'MISSED'}")
-    if options.out is not None:
-        settings = {
-            "versions": {"shoal": shoal.__version__, "torch": torch.__version__},
-            "python": platform.python_version(),
-            "cores": len(os.sched_getaffinity(0)),
-            **dataclasses.asdict(work),
-        }
-        result = {
-            "settings": settings,
-            "rounds": rounds,
-            "medians": medians,
-            "ratios to torch": ratios,
-            "times as good as the bars": bars,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    if options.picture is not None:
-        draw(medians, options.picture)
+    conclude(given, work, rounds, BARS, {"ratios to torch": ratios})
     return 0
 
 
-def summary(rounds: Mapping[str, Sequence[Figures]]) -> tuple[dict[str, Figures], dict[str, Figures]]:
-    """The medians of each library's rounds, and those of shoal divided by those of torch."""
-    medians = {
-        name: {what: statistics.median(each[what] for each in figures) for what in figures[0]}
-        for name, figures in rounds.items()
-    }
-    ratios = {
+def to_torch(medians: Mapping[str, Figures]) -> dict[str, Figures]:
+    """The medians of shoal divided by those of torch."""
+    return {
         name: {what: value / medians[other][what] for what, value in medians[name].items()}
         for name, other in AGAINST.items()
         if name in medians and other in medians
     }
-    return medians, ratios
 
 
 # -- between two processes ----------------------------------------------------------------------
@@ -202,18 +164,6 @@ OVER: dict[str, Callable[[int, str, Work, str], None]] = {
     "torch tcp": over_torch_tcp,
     "floor": bare_sockets,
 }
-
-
-# -- actors -------------------------------------------------------------------------------------
-
-
-def of_actors(name: str, python: str, work: Work) -> Figures:
-    """One turn of a library that has an environment of its own."""
-    script = Path(__file__).with_name("rpc_actors.py")
-    words = json.dumps(dataclasses.asdict(work))
-    done = subprocess.run([python, str(script), name, words], stdout=subprocess.PIPE, text=True, check=True)
-    figures: Figures = json.loads(done.stdout.splitlines()[-1])
-    return figures
 
 
 if __name__ == "__main__":

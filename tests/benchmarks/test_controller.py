@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from tests.support.quick_workers import quick_workers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHORT = {"operations": 50, "fetches": 10, "steps": 2, "large": 1, "soak": 100}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """The workers of masters are forks."""
+    with quick_workers():
+        yield
 
 
 @pytest.fixture
@@ -31,6 +42,8 @@ def test_a_turn_times_operations_on_nodes_and_what_they_leave(
         controller.ADD,
         *(f"fetch [us, p{p}]" for p in (10, 50, 99)),
         "MLP step [ms]",
+        "MLP step, Adam [ms]",
+        "64 MB back [ms]",
         controller.LARGE_MS,
         "x + y, soaked [1/s]",
         "master grew [MB]",
@@ -39,6 +52,16 @@ def test_a_turn_times_operations_on_nodes_and_what_they_leave(
     assert figures["more tensors"] <= 2
     assert figures["more calls"] == 0
     assert figures[controller.ADD] > 0
+
+
+def test_nodes_of_a_place_average_and_copy(controller: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import controller_turns
+
+    monkeypatch.setattr(controller_turns, "LARGE", 2**16)
+    monkeypatch.setattr(controller_turns, "GRADIENT", 2**10)
+    figures = controller_turns.on_a_place(2, controller.Work(**SHORT))
+    assert set(figures) == {controller.ADD_TEAM, "64 MB between nodes [ms]", "average 20 x 1 MB [ms]"}
+    assert all(value > 0 for value in figures.values())
 
 
 def test_local_torch_runs_the_same_program(controller: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,18 +104,45 @@ def test_an_environment_of_its_own_gives_its_figures(tmp_path: Path, controller:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$1" | grep -q controller_turns.py && echo w && echo \'{"x": 1.5}\'\n')
     python.chmod(0o700)
-    assert controller.turn("ray", str(python), controller.Work()) == {"x": 1.5}
+    assert controller.turn_of("controller_turns.py", "ray", str(python), controller.Work()) == {"x": 1.5}
 
 
-def test_medians_are_taken_over_the_rounds_that_have_a_figure(tmp_path: Path, controller: ModuleType) -> None:
-    rounds = {
-        "shoal": [{controller.LARGE_MS: v} for v in (1.0, 9.0, 2.0)],
-        "local": [{controller.LARGE_MS: 4.0}],
+def test_what_was_measured_is_printed_and_written(
+    tmp_path: Path,
+    controller: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--rounds",
+        "3",
+        "--soak",
+        "7",
+        "--out",
+        str(tmp_path / "out"),
+        "--picture",
+        str(tmp_path / "a.png"),
+    ]
+    monkeypatch.setattr("sys.argv", ["controller.py", *words])
+    taken = {"shoal": [1.0, 9.0, 2.0], "local": [4.0] * 3, "ranks": [5.0] * 3}
+    soaked = []
+
+    def turn_of(script: str, name: str, python: str, work: Any) -> dict[str, float]:
+        figures = {controller.LARGE_MS: taken[name].pop(0)}
+        if name == "shoal" and work.soak:
+            soaked.append(work.soak)
+            figures["x"] = 3.0
+        return figures
+
+    monkeypatch.setattr(controller, "turn_of", turn_of)
+    assert controller.main() == 0
+    assert soaked == [7]  # once
+    result = json.loads((tmp_path / "out").read_text())
+    assert result["medians"] == {
+        "shoal": {controller.LARGE_MS: 2.0, "x": 3.0},
+        "local": {controller.LARGE_MS: 4.0},
+        "ranks": {controller.LARGE_MS: 5.0},
     }
-    rounds["shoal"][-1]["x"] = 3.0
-    medians = controller.medians_of(rounds)
-    assert medians == {"shoal": {controller.LARGE_MS: 2.0, "x": 3.0}, "local": {controller.LARGE_MS: 4.0}}
-    ratios = controller.against_bars(medians, controller.BARS)
-    assert list(ratios.values()) == [2.5]
-    controller.draw(medians, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert list(result["times as good as the bars"].values()) == [2.5]
+    assert "2.50 met" in capsys.readouterr().out
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -78,12 +78,15 @@ def test_a_raw_loop_fills_as_much_memory_as_it_sends(rpc: ModuleType) -> None:
 
 
 def test_a_figure_is_so_many_times_as_good_as_its_bar(rpc: ModuleType) -> None:
-    ratios = rpc.against_bars(
+    from contest import against_bars  # type: ignore[import-not-found]
+
+    ratios = against_bars(
         {
             "shoal": {"1 caller [calls/s]": 30_000.0, "64 MB [ms]": 20.0},
             "shoal tcp": {"64 MB [ms]": 20.0, "no-op [us, p50]": 300.0},
             "floor": {"64 MB over tcp, warm [ms]": 16.0, "64 MB to shared memory, warm [ms]": 8.0},
-        }
+        },
+        rpc.BARS,
     )
     assert {what: round(ratio, 9) for what, ratio in ratios.items()} == {
         "shoal: 1 caller [calls/s] at least 20,000": 1.5,
@@ -97,12 +100,11 @@ def test_an_environment_of_its_own_gives_its_figures(tmp_path: Path, rpc: Module
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$1" | grep -q rpc_actors.py && echo words && echo \'{"x": 1.5}\'\n')
     python.chmod(0o700)
-    assert rpc.of_actors("ray", str(python), rpc.Work()) == {"x": 1.5}
+    assert rpc.turn_of("rpc_actors.py", "ray", str(python), rpc.Work()) == {"x": 1.5}
 
 
-def test_the_ratios_are_those_of_the_medians(tmp_path: Path, rpc: ModuleType) -> None:
+def test_the_ratios_are_those_of_the_medians(rpc: ModuleType) -> None:
     rounds = {"shoal": [{"x": v} for v in (1.0, 9.0, 2.0)], "torch": [{"x": v} for v in (4.0, 3.0, 90.0)]}
     medians = {"shoal": {"x": 2.0}, "torch": {"x": 4.0}}
-    assert rpc.summary(rounds) == (medians, {"shoal": {"x": 0.5}})
-    rpc.draw(medians, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert rpc.medians_of(rounds) == medians
+    assert rpc.to_torch(medians) == {"shoal": {"x": 0.5}}

@@ -47,7 +47,9 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if device.type == "node":
         sent = copied(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
-    return func(fetch(tensor), **kwargs)
+    here = fetch(tensor)  # a copy already
+    further = any(value not in (None, False) for name, value in rest.items() if name != "non_blocking")
+    return func(here, **kwargs) if further or device.type != "cpu" else here
 
 
 def _narrowed(tensor: RemoteTensor, dtype: torch.dtype | None) -> RemoteTensor:
