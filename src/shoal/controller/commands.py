@@ -102,6 +102,7 @@ class Failure(NamedTuple):
         alone: whether no tensor is poisoned by it, as of an assertion.
         of: the node where it is known why, and the failure's number there, or LOST; None: here.
         step: which of the program's commands it was, if that call ran a program; else -1.
+        before: the commands before it, in words.
     """
 
     poison: int
@@ -114,3 +115,4 @@ class Failure(NamedTuple):
     alone: bool
     of: tuple[int, int] | None = None
     step: int = -1
+    before: str = ""

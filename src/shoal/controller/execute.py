@@ -40,10 +40,11 @@ from .commands import (
     Template,
 )
 from .compiled import Run, compiled
-from .metadata import Told, told
+from .metadata import in_words, is_layout_of, told
 from .operators import function, named
 from .program import Program, Recipe
 from .reasons import Elsewhere
+from .recent import Recent
 
 #: the beginning of the table of all kernels, in torch's error of one that is missing
 _TABLE = "\n\nMeta: registered at "
@@ -76,10 +77,12 @@ class Outcome:
         failures: of its operations.
         segment: the one that runs.
         poisons: how many failures the session had.
+        recent: the last commands.
     """
 
     def __init__(self) -> None:
         self.poisons = 0
+        self.recent = Recent(Tensors.run.__code__)
         self.begin()
 
     def begin(self) -> None:
@@ -134,6 +137,7 @@ class Tensors:
         t = self.tensors
         self._reach(high)
         self._payloads = payloads
+        self._outcome.recent.begin(self.calls, self._definitions, numbers)
         p = q = 0
         counted, count = 0, 0  # the position up to which the segment's calls were counted
         end = len(a)
@@ -211,6 +215,7 @@ class Tensors:
                 alone,
                 of,
                 step,
+                outcome.recent.before(),
             )
         )
         return poison
@@ -293,7 +298,7 @@ class Tensors:
             given = told(t[i])
             if given == expected:
                 continue
-            if _is_layout_of(given, expected):
+            if is_layout_of(given, expected):
                 t[i] = t[i].as_strided(*expected[:3])
                 restrided = True
                 continue
@@ -304,7 +309,7 @@ class Tensors:
             ):
                 raise Unexpected(
                     f"{definition.operator} made {_shown(t[i])} with strides {given[1]}, offset {given[2]}, "
-                    f"and the master counts on {_words(expected)} with strides {expected[1]} and offset "
+                    f"and the master counts on {in_words(expected)} with strides {expected[1]} and offset "
                     f"{expected[2]}"
                 )
             made = torch.empty_strided(expected[0], expected[1], dtype=expected[3], device=t[i].device)
@@ -343,6 +348,7 @@ class Tensors:
     def _forget_calls(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         for number in (*self._definitions, *self._programs):
             del self.calls[number]
+        self._outcome.recent.clear()
         self._definitions.clear()
         self.plain.clear()
         self._programs.clear()
@@ -477,21 +483,8 @@ def _free(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return _words(told(value))
+        return in_words(told(value))
     return "a poisoned tensor" if isinstance(value, Poison) else repr(value)
-
-
-def _words(metadata: Told) -> str:
-    return f"{str(metadata[3]).removeprefix('torch.')}{list(metadata[0])}"
-
-
-def _is_layout_of(given: Told, expected: Told) -> bool:
-    """Whether strides differ only in dimensions of one element, where they say nothing."""
-    if (given[0], *given[2:]) != (expected[0], *expected[2:]):
-        return False
-    return 0 in given[0] or all(
-        n == 1 or a == b for n, a, b in zip(given[0], given[1], expected[1], strict=True)
-    )
 
 
 def _tensors_in(template: Template) -> int:

@@ -379,7 +379,9 @@ class Line:
         where = shown(origin)
         text = (
             f"node {self.index}: {failure.operator}({failure.operands}) failed: {failure.error}\n"
-            f"issued at {where}\nthe traceback there:\n{failure.traceback}"
+            f"issued at {where}\n"
+            f"before it, the node did: {failure.before or 'nothing'}\n"
+            f"the traceback there:\n{failure.traceback}"
         )
         return RemoteOpError(text, node_name(self.index), failure.traceback, where)
 

@@ -68,13 +68,27 @@ def forget(device: torch.device) -> None:
         _known.pop(key, None)
 
 
+def in_words(told: Told) -> str:
+    """``float32[2, 3]``."""
+    return f"{str(told[3]).removeprefix('torch.')}{list(told[0])}"
+
+
+def is_layout_of(given: Told, expected: Told) -> bool:
+    """Whether strides differ only in dimensions of one element, where they say nothing."""
+    if (given[0], *given[2:]) != (expected[0], *expected[2:]):
+        return False
+    return 0 in given[0] or all(
+        n == 1 or a == b for n, a, b in zip(given[0], given[1], expected[1], strict=True)
+    )
+
+
 def answer_in_words(answer: Any) -> str:
     """The results of an operator in words, of ``("tensor", told)``, a list of such, or a constant."""
     kind, value = answer
     if kind == "list":
         return f"[{', '.join(answer_in_words(each) for each in value)}]"
     if kind == "tensor":
-        return f"{str(value[3]).removeprefix('torch.')}{list(value[0])}"
+        return in_words(value)
     return repr(value)
 
 

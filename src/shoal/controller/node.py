@@ -27,6 +27,8 @@ class _Session:
         self.mailbox: int = agent.references.ledger.new_mailbox()
         self.spaces = Spaces(torch.device("cpu"))
         self._executor.consume(self.mailbox)
+        self._also: dict[str, Any] = agent.recorder.also
+        self._also["nodes"] = _nodes
 
     def run(self, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
         """Execute the segments of a batch in their order."""
@@ -42,6 +44,15 @@ class _Session:
 
 
 _sessions: dict[str, _Session] = {}
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """What the nodes of this process did last, for a dump."""
+    told = []
+    for name, each in list(_sessions.items()):
+        done, runs = each.spaces.outcome.recent.commands()
+        told.append({"session": name, "commands": done, "runs": runs})
+    return told
 
 
 def begin(

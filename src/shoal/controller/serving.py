@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ from ..wording import in_seconds
 from . import node
 from .joining import arrive
 from .naming import MASTER, node_name, worker_name
+
+logger = logging.getLogger(__name__)
 
 #: seconds for leaving a master that has ended
 _END = 5.0
@@ -64,6 +67,7 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
     agent.on_lost(lambda name: over.set() if name == MASTER else None)
     master = agent.peer(MASTER, timeout=patience)
     there, served = agent.directory.look(MASTER), False
+    asked = _dump_when_asked(agent)
     try:
         master.call(arrive, index, os.getpid()).wait()
         served = True
@@ -72,6 +76,8 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
         pass
     finally:
         node.end_all()
+        if asked:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
         agent.reach(MASTER, _LOOK)
     except WorkerLost:  # on another machine nobody else knows, and another master could not have the name
@@ -139,6 +145,26 @@ def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
         finally:
             agent.close(_END, graceful=False)
         served, gone = True, Deadline(seconds)
+
+
+def _dump_when_asked(agent: rpc.Agent) -> bool:
+    """Write a dump at each SIGUSR1, unless the program does something else then; whether it does not."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+    ):
+        return False
+
+    def dump(*_: object) -> None:
+        try:
+            path = agent.dump()
+        except Exception as why:  # a full disk is no end of a node
+            logger.warning("worker %r cannot write a dump: %s", agent.name, why)
+        else:
+            logger.warning("worker %r wrote what it does to %s", agent.name, path)
+
+    signal.signal(signal.SIGUSR1, dump)
+    return True
 
 
 def ignore_interrupts() -> None:

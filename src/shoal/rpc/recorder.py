@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
@@ -84,6 +85,8 @@ class CallRecorder:
         self._words = ""
         self._words_at = -_STALE
         self._dumped = threading.Lock()
+        #: what else a dump holds, by name: functions that give it
+        self.also: dict[str, Callable[[], Any]] = {}
 
     def pending(self) -> list[Pending]:
         """All calls without a reply, the oldest first."""
@@ -146,6 +149,7 @@ class CallRecorder:
             "pending": self.pending(),
             "served": self.served(),
             "stacks": dumps.stacks(),
+            **{name: give() for name, give in list(self.also.items())},
         }
 
     def write(self, path: str | os.PathLike[str] | None, error: BaseException | None = None) -> Path:

@@ -12,6 +12,8 @@ from .stacks import Stack, place_of
 
 #: The version of the contents; see :mod:`shoal.rpc.recorder`, which needs torch.
 SCHEMA = "shoal.calls/1"
+#: commands of a node that are shown
+_SHOWN = 5
 
 
 class _Error(msgspec.Struct):
@@ -37,6 +39,14 @@ class _Served(msgspec.Struct):
         return f"{self.call or 'a call'} of {self.caller!r}"
 
 
+class _Node(msgspec.Struct):
+    """What a node of a master did last."""
+
+    session: str
+    commands: list[str]
+    runs: str
+
+
 class CallDump(msgspec.Struct):
     """The shown part of a file."""
 
@@ -49,6 +59,7 @@ class CallDump(msgspec.Struct):
     pending: list[_Pending]
     served: list[_Served]
     stacks: list[Stack]
+    nodes: list[_Node] = []
 
 
 def table(workers: Mapping[str, CallDump]) -> Table:
@@ -85,6 +96,11 @@ def findings(workers: Mapping[str, CallDump]) -> list[str]:
     lines += [
         f"no file of worker {name!r}, which others wait for" for name in sorted(awaited - {*workers, ""})
     ]
+    for name, dump in sorted(workers.items()):
+        for node in dump.nodes:
+            runs = f"runs {node.runs}" if node.runs else "runs nothing"
+            before = f", after {', '.join(node.commands[-_SHOWN:])}" if node.commands else ""
+            lines.append(f"worker {name!r}, a node, {runs}{before}")
     if circle := _circle(workers):
         lines.append("they wait for one another: " + " -> ".join(map(repr, circle)))
     return lines

@@ -1,0 +1,121 @@
+"""The last commands that a stream of a node executed, for errors and for dumps.
+
+The node keeps the logs that it was sent, and reads them when somebody asks: a command costs nothing more.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from . import commands
+from .commands import DEFINE, FIRST, FREE, Definition
+
+#: commands that are told
+KEPT = 256
+#: commands before one that failed, which its error tells
+TOLD = 5
+#: bytes of logs that are kept at most, but for the last one
+_MOST = 2**18
+
+_NAMES = {
+    number: name.lower()
+    for name, number in vars(commands).items()
+    if name.isupper() and isinstance(number, int) and number < FIRST
+}
+#: commands that compute nothing
+_SILENT = frozenset({FREE, DEFINE})
+
+
+#: the calls and the definitions of a space, and the numbers of a log
+_Log = tuple[Mapping[int, Any], Mapping[int, Definition], bytes]
+
+
+class Recent:
+    """The last logs of a stream; any thread may ask for the commands.
+
+    Args:
+        code: of the function that executes a log, whose locals ``a`` and ``p`` say how far it is.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self._logs: deque[_Log] = deque()
+        self._size = 0
+
+    def begin(
+        self, calls: Mapping[int, Any], definitions: Mapping[int, Definition], numbers: bytes
+    ) -> None:  # fmt: skip
+        """A log is executed from now on, whose numbers stand for these calls."""
+        logs = self._logs
+        logs.append((calls, definitions, numbers))
+        self._size += len(numbers)
+        while len(logs) > KEPT or (self._size > _MOST and len(logs) > 1):
+            self._size -= len(logs.popleft()[2])
+
+    def clear(self) -> None:
+        """The numbers stand for other calls from now on."""
+        self._logs.clear()
+        self._size = 0
+
+    def before(self) -> str:
+        """The commands before the one that this thread executes, in words."""
+        found, _ = self.commands(sys._getframe())
+        return ", ".join(found[-TOLD:])
+
+    def commands(self, frame: FrameType | None = None) -> tuple[list[str], str]:
+        """The last commands that were done, and the one that runs, "" if there is none.
+
+        Args:
+            frame: of the thread that executes, or one that it called; None: it is looked for.
+        """
+        logs = list(self._logs)
+        frames = [frame] if frame is not None else list(sys._current_frames().values())
+        at, running = self._position(frames, logs[-1][2]) if logs else None, ""
+        done: list[str] = []
+        for index in range(len(logs) - 1, -1, -1):
+            last = index == len(logs) - 1
+            names, now = _names(*logs[index], at if last else None)
+            running = now or running
+            done = names + done
+            if len(done) >= KEPT:
+                break
+        return done[-KEPT:], running
+
+    def _position(self, frames: Sequence[FrameType | None], numbers: bytes) -> int | None:
+        for each in frames:
+            while each is not None and each.f_code is not self._code:
+                each = each.f_back
+            if each is not None and each.f_locals.get("numbers") is numbers:
+                position: int | None = each.f_locals.get("p", 0)
+                return position
+        return None
+
+
+def _names(
+    calls: Mapping[int, Any], definitions: Mapping[int, Definition], log: bytes, at: int | None
+) -> tuple[list[str], str]:
+    """The commands of a log before the one at a position, and that one; None: all are done."""
+    names: list[str] = []
+    numbers = array("I", log)
+    p = 0
+    while p < len(numbers):
+        number = numbers[p]
+        width = calls.get(number, (None, 0, 0))[1]
+        definition = definitions.get(number)
+        if definition is not None:
+            name = definition.operator.replace("::", ".")
+        else:
+            name = _NAMES.get(number, "a recorded step")
+        if at is not None and p >= at:
+            return names, name
+        if number not in _SILENT:
+            names.append(name)
+        if not width:  # it was forgotten meanwhile
+            break
+        p += width
+    return names, ""
