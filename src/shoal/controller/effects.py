@@ -1,4 +1,4 @@
-"""What a recorded call does with its arguments, and with random numbers of the master."""
+"""The effects of a recorded call on its arguments, and on random numbers of the master."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from .tensor import RemoteTensor
 
-#: what gives a tensor's metadata, a part of it, or the tensor elsewhere
+#: functions that give a tensor's metadata, a part of it, or the tensor elsewhere
 _NOT_READING = frozenset(
     {
         "__get__", "__len__", "chunk", "contiguous", "detach", "dim", "element_size", "expand", "flatten",
@@ -31,7 +31,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells tensors of the master apart that have other elements; its storage comes first."""
+    """A key that differs for tensors of the master with other elements; its storage comes first."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -92,7 +92,7 @@ class Effects:
         return None if torch.equal(now, self._generator) else now
 
     def changed(self, now: torch.Tensor | None, before: torch.Tensor | None) -> str | None:
-        """What the call has changed that no replay would.
+        """The changes of the call that no replay would make.
 
         Args:
             now: what :meth:`generator` says.

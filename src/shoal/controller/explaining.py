@@ -18,7 +18,7 @@ from .within import shown as device_shown
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the master knows of a tensor on a node; made by :meth:`Master.explain`.
+    """The master's knowledge of a tensor on a node; made by :meth:`Master.explain`.
 
     Attributes:
         place: ``node 2``, or ``nodes 0, 1``.

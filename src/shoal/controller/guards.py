@@ -1,6 +1,6 @@
-"""What a recorded step depends on beside its arguments, found through its function, and whether it changed.
+"""Guards of recorded steps: a step is recorded anew if anything has changed that its function depends on.
 
-Found are the values of closures and of globals that the function names, and what hangs on them: the
+The guards look at the values of closures and of globals that the function names, and what hangs on them: the
 modules' parameters, buffers, flags and hooks, the optimisers' groups, state and hooks, functions that it
 calls, and attributes of objects and classes that it names.  Of numbers, flags, texts and small arrays the
 value is compared, of tensors the handle, of other things the identity.  Globals of installed packages are
@@ -37,7 +37,7 @@ from .effects import memory_of
 from .issuing import is_inside
 from .tensor import Handle, RemoteTensor
 
-#: what is compared by value
+#: types that are compared by value
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
 )
@@ -185,7 +185,7 @@ class Guards:
         return None
 
     def changed_by_call(self, before: Guards) -> str | None:
-        """What the call changed since ``before`` that no replay would change."""
+        """The changes since ``before`` that no replay would make, in words."""
         lengths = {id(c): n for c, n, _ in before._lengths}
         for c, n, path in self._lengths:
             if lengths.get(id(c), n) != n:
@@ -411,7 +411,7 @@ def _is_library(name: str | None) -> bool:
 
 
 def find(roots: Iterable[tuple[str, Any]]) -> Guards:
-    """What hangs on the roots, each with its path."""
+    """All that hangs on the roots, each with its path."""
     roots, names = list(roots), set[str]()
     while True:
         found = Guards(roots, names)

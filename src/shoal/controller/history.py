@@ -99,7 +99,7 @@ class History:
 
 
 def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -> Maker | None:
-    """What made a tensor; None: it was too long ago.
+    """The command that made a tensor; None: it was too long ago.
 
     Args:
         space: number of the space that has the id.

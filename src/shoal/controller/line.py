@@ -193,7 +193,7 @@ class Line:
         """Send commands if they are worth a batch; wait if there are too many."""
         self.reap()
         while self.batches and self.pending >= LIMIT:
-            with contextlib.suppress(ShoalError):  # what comes next hears of it: this command is in the log
+            with contextlib.suppress(ShoalError):  # the next use hears of it: this command is in the log
                 self._settle(self.batches[0])
             self.reap()
         if self._waiting >= self._worth and len(self.batches) < AHEAD:
@@ -431,7 +431,7 @@ class Line:
                 if full is None:
                     time.sleep(pause)
                 else:
-                    with contextlib.suppress(Exception):  # whoever uses the node hears of it
+                    with contextlib.suppress(Exception):  # the next use of the node hears of it
                         full.future.wait()
                 with self.lock:
                     self.reap()

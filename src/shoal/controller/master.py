@@ -408,7 +408,7 @@ class Master:
         self._on_lost.append(fn)
 
     def explain(self, tensor: torch.Tensor) -> Explanation:
-        """What made a tensor on a node: operator, line of the program, age; and what has become of it.
+        """The maker of a tensor on a node, as operator, line of the program and age, and the tensor's state.
 
         It waits for nothing that was issued.  Of a tensor that nodes have acknowledged they are asked, aside
         from their queues, whether it is poisoned.  Of operations that were acknowledged the last 4096 of each

@@ -94,7 +94,7 @@ def named(name: str) -> Any:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """What runs an operator, or raises that this process has none of that name."""
+    """A function that runs an operator, or raises that this process has none of that name."""
     try:
         return named(name)._op  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError) as error:

@@ -21,7 +21,7 @@ from .compiled import Run, call_text, kinds_of
 
 
 class Node(Protocol):
-    """What a program needs of the node; see :class:`.execute.Tensors`."""
+    """The parts of a node that a program needs; see :class:`.execute.Tensors`."""
 
     device: torch.device
     tensors: list[Any]
@@ -163,7 +163,7 @@ class _Source:
         for slot, (space, place) in enumerate(places):
             if slot in last:
                 self._lines.append(f"    v{slot} = {self._table(space)}[{place}]")
-        # What the last replay left there is free before the steps, as it is when they are issued one by one.
+        # Tensors that the last replay left there are freed before the steps, as in calls without replay.
         kept = [(space, id) for _, space, id in recipe.kept]
         for space, id in kept:
             if len(node.in_space(space).tensors) <= id:
@@ -201,7 +201,7 @@ class _Source:
         return self._tables[space]
 
     def step_of(self, line: int) -> int:
-        """Which step is on a line."""
+        """The step on a line."""
         return line - self._first
 
     def _step(self, step: Step) -> list[str]:

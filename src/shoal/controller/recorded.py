@@ -43,7 +43,7 @@ _owner: int | None = None
 
 
 class _Kind:
-    """What is known of calls with arguments of one kind.
+    """The calls with arguments of one kind.
 
     Attributes:
         programs: that stand for such calls, the last used first.

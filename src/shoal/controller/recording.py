@@ -1,4 +1,4 @@
-"""What a call of a recorded step puts into the log, and how two calls' logs are compared.
+"""The log of one call of a recorded step, and the comparison of two calls' logs.
 
 In a recording every tensor has a *name* that is the same in the next call: the input that it is, which
 command made it, or, if it was there before, its space and id.
@@ -98,7 +98,7 @@ class Recording:
         return self.names.get((space, id)) or ("outside", space, id)
 
     def operator(self, command: Command) -> str:
-        """What a command does, in words."""
+        """A command in words."""
         key = self._key(command)
         return "a command" if key is None else key[0].name.replace("::", ".")
 
@@ -205,7 +205,7 @@ class Recording:
         self.moved[name] = space
 
     def _argument(self, value: torch.Tensor) -> tuple[int, Part | None] | None:
-        """Which argument this is, or is a part of."""
+        """The argument that this is, or is a part of."""
         storage, offset, shape, stride, dtype = memory = memory_of(value)
         for i, leaf, its, version in self._uploads:
             if its[0] != storage or its[-1] != dtype or version_of(leaf) != version:

@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 
 class _Grad(NamedTuple):
-    """What is looked at of a gradient.
+    """The parts of a gradient that are looked at.
 
     Attributes:
         tensor: that may have one.
@@ -245,7 +245,7 @@ class Replay:
 
         held = found()
         if not gradients.issuperset(held.values()):
-            gc.collect()  # what only a cycle holds is not to be kept for ever
+            gc.collect()  # tensors that only a cycle holds would be kept for ever
             held = found()
         return held
 
@@ -341,7 +341,7 @@ def _is_one_of(leaf: Any, handles: set[Handle]) -> bool:
 
 
 def _pattern(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which leaves are the same tensor, and which are views of one."""
+    """The leaves that are the same tensor, and those that are views of one."""
     first: dict[Any, int] = {}
     pattern = []
     for i, each in enumerate(leaves):

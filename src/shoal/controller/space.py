@@ -387,7 +387,7 @@ class Space:
         self._origins, self.size = Issued(self.number, self.kinds), 0
 
     def uncut(self) -> Issued:
-        """What will be its next segment."""
+        """Its next segment, as far as it is."""
         self._origins.numbers = self._numbers
         return self._origins
 

@@ -1,4 +1,4 @@
-"""What a recorded step is given, and what it returns: both are trees with tensors of nodes in them."""
+"""Arguments and results of recorded steps: trees with tensors of nodes in them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _result(handle: Handle, graph: bool) -> RemoteTensor:
 
 
 class Results:
-    """What a call returned, without its tensors.
+    """The result of a call, without its tensors.
 
     Attributes:
         names: of the tensors that it made and nothing else holds.
