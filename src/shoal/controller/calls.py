@@ -6,6 +6,7 @@ as operands are in it by type.  A call that is known costs the master a look int
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 LIMIT = 65_536
 #: operations from which on it is told if more than a tenth of them were of new kinds
 MANY = 5_000
+#: operators that are named then
+_WORST = 3
 #: integers that a float holds exactly travel as one
 _EXACT = 2**53
 
@@ -177,7 +180,6 @@ def intern(
         DeviceMismatch: its tensors are on several nodes.
         Exception: what torch raises for such arguments.
     """
-    space.misses += 1
     others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))
@@ -212,17 +214,20 @@ def intern(
         if op.name == "aten::empty_strided":
             space.blanks.add(call.number)
     space.calls[tuple(key)] = call
+    space.missed[op.name.replace("::", ".")] += 1
     return call
 
 
-def misses_in_words(issued: int, misses: int) -> str | None:
+def misses_in_words(issued: int, missed: Counter[str]) -> str | None:
     """The warning for a program that issues too many operations of new kinds; None: it does not."""
+    misses = missed.total()
     if issued < MANY or misses * 10 <= issued:
         return None
+    worst = ", ".join(f"{name} ({count} times)" for name, count in missed.most_common(_WORST))
     return (
         f"{misses} of {issued} operations on nodes were the first with operands of such shapes, for which "
-        "the master needs some hundred microseconds each: pad shapes that always change to a few, or run "
-        "that part on the node with master.call"
+        f"the master needs some hundred microseconds each; the most of {worst}: pad shapes that always "
+        "change to a few, or run that part on the node with master.call"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -45,13 +45,19 @@ FAILURES = 1000
 Send = Callable[[list[Segment]], Future[Any]]
 
 
+def _length(payload: Any) -> int:
+    """Bytes of a payload of a segment: a tensor, or a pickle; nothing of None."""
+    return len(payload) if isinstance(payload, bytes) else int(getattr(payload, "nbytes", 0))
+
+
 class OnLine(Protocol):
     """A space, as its lines see it; :class:`.space.Space` says what each part is."""
 
     freed: deque[int]
     calls: dict[Any, Any]
     issued: int
-    misses: int
+    awaited: int
+    missed: Counter[str]
     lost: ShoalError | None
     size: int
 
@@ -143,7 +149,7 @@ class Line:
         self._outbox: list[Segment] = []
         self._origins: list[Issued] = []
         self.history = History()
-        self._size = self._ahead = self._sent = 0
+        self._size = self._ahead = self._sent = self._bytes = self._copies = 0
         self._worth = FIRST
         self._failures: dict[int, RemoteOpError] = {}
         #: of failures of which another node knows why: that node, and the number there
@@ -165,6 +171,8 @@ class Line:
             self._outbox.append(segment)
             self._origins.append(origins)
             self._size += size
+            _, _, numbers, scalars, _, payloads = segment
+            self._bytes += len(numbers) + len(scalars) + sum(map(_length, payloads))
             self.arm()
 
     def arm(self) -> None:
@@ -203,6 +211,7 @@ class Line:
     def expect(self, bytes: int) -> None:
         """So much will come from other nodes; wait for this node if it is too much."""
         self._expected += bytes
+        self._copies += 1
         if self._expected > COPIES:
             batch = self.flush()
             if batch is not None:
@@ -315,10 +324,17 @@ class Line:
     def stats(self) -> dict[str, int]:
         """Counts, over all spaces of the node; the caller holds the lock."""
         self.reap()
+        issued = sum(space.issued for space in self.spaces)
+        misses = sum(space.missed.total() for space in self.spaces)
         return {
-            "issued": sum(space.issued for space in self.spaces),
-            "misses": sum(space.misses for space in self.spaces),
+            "issued": issued,
+            "hits": max(0, issued - misses),
+            "misses": misses,
+            "asked": sum(space.awaited for space in self.spaces),
             "pending": self.pending,
+            "batches": self._sent,
+            "bytes": self._bytes,
+            "copies": self._copies,
             "calls": sum(len(space.calls) for space in self.spaces),
             "tensors": sum(space.tensors for space in self.spaces),
             "spaces": len(self.spaces),

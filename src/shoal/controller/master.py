@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -426,9 +427,7 @@ class Master:
         return peer.options(timeout=_ANSWER).call(node.poison_of, self.name, space, id).wait()
 
     def stats(self) -> list[dict[str, int]]:
-        """Counts of each node: operations issued, calls that were new, commands that are not yet replied,
-        calls known, tensors, spaces.
-        """
+        """Counts of each node, by the names that ``docs/controller.md`` explains."""
         with self._lock:
             return [line.stats() for line in self._lines]
 
@@ -448,7 +447,8 @@ class Master:
             restore_thread()  # others do so when they begin a backward pass
         unseen = self._end()
         spaces = self._spaces.values()
-        slow = misses_in_words(sum(each.issued for each in spaces), sum(each.misses for each in spaces))
+        missed = sum((each.missed for each in spaces), Counter())
+        slow = misses_in_words(sum(each.issued for each in spaces), missed)
         if slow:
             warnings.warn(slow, stacklevel=2)
         if unseen:

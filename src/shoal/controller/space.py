@@ -31,7 +31,7 @@ from __future__ import annotations
 import pickle
 import threading
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -98,8 +98,8 @@ class Space:
         kinds: what the numbers of interned calls stand for.
         lost: why it cannot be used any more; None: it can.
         within: on which device of its nodes tensors are made; -1: the processor, also where they differ.
-        issued: operations, so far.
-        misses: calls that were new, so far.
+        issued, awaited: operations so far, and those that only the nodes know the results of.
+        missed: calls that were new, so far, by their operators.
         listener: hears of what is appended, while a step is recorded.
         size: commands in the log.
     """
@@ -123,7 +123,8 @@ class Space:
         self.calls: dict[Any, Any] = {}
         self.blanks: set[int] = set()
         self._last = _NONE
-        self.issued = self.misses = self.size = 0
+        self.issued = self.awaited = self.size = 0
+        self.missed: Counter[str] = Counter()
         self.listener: Listener | None = None
         self._open = False
         self._numbers = array("I")
@@ -466,6 +467,7 @@ class Space:
         """
         question = pickle.dumps((operator, args, kwargs))
         self._asking = operator.replace("::", ".")
+        self.issued, self.awaited = self.issued + 1, self.awaited + 1
         with self.lock:
             answers = self._answers(ASK, self._payload(question))
         for line, answer in zip(self.lines, answers, strict=True):
