@@ -21,7 +21,7 @@ def draw(medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
         bars = {name: figures[what] for name, figures in medians.items() if what in figures}
         colours = ["#1f77b4" if name.startswith("shoal") else "#7f7f7f" for name in bars]
         drawn = axes.bar(range(len(bars)), list(bars.values()), color=colours)
-        axes.bar_label(drawn, fmt="{:.3g}", fontsize=7)
+        axes.bar_label(drawn, fmt=lambda value: f"{float(f'{value:.3g}'):,g}", fontsize=7)
         axes.set_xticks(range(len(bars)), list(bars), fontsize=8, rotation=40, ha="right")
         axes.set_title(what, fontsize=9)
         axes.grid(axis="y", alpha=0.3)
