@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +17,8 @@ from shoal.compat import TorchStore
 from shoal.compat.torch_store import _Queue
 from shoal.store import Store, adopt
 from tests.support.dictionary_store import Dictionary
+from tests.support.programs import run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = datetime.timedelta(milliseconds=20)
 
 
@@ -127,16 +125,13 @@ def test_there_and_back_again(store: dist.Store) -> None:
 
 
 _RANK = """
-import datetime, sys
+import datetime, os, sys, warnings
 import torch, torch.distributed as dist
 import shoal
 from shoal.compat import TorchStore
-torch.set_num_threads(1)
-rank = int(sys.argv[1])
-if rank == 0:
-    server = shoal.TCPStoreServer("127.0.0.1", 0, b"s").start()
-    print(server.port, flush=True)
-store = TorchStore(shoal.TCPStore("127.0.0.1", server.port if rank == 0 else int(sys.argv[2]), b"s"))
+warnings.simplefilter("error")
+rank, port = int(os.environ["SHOAL_RANK"]), int(sys.argv[1])
+store = TorchStore(shoal.TCPStore("127.0.0.1", port, b"s"))
 timeout = datetime.timedelta(seconds=30)
 for backend in ("gloo", "shoal"):
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timeout)
@@ -147,26 +142,17 @@ for backend in ("gloo", "shoal"):
         assert number.item() == 3.0
     dist.barrier()
     dist.destroy_process_group()
-sys.stdout.write("done")
-sys.stdout.flush()
-sys.stdin.read()
 store.close()
+print("done")
 """
 
 
-def test_torchs_process_groups_meet_in_it() -> None:
-    def start(*args: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "error", "-c", _RANK, *args]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-
-    with start("0") as zero:
-        assert zero.stdout is not None
-        with start("1", zero.stdout.readline().strip()) as one:
-            assert one.stdout is not None
-            assert one.stdout.read(4) == zero.stdout.read(4) == "done"
-            for rank in (one, zero):
-                rank.communicate(timeout=30)
-                assert rank.returncode == 0
+def test_torchs_process_groups_meet_in_it(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    with shoal.TCPStoreServer("127.0.0.1", 0, b"s") as server:
+        written = run_program(script, 2, str(server.port), folder=tmp_path)
+    assert all("done" in each for each in written)
 
 
 class Restless(Dictionary):

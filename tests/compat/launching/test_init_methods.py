@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from shoal.testing.processes import fork_server
 from tests.support.ports import free_port
 
 
@@ -52,4 +53,6 @@ def by_each_init_method(rank: int, folder: str, ports: list[int]) -> None:
 
 
 def test_spawned_ranks_meet_by_each_init_method_and_store_of_torch(tmp_path: Path) -> None:
-    mp.spawn(by_each_init_method, (str(tmp_path), [free_port() for _ in range(3)]), nprocs=2)
+    fork_server()  # which has imported torch
+    arguments = (str(tmp_path), [free_port() for _ in range(3)])
+    mp.start_processes(by_each_init_method, arguments, nprocs=2, start_method="forkserver")
