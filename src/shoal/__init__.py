@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .backend.base import DataChannel as DataChannel
     from .backend.base import GroupSpec as GroupSpec
     from .backend.registry import register_backend as register_backend
+    from .controller import Event as Event
+    from .controller import Stream as Stream
     from .controller import init_master_worker as init_master_worker
     from .errors import AgentClosed as AgentClosed
     from .errors import AuthenticationError as AuthenticationError
@@ -120,7 +122,7 @@ if not _torch_release.torch_is_importing():
 _PUBLIC = {
     "backend.base": ["Backend", "DataChannel", "GroupSpec"],
     "backend.registry": ["register_backend"],
-    "controller": ["init_master_worker"],
+    "controller": ["Event", "Stream", "init_master_worker"],
     "errors": [
         "AgentClosed",
         "AuthenticationError",

@@ -56,6 +56,37 @@ def loses_a_node(tell: Connection) -> None:
     tell.send("done")
 
 
+def loses_a_node_that_others_wait_for(tell: Connection) -> None:
+    """Kill node 0 while streams of it and of node 1 wait for it."""
+    master = shoal.init_master_worker(workers=2)
+    tell.send(master.pids)
+    busy, waits, near = shoal.Stream("node:0"), shoal.Stream("node:1"), shoal.Stream("node:0")
+    x, y = torch.ones(1500, 1500, device="node:0"), torch.ones(3, device="node:1")
+    master.synchronize()
+    with busy:
+        for _ in range(1000):
+            x = x @ x
+    event = busy.record_event()
+    event.wait(waits)
+    event.wait(near)
+    with waits:
+        z = y + 1
+    assert not event.query()
+    os.kill(master.pids[0], signal.SIGKILL)
+    lost = []
+    attempts = [event.synchronize, event.query, busy.synchronize, near.query, master.synchronize, x.tolist]
+    for attempt in attempts:
+        try:
+            attempt()
+        except shoal.NodeLost as error:
+            lost.append(error.ranks)
+    assert lost == [(0,)] * len(attempts)
+    assert z.tolist() == [2, 2, 2]
+    assert (y * 3).tolist() == [3, 3, 3]
+    master.close()
+    tell.send("done")
+
+
 def works_for_ever(tell: Connection) -> None:
     """Keep a node busy."""
     master = shoal.init_master_worker(workers=2)

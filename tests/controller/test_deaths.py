@@ -23,6 +23,14 @@ def test_a_killed_node_is_an_error_at_the_next_use_and_others_go_on(start: Start
     wait_until_gone(nodes)
 
 
+def test_a_killed_node_ends_what_waits_for_its_events(start: Start) -> None:
+    program = start(masters.loses_a_node_that_others_wait_for)
+    nodes = program.told()
+    assert program.told() == "done"
+    assert program.ended() == 0
+    wait_until_gone(nodes)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_master_is_killed(start: Start, how: signal.Signals) -> None:
     program = start(masters.works_for_ever)

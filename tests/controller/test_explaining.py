@@ -14,7 +14,9 @@ import torch
 import shoal
 from shoal.controller import Master, history
 from shoal.controller.commands import FIRST, WIDTHS
-from shoal.controller.execute import Spaces
+from shoal.controller.execute import Tensors
+from shoal.controller.memory import Memory
+from shoal.controller.outcome import Outcome
 from tests.controller.nodes import Crew, Program, programs
 
 start = pytest.fixture(programs)
@@ -153,7 +155,8 @@ def test_a_recorded_step_is_explained_as_one(master: Master) -> None:
 
 
 def test_the_widths_of_commands_are_those_of_nodes() -> None:
-    calls = Spaces(torch.device("cpu"))[0].calls
+    memory = Memory()
+    calls = Tensors(torch.device("cpu"), Outcome(0, memory.poisons, Tensors.run.__code__), memory, 0, 0).calls
     assert {number: width for number, (_, width, _) in calls.items()} == WIDTHS
     assert max(WIDTHS) < FIRST
 

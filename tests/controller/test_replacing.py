@@ -157,3 +157,43 @@ def _write(count: int) -> None:
         print(number, "x" * 50)
     os.write(2, b"10%\r50%\r")
     os.write(2, b"100%\r\n")
+
+
+def test_streams_of_a_replaced_node_are_lost_and_those_of_the_new_one_work(crew: Crew) -> None:
+    master, team = crew.master, crew.master.nodes
+    kept, old = shoal.Stream("node:0"), [shoal.Stream("node:1"), shoal.Stream(team)]
+    x, y = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
+    event = shoal.Event()
+    for stream in (kept, *old):
+        with stream:
+            x.add_(1)
+            y.add_(1)
+            team.all_reduce_(team.replicate(torch.ones(2)))
+    event.record(old[0])
+    master.synchronize()
+    crew.kill(1)
+    crew.joining()
+    master.replace(1, BACKSTOP)
+    for stream in old:
+        with pytest.raises(NodeLost, match="node 1 was lost"):
+            stream.synchronize()
+    event.wait(kept)  # holds nobody
+    with pytest.raises(NodeLost, match="node 1 was lost"):
+        y.tolist()
+    new, wide = shoal.Stream("node:1"), shoal.Stream(team)
+    assert new not in old
+    for stream in (kept, new, wide, *old):  # the old ones concern nothing any more
+        with stream:
+            x.add_(1)
+            z = x.to("node:1")
+            z.mul_(2)
+            both = team.replicate(torch.ones(2))
+        with new:
+            z.add_(1)
+        with wide:
+            team.all_reduce_(both)
+            both.add_(1)
+        assert z.tolist() == [x[0].item() * 2 + 1] * 3
+        assert both.on(1).tolist() == [4, 4]
+    assert x.tolist() == [9] * 3
+    master.synchronize()

@@ -10,6 +10,7 @@
 from .explaining import Explanation
 from .master import Master, init_master_worker
 from .place import Place
+from .streams import Event, Stream
 from .tensor import RemoteTensor
 
-__all__ = ["Explanation", "Master", "Place", "RemoteTensor", "init_master_worker"]
+__all__ = ["Event", "Explanation", "Master", "Place", "RemoteTensor", "Stream", "init_master_worker"]

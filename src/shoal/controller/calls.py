@@ -45,17 +45,28 @@ class Call:
         in_place: whether it returns its first operand, which is its first argument.
         returned: else, what it returns, as :class:`Prediction` has it.
         count: how many ids it needs.
+        memory: of the results and of the mutated, as :class:`Prediction` has it.
+        shows: the operand whose memory its one new tensor shows; None: it has its own, or there are several.
+        written: positions of the operands that it writes to.
+        random: whether it draws random numbers.
     """
 
-    __slots__ = ("count", "in_place", "mutated", "number", "results", "returned", "single")
+    __slots__ = (
+        "count", "in_place", "memory", "mutated", "number", "random", "results", "returned", "shows",
+        "single", "written",
+    )  # fmt: skip
 
     def __init__(self, number: int, device: torch.device, predicted: Prediction | None) -> None:
         self.number = number
+        self.memory = [] if predicted is None else predicted.memory
+        self.written: list[int] = []
+        self.random = False
         results, mutated = ([], {}) if predicted is None else (predicted.results, predicted.mutated)
         self.results = [metadata(device, each) for each in results]
         self.mutated = [(at, metadata(device, each)) for at, each in mutated.items()]
         self.returned = ("constant", None) if predicted is None else predicted.returned
-        self.single = self.returned == ("new", 0) and not self.mutated
+        self.single = self.returned == ("new", 0) and len(self.results) == 1 and not self.mutated
+        self.shows: int | None = None
         self.in_place = self.returned == ("operand", 0) and not self.mutated
         self.count = len(self.results) + len(self.mutated)
 
@@ -201,6 +212,9 @@ def intern(
         if len(space.calls) >= LIMIT:
             space.forget()
         call = Call(FIRST + len(space.calls), space.device, predicted)
+        if call.single and call.memory[0] < len(operands):
+            call.shows = call.memory[0]
+        call.written, call.random = written_operands(op, args, kwargs), op.random
         expected: list[Told | None] = [each.told for each in call.results]
         if op.opaque is not None:
             expected[op.opaque] = None
@@ -218,6 +232,13 @@ def intern(
     return call
 
 
+def misses_of(spaces: Iterable[Space]) -> str | None:
+    """The warning for a program whose spaces have too many operations of new kinds; None: they do not."""
+    logs = [log for each in spaces for log in (each, *each.further)]
+    missed: Counter[str] = sum((log.missed for log in logs), Counter())
+    return misses_in_words(sum(log.issued for log in logs), missed)
+
+
 def misses_in_words(issued: int, missed: Counter[str]) -> str | None:
     """The warning for a program that issues too many operations of new kinds; None: it does not."""
     misses = missed.total()
@@ -229,6 +250,19 @@ def misses_in_words(issued: int, missed: Counter[str]) -> str | None:
         f"the master needs some hundred microseconds each; the most of {worst}: pad shapes that always "
         "change to a few, or run that part on the node with master.call"
     )
+
+
+def written_operands(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """Which of a call's operands it writes to."""
+    written: list[int] = []
+    count = 0
+    for at, value in (*enumerate(args), *kwargs.items()):
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if type(each) is RemoteTensor:
+                if at in op.writes:
+                    written.append(count)
+                count += 1
+    return written
 
 
 def asked(templates: Sequence[Template], operands: Sequence[RemoteTensor], scalars: Sequence[float]) -> Any:

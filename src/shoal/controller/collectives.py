@@ -15,7 +15,7 @@ from ..spec import OpKind, illegality
 from . import between, current
 from .between import REDUCTIONS
 from .dispatch import dispatch
-from .space import Space
+from .space import Space, apart
 from .tensor import RemoteTensor
 
 
@@ -126,7 +126,8 @@ class Collectives:
     def _issue(self, name: str, *args: Any) -> Any:
         operator = getattr(torch.ops.shoal_node, name).default
         base = sum(line.epoch for line in self.space.lines)
-        return dispatch(operator, (*args, list(self.indices), base, current.master().name), {})
+        with self.space.lock, apart(self.space):
+            return dispatch(operator, (*args, list(self.indices), base, current.master().name), {})
 
 
 # -- what they give, by metadata alone ---------------------------------------------------------------

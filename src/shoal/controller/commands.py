@@ -50,13 +50,23 @@ CALL = 13
 TAKE = 14
 #: DROP number: forget the tensors in the result of that call
 DROP = 15
+#: WAIT node, space, stream, low half, high half: until a stream of the node has done so many numbers of a log
+WAIT = 24
+#: RELEASE id, count: FREE by the last one of so many streams
+RELEASE = 25
+#: MARK id, whether it is for timing: an event
+MARK = 26
+#: EXPECT number: until the master tells it
+EXPECT = 27
+#: in the place of a node: each, and none
+EVERY_NODE, NO_NODE = 0xFFFFFFFF, 0xFFFFFFFE
 #: how many numbers each of these takes
 WIDTHS = {
     FREE: 2, PUT: 3, FETCH: 2, SEED: 3, FORGET: 1, ASK: 2, KEEP: 3, STATE: 2, DEFINE: 2, SHARE: 5, PROGRAM: 2,
-    ERASE: 2, ITEM: 2, CALL: 3, TAKE: 4, DROP: 2,
+    ERASE: 2, ITEM: 2, CALL: 3, TAKE: 4, DROP: 2, WAIT: 6, RELEASE: 3, MARK: 3, EXPECT: 2,
 }  # fmt: skip
 #: number of the first interned call
-FIRST = 16
+FIRST = 32
 
 Template = tuple[Any, ...]
 #: space, stream, numbers, scalars, high, payloads: what :mod:`.space` sends
@@ -95,7 +105,7 @@ class Failure(NamedTuple):
 
     Attributes:
         poison: number of the failure in the session.
-        segment: of the batch, in which it was.
+        stream, batch, segment: where it was.
         position: which of the segment's calls it was, -1 if none.
         operator, operands: what it was, and of what.
         error, traceback: in words.
@@ -106,6 +116,8 @@ class Failure(NamedTuple):
     """
 
     poison: int
+    stream: int
+    batch: int
     segment: int
     position: int
     operator: str

@@ -14,7 +14,7 @@ from ..errors import NodeLost
 from . import between, current
 from .dispatch import dispatch
 from .interrupts import undisturbed
-from .space import Space
+from .space import Space, apart
 from .tensor import RemoteTensor
 
 _send = torch.ops.shoal_node.send.default
@@ -65,15 +65,16 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
                 if each.lost is not None:
                     raise each.lost
             space.expect(dense.nbytes)
-            dispatch(_send, (tensor, routes, session), {})
             awaited = routes, session, list(dense.shape), list(dense.stride())
-            try:
-                made.append(dispatch(_receive, awaited, how))
-            except NodeLost:  # since a moment: the others of a place take what is sent to them
-                for part in space.parts:
-                    with contextlib.suppress(NodeLost):
-                        dispatch(_receive, awaited, {**how, "device": part.device})
-                raise
+            with apart(source, space):
+                dispatch(_send, (tensor, routes, session), {})
+                try:
+                    made.append(dispatch(_receive, awaited, how))
+                except NodeLost:  # since a moment: the others of a place take what is sent to them
+                    for part in space.parts:
+                        with contextlib.suppress(NodeLost), apart(part):
+                            dispatch(_receive, awaited, {**how, "device": part.device})
+                    raise
 
     undisturbed(both)
     return made[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import UsageError
 from .space import Space
@@ -22,6 +22,8 @@ class Nodes(Protocol):
     def synchronize(self) -> None: ...
 
     def seed(self, seed: int) -> None: ...
+
+    def streams(self) -> Any: ...  # ordering.Streams
 
 
 _master: Nodes | None = None

@@ -16,6 +16,7 @@ from .autograd import DeviceGuard, wrap_engine
 from .dispatch import dispatch
 from .operators import fused_on_nodes, named
 from .space import Space
+from .streams import Event, Stream, current_stream, default_stream
 
 NAME = "node"
 
@@ -111,6 +112,15 @@ class NodeModule:
             yield
         finally:
             _context.index = before
+
+    Stream = Stream
+    Event = Event
+    current_stream = staticmethod(current_stream)
+    default_stream = staticmethod(default_stream)
+
+    def stream(self, stream: Any) -> Any:
+        """The context manager in which operations go to a stream: the stream itself."""
+        return stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -13,8 +14,10 @@ from .autograd import of_thread, prepare_thread
 from .calls import ASKED, Call, asked, collect, intern, templates
 from .metadata import metadata, told
 from .operators import Operator, operator
+from .ordering import Streams
 from .space import Space
-from .tensor import Handle, RemoteTensor, rebind, wrap
+from .storage import Storage
+from .tensor import Handle, RemoteTensor, rebind, share, wrap
 from .within import Within, chosen, within
 
 #: bytes from which a tensor of the master is sent without a copy of it before
@@ -44,6 +47,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             kwargs = {**kwargs, "device": within(at)}
             key.append(at)
     with space.lock:
+        if space.ordering is not None:
+            return _on_stream(space, op, key, args, kwargs, operands, scalars)
         call = space.calls.get(tuple(key))
         if call is None:
             elsewhere = _made_elsewhere(space, func, args, kwargs)
@@ -54,29 +59,86 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return _ask(space, op, args, kwargs, operands, scalars)
         ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
         if call.single:
-            return wrap(space, ids[0], call.results[0])
+            handle = Handle(space, ids[0], call.results[0])
+            if call.shows is not None:
+                handle.storage = operands[call.shows].handle.memory()
+            return share(handle)
         if call.in_place:
             return operands[0]
-        return _returned(space, call, ids, operands)
+        return _returned(space, call, ids, operands, Storage)
 
 
-def _returned(space: Space, call: Call, ids: list[int], operands: Sequence[RemoteTensor]) -> Any:
-    made = [wrap(space, id, known) for id, known in zip(ids, call.results, strict=False)]
-    for id, (at, known) in zip(ids[len(made) :], call.mutated, strict=True):
-        rebind(operands[at], Handle(space, id, known))
+def _on_stream(
+    space: Space,
+    op: Operator,
+    key: list[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    operands: Sequence[RemoteTensor],
+    scalars: list[float],
+) -> Any:
+    """Issue an operation to the stream of this thread."""
+    streams = cast(Streams, space.ordering)
+    log = streams.current(space)
+    storages = [each.handle.memory() for each in operands]
+    call = log.calls.get(tuple(key))
+    if call is None:
+        elsewhere = _made_elsewhere(space, op.func, args, kwargs)
+        if elsewhere is not None:
+            return elsewhere
+        call = intern(log, op, key, args, kwargs, operands, scalars)
+    if call is ASKED:
+        written = storages + (streams.generators(log) if op.random else [])
+        with streams.using(log, [each.handle.id for each in operands], storages, written):
+            return _ask(log, op, args, kwargs, operands, scalars)
+    ids = streams.issue(log, call, [each.handle.id for each in operands], storages, scalars)
+    if call.in_place:
+        return operands[0]
+    if call.single and call.shows is None:
+        handle = Handle(space, ids[0], call.results[0])
+        handle.storage = streams.made(log)
+        return share(handle)
+    return _returned(log, call, ids, operands, partial(streams.made, log))
 
-    def rebuilt(returned: tuple[Any, ...]) -> Any:
-        kind, value = returned
-        if kind == "new":
-            return made[value]
-        if kind == "operand":
-            return operands[value]
-        if kind == "constant":
-            return value
-        parts = [rebuilt(each) for each in value]
-        return parts if kind == "list" else tuple(parts)
 
-    return rebuilt(call.returned)
+def _returned(
+    space: Space, call: Call, ids: list[int], operands: Sequence[RemoteTensor], new: Callable[[], Storage]
+) -> Any:
+    storages: dict[int, Storage] = {}
+    handles = []
+    for id, known, shown in zip(
+        ids, [*call.results, *(known for _, known in call.mutated)], call.memory, strict=True
+    ):
+        handle = Handle(space.home, id, known)
+        if shown < len(operands):
+            storage = handle.storage = operands[shown].handle.memory()
+            if space.ordering is not None:
+                storage.past.views[space.number, id] = space, space.position
+        else:
+            if shown not in storages:
+                storages[shown] = new()
+            handle.storage = storages[shown]
+        handles.append(handle)
+    made = [share(handle) for handle in handles[: len(call.results)]]
+    for handle, (at, _) in zip(handles[len(made) :], call.mutated, strict=True):
+        rebind(operands[at], handle)
+
+    return _rebuilt(call.returned, made, operands)
+
+
+def _rebuilt(
+    returned: tuple[Any, ...], made: Sequence[RemoteTensor], operands: Sequence[RemoteTensor]
+) -> Any:
+    """What a call returns; no closure, as one that calls itself would hold the tensors in a cycle."""
+    kind, value = returned
+    if kind == "new":
+        return made[value]
+    if kind == "operand":
+        return operands[value]
+    if kind == "constant":
+        return value
+    parts = [_rebuilt(each, made, operands) for each in value]
+    return parts if kind == "list" else tuple(parts)
 
 
 def _ask(
@@ -98,6 +160,10 @@ def _ask(
             "master is strict: use an operation whose shape is known, like torch.where for x[mask], or "
             "set master.strict to False around it"
         )
+    # What it writes to is what it returns, perhaps of another shape then.
+    target: RemoteTensor | None = None
+    if op.written is not None:
+        target = args[op.written] if op.written < len(args) else kwargs[op.written_name]
     given, named = templates(op, args, kwargs)
     filled = asked([*given, *named.values()], operands, scalars)
     answer = space.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
@@ -109,14 +175,19 @@ def _ask(
         if kind == "tensor":
             position += 1
             known = metadata(space.device, (tuple(value[0]), tuple(value[1]), *value[2:]))
-            return wrap(space, space.keep(position - 1), known)
+            made = wrap(space.home, space.keep(position - 1), known)
+            if target is not None:
+                made.handle.storage = target.handle.memory()
+            elif op.aliasing and operands:
+                made.handle.storage = operands[0].handle.memory()
+            elif space.ordering is not None:
+                made.handle.storage = space.ordering.made(space)
+            return made
         return tuple(rebuilt(each) for each in value) if kind == "list" else value
 
     result = rebuilt(answer)
-    if op.written is None:
+    if target is None:
         return result
-    # It returns the tensor that it wrote to, perhaps of another shape now.
-    target: RemoteTensor = args[op.written] if op.written < len(args) else kwargs[op.written_name]
     if result.handle.metadata is not target.handle.metadata:
         rebind(target, result.handle)
     return target
@@ -215,20 +286,23 @@ def upload(
     if not as_it_is:
         source = source.clone()
     with space.lock:
+        streams = space.ordering
+        log = space if streams is None else streams.current(space)
         known = metadata(space.device, told(source))
-        blank = (
-            space.listener is None
-        )  # whether there is one is a matter of time, and a recording must not be
-        if blank and to is not None and to.handle.metadata is known and space.is_blank(to.handle.id):
-            space.put(source, to.handle.id)
+        # A blank one depends on what the last command was, a matter of time, and a recording must not.
+        blank = to is not None and to.handle.metadata is known and log.is_blank(to.handle.id)
+        if to is not None and blank and space.listener is None:
+            log.put(source, to.handle.id)
             made = to
         else:
-            made = wrap(space, space.put(source), known)
+            made = wrap(space, log.put(source), known)
+        if streams is not None:
+            made.handle.storage = streams.made(log)
         if space.listener is not None:
             space.listener.uploaded(space, made.handle.id, value)
         if as_it_is:
-            space.flush()
-        sent = [batch for line in space.lines for batch in line.batches] if as_it_is and waits else []
+            log.flush()
+        sent = [batch for line in log.lines for batch in line.batches] if as_it_is and waits else []
     for batch in sent:
         batch.wait_until_read()
     return made

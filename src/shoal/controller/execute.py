@@ -23,99 +23,56 @@ from .commands import (
     DEFINE,
     DROP,
     ERASE,
+    EVERY_NODE,
+    EXPECT,
     FETCH,
     FIRST,
     FORGET,
     FREE,
     ITEM,
     KEEP,
+    MARK,
     PROGRAM,
     PUT,
+    RELEASE,
     SEED,
     SHARE,
     STATE,
     TAKE,
+    WAIT,
     Definition,
     Failure,
     Template,
 )
 from .compiled import Run, compiled
+from .mark import Mark
+from .memory import Memory
 from .metadata import in_words, is_layout_of, told
 from .operators import function, named
+from .outcome import Outcome, Poison
 from .program import Program, Recipe
 from .reasons import Elsewhere
-from .recent import Recent
 
 #: the beginning of the table of all kernels, in torch's error of one that is missing
 _TABLE = "\n\nMeta: registered at "
-
-
-class Poison:
-    """In the place of a tensor that an operation that failed should have made.
-
-    Attributes:
-        number: of the failure.
-        of: the node where it is known why, and the number of the failure there; None: here.
-    """
-
-    __slots__ = ("number", "of")
-
-    def __init__(self, number: int, of: tuple[int, int] | None = None) -> None:
-        self.number = number
-        self.of = of
 
 
 class Unexpected(Exception):
     """An operator gave something else than the master had predicted."""
 
 
-class Outcome:
-    """The results of a batch, beside tensors.
-
-    Attributes:
-        values: what was fetched or asked.
-        failures: of its operations.
-        segment: the one that runs.
-        poisons: how many failures the session had.
-        recent: the last commands.
-    """
-
-    def __init__(self) -> None:
-        self.poisons = 0
-        self.recent = Recent(Tensors.run.__code__)
-        self.begin()
-
-    def begin(self) -> None:
-        """Another batch."""
-        self.values: list[Any] = []
-        self.failures: list[Failure] = []
-        self.segment = 0
-
-
-class Spaces(dict[int, "Tensors"]):
-    """The spaces of a session on this node by number; each is made when it is first used.
-
-    Attributes:
-        outcome: of the batch that runs.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.outcome = Outcome()
-        self._device = device
-
-    def __missing__(self, number: int) -> Tensors:
-        made = self[number] = Tensors(self._device, self.outcome, self)
-        return made
-
-
 class Tensors:
-    """The tensors of a space on this node, and what the master's log does to them."""
+    """The tensors of a space on this node, and what the log of one stream does to them."""
 
-    def __init__(self, device: torch.device, outcome: Outcome, spaces: Spaces) -> None:
+    def __init__(
+        self, device: torch.device, outcome: Outcome, memory: Memory, space: int, stream: int
+    ) -> None:
         self.device = device
         self._outcome = outcome
-        self._spaces = spaces
-        self.tensors: list[Any] = []
+        self._memory = memory
+        self._space = space
+        self._progress = memory.progress(space, stream)
+        self.tensors = memory.tensors(space)
         self.calls: dict[int, tuple[Run, int, int]] = {}
         self._definitions: dict[int, Definition] = {}
         self.plain: dict[int, tuple[Definition, Any]] = {}  # those whose results proved to be as predicted
@@ -135,9 +92,12 @@ class Tensors:
         """
         a, s = array("I", numbers).tolist(), array("d", scalars).tolist()
         t = self.tensors
-        self._reach(high)
+        if len(t) < high:
+            t.extend([None] * (high - len(t)))
         self._payloads = payloads
         self._outcome.recent.begin(self.calls, self._definitions, numbers)
+        reach, before = self._progress.reach, self._progress.done
+        watched = self._memory.several  # a stream that is alone need not tell of each command
         p = q = 0
         counted, count = 0, 0  # the position up to which the segment's calls were counted
         end = len(a)
@@ -151,6 +111,8 @@ class Tensors:
                         run(t, a, p, s, q)
                         p += width
                         q += used
+                        if watched:
+                            reach(before + p)
                 except Exception as error:
                     if a[p] not in self.calls:
                         raise
@@ -159,13 +121,28 @@ class Tensors:
                         counted += self.calls[a[counted]][1]
                     self.fail(a, p, count, error)
                     p, q = p + self.calls[a[p]][1], q + self.calls[a[p]][2]
+                    reach(before + p)
+        reach(before + end)
         self._payloads = ()
 
     # -- failures ------------------------------------------------------------------------------
 
-    def fail(self, a: list[int], p: int, position: int, error: Exception, step: int = -1) -> None:
-        """Poison what the command at ``p`` would have made or changed; ``step``: of a program."""
-        t, number = self.tensors, a[p]
+    def fail(
+        self,
+        a: list[int],
+        p: int,
+        position: int,
+        error: Exception,
+        step: int = -1,
+        within: list[Any] | None = None,
+    ) -> None:
+        """Poison what the command at ``p`` would have made or changed.
+
+        Args:
+            step: of a program.
+            within: the tensors that the command's ids name, if it is of a program.
+        """
+        t, number = self.tensors if within is None else within, a[p]
         if number < FIRST:
             self._failed_command(a, p, error)
             return
@@ -183,9 +160,9 @@ class Tensors:
             poison = self._poison(position, operator, [t[i] for i in operands], error, alone, step)
         elif call.operator.startswith(between.NAMESPACE):
             with contextlib.suppress(Exception):  # the results are poisoned in any case
-                between.take_part(call, poison.number, poison.of)
+                between.take_part(call, poison.failure.poison, poison.failure.of)
         for i in written:
-            self._poison_storage(t[i], poison)
+            self._poison_storage(t[i], poison, t)
             t[i] = poison
         for i in a[p + 1 + call.operands : p + self.calls[number][1]]:
             t[i] = poison
@@ -200,34 +177,32 @@ class Tensors:
         step: int = -1,
     ) -> Poison:
         outcome = self._outcome
-        of = (error.node, error.number) if isinstance(error, Elsewhere) else None
-        poison = Poison(outcome.poisons, of)
-        outcome.poisons += 1
-        outcome.failures.append(
-            Failure(
-                poison.number,
-                outcome.segment,
-                position,
-                operator,
-                ", ".join(map(_shown, operands)),
-                f"{type(error).__name__}: {str(error).partition(_TABLE)[0]}",
-                "".join(traceback.format_exception(error)).partition(_TABLE)[0],
-                alone,
-                of,
-                step,
-                outcome.recent.before(),
-            )
+        failure = Failure(
+            next(outcome.poisons),
+            outcome.stream,
+            outcome.batch,
+            outcome.segment,
+            position,
+            operator,
+            ", ".join(map(_shown, operands)),
+            f"{type(error).__name__}: {str(error).partition(_TABLE)[0]}",
+            "".join(traceback.format_exception(error)).partition(_TABLE)[0],
+            alone,
+            (error.node, error.number) if isinstance(error, Elsewhere) else None,
+            step,
+            outcome.recent.before(),
         )
-        return poison
+        outcome.failures.append(failure)
+        return Poison(failure)
 
     def _failed_command(self, a: list[int], p: int, error: Exception) -> None:
         poison = self._poison(-1, "a command of the master", [], error)
         if a[p] in (PUT, KEEP, TAKE):
             self.tensors[a[p + 1]] = poison
         elif a[p] == SHARE:
-            self._spaces[a[p + 3]].hold(a[p + 4], poison)
+            self._memory.hold(a[p + 3], a[p + 4], poison)
         elif a[p] in (FETCH, ITEM, ASK, CALL, STATE):
-            self._outcome.values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", tuple(poison.failure)))
 
     def _written(self, call: Definition, operands: list[int]) -> list[int]:
         """The ids of the operands that a call writes to."""
@@ -246,15 +221,16 @@ class Tensors:
             at += width
         return written
 
-    def _poison_storage(self, tensor: Any, poison: Poison) -> None:
-        """Poison all tensors that share the memory of one that was to be written."""
+    def _poison_storage(self, tensor: Any, poison: Poison, among: list[Any]) -> None:
+        """Poison all tensors that share the memory of one, of those ``among``, that was to be written."""
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()._cdata
-        for space in self._spaces.values():
-            for i, other in enumerate(space.tensors):
-                if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage:
-                    space.tensors[i] = poison
+        with self._memory.lock:  # no id is released meanwhile, and given to another tensor
+            for tensors in (among, *self._memory.lists()):
+                for i, other in enumerate(tensors):
+                    if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage:
+                        tensors[i] = poison
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -340,6 +316,10 @@ class Tensors:
             CALL: (self._call, 3, 0),
             TAKE: (self._take, 4, 0),
             DROP: (self._drop, 2, 0),
+            WAIT: (self._wait, 6, 0),
+            RELEASE: (self._release, 3, 0),
+            MARK: (self._mark, 3, 0),
+            EXPECT: (self._expect, 2, 0),
         }
 
     def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
@@ -364,30 +344,38 @@ class Tensors:
         if self._programs.pop(number, None) is not None:  # calls may have been forgotten since
             del self.calls[number]
 
+    def _wait(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        node, space, stream, low, high = a[p + 1 : p + 6]
+        if node in (EVERY_NODE, self._memory.node):
+            self._memory.wait(space, stream, low | high << 32)
+
+    def _release(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        self._memory.release(t, self._space, a[p + 1], a[p + 2])
+
+    def _mark(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        t[a[p + 1]] = Mark(bool(a[p + 2]))
+
+    def _expect(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        self._memory.expect(a[p + 1])
+
     def _put(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._payloads[a[p + 2]].to(self.device)
 
     def _share(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        self._spaces[a[p + 3]].hold(a[p + 4], self._spaces[a[p + 1]].tensors[a[p + 2]])
+        self.hold(a[p + 3], a[p + 4], self.tensors_of(a[p + 1])[a[p + 2]])
 
-    def in_space(self, number: int) -> Tensors:
+    def tensors_of(self, space: int) -> list[Any]:
         """The tensors of a space on this node."""
-        return self._spaces[number]
+        return self._memory.tensors(space)
 
-    def hold(self, id: int, value: Any) -> None:
-        """Give a tensor of another space an id here too."""
-        self._reach(id + 1)
-        self.tensors[id] = value
-
-    def _reach(self, high: int) -> None:
-        t = self.tensors
-        if len(t) < high:
-            t.extend([None] * (high - len(t)))
+    def hold(self, space: int, id: int, value: Any) -> None:
+        """Give a tensor an id in a space."""
+        self._memory.hold(space, id, value)
 
     def _fetch(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         value = t[a[p + 1]]
         if isinstance(value, Poison):
-            self._outcome.values.append(("poison", value.number))
+            self._outcome.values.append(("poison", tuple(value.failure)))
         else:
             # a copy: the next batch may write to the tensor while the reply is sent
             self._outcome.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
@@ -395,7 +383,7 @@ class Tensors:
     def _item(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         value = t[a[p + 1]]
         if isinstance(value, Poison):
-            self._outcome.values.append(("poison", value.number))
+            self._outcome.values.append(("poison", tuple(value.failure)))
         else:
             self._outcome.values.append(("number", value.item()))
 
@@ -416,14 +404,14 @@ class Tensors:
         keyed = {name: self._given(each, operands) for name, each in kwargs.items()}
         poison = next((each for each in operands if isinstance(each, Poison)), None)
         if poison is not None:
-            self._outcome.values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", tuple(poison.failure)))
             return
         self._asked = []
         try:
             result = function(operator)(*given, **keyed)
         except Exception as error:
             poison = self._poison(-1, operator, operands, error)
-            self._outcome.values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", tuple(poison.failure)))
             return
         self._outcome.values.append(("asked", self._tell(result)))
 
@@ -431,7 +419,7 @@ class Tensors:
         poisoned: list[Poison] = []
 
         def tensor(space: int, id: int) -> Any:
-            found = self._spaces[space].tensors[id]
+            found = self._memory.tensors(space)[id]
             if isinstance(found, Poison):
                 poisoned.append(found)
             return found
@@ -440,7 +428,7 @@ class Tensors:
             given = answer(self._payloads[a[p + 1]], tensor, poisoned)
         except Exception as error:
             poison = poisoned[0] if poisoned else self._poison(-1, "call", [], error)
-            self._outcome.values.append(("poison", poison.number))
+            self._outcome.values.append(("poison", tuple(poison.failure)))
             return
         if given.tensors:
             self._called[a[p + 2]] = given.tensors

@@ -74,11 +74,16 @@ def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
     handle, known = tensor.handle, tensor.handle.metadata
     space = handle.space
     with space.lock:
-        for line in space.lines:
-            line.reap()
-        makers = [
-            maker_of(space.number, handle.id, line.unacknowledged(), line.history) for line in space.lines
+        users = {log.stream for log in handle.memory().past.users} or {0}
+        lines = [
+            each
+            for line in space.lines
+            for each in (line, *line.further)
+            if not line.further or each.stream in users
         ]
+        for line in lines:
+            line.reap()
+        makers = [maker_of(space.number, handle.id, line.unacknowledged(), line.history) for line in lines]
         lost = space.lost
     maker = _of_all(makers)
     error: ShoalError | None = lost

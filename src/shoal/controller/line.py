@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
 from ..future import Future
-from ..rpc.call import reads_arguments
+from .batch import Batch, length
 from .commands import Failure, Segment
 from .history import History, Issued
 from .interrupts import undisturbed
@@ -34,8 +34,6 @@ LIMIT = 65_536
 DELAY, BUSY = 0.001, 0.002
 #: rounds without a command after which the thread that sends what stays in the log goes to sleep
 _QUIET = 64
-#: seconds between looks at whether memory is sent
-_PAUSE = 0.0002
 #: bytes of copies from other nodes that may be ahead of a node before the program waits for it
 COPIES = 256 << 20
 #: failures whose texts are kept
@@ -45,15 +43,10 @@ FAILURES = 1000
 Send = Callable[[list[Segment]], Future[Any]]
 
 
-def _length(payload: Any) -> int:
-    """Bytes of a payload of a segment: a tensor, or a pickle; nothing of None."""
-    return len(payload) if isinstance(payload, bytes) else int(getattr(payload, "nbytes", 0))
-
-
 class OnLine(Protocol):
     """A space, as its lines see it; :class:`.space.Space` says what each part is."""
 
-    freed: deque[int]
+    freed: deque[Any]
     calls: dict[Any, Any]
     issued: int
     awaited: int
@@ -73,41 +66,8 @@ class OnLine(Protocol):
     def lose(self, why: ShoalError) -> None: ...
 
 
-class Batch:
-    """Segments that were sent, until the node has said what became of them.
-
-    Attributes:
-        future: the reply.
-        origins: of each segment, where the program issued its interned calls.
-        origin: where the program waits for its values.
-        size: how many commands.
-        values: what was fetched or asked, once it was replied.
-    """
-
-    __slots__ = ("future", "origin", "origins", "size", "values")
-
-    def __init__(self, future: Future[Any], origins: list[Issued], size: int) -> None:
-        self.future = future
-        self.origin: Origin | None = None
-        self.origins = origins
-        self.size = size
-        self.values: list[Any] = []
-
-    def wait_until_read(self) -> None:
-        """Wait until the memory of its payloads may be changed: where it is lent, that is at once."""
-        while not self.future.done() and reads_arguments(self.future):
-            time.sleep(_PAUSE)
-
-    def issued(self, failure: Failure) -> Origin | None:
-        """Where the program issued what failed."""
-        if failure.position < 0:
-            return self.origin
-        origin: Origin | list[Origin | None] | None = self.origins[failure.segment][failure.position]
-        return origin[failure.step] if isinstance(origin, list) else origin
-
-
 class Line:
-    """One node, as the master reaches it.
+    """One node, as the master reaches it; each further stream of a node has a line of its own beside it.
 
     Attributes:
         index: of the node.
@@ -122,7 +82,21 @@ class Line:
         accelerators: how many GPUs the node has.
         within: on which of its devices tensors are made; -1: its processor.
         history: the last operations that the node has acknowledged.
+        sent: how many batches were sent.
+        stream: that it is for.
+        main: the line of the default stream.
+        further: the lines of the other ones.
+        call: calls a function of a session at the node; the line of a default stream has it.
+        opens: gives what sends the batches of a further stream; the line of a default stream has it.
+        ordering: of the streams, for spaces that are made later.
     """
+
+    __slots__ = (
+        "_ahead", "_alone", "_armed", "_bytes", "_closed", "_copies", "_elsewhere", "_expected",
+        "_failures", "_origins", "_outbox", "_send", "_size", "_thread", "_unseen", "_wake", "_worth",
+        "accelerators", "batches", "before", "call", "epoch", "further", "history", "index", "lines",
+        "lock", "lost", "main", "open", "opens", "ordering", "sent", "spaces", "stream", "within",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -133,6 +107,8 @@ class Line:
         epoch: int = 0,
         accelerators: int = 0,
         within: int = -1,
+        stream: int = 0,
+        main: Line | None = None,
     ) -> None:
         self.index = index
         self.lines = lines
@@ -149,18 +125,33 @@ class Line:
         self._outbox: list[Segment] = []
         self._origins: list[Issued] = []
         self.history = History()
-        self._size = self._ahead = self._sent = self._bytes = self._copies = 0
+        self._size = self._ahead = self._bytes = self._copies = 0
         self._worth = FIRST
-        self._failures: dict[int, RemoteOpError] = {}
-        #: of failures of which another node knows why: that node, and the number there
-        self._elsewhere: dict[int, tuple[int, int]] = {}
         self._expected = 0
-        self._unseen: deque[int] = deque(maxlen=FAILURES)
-        self._alone: deque[int] = deque(maxlen=FAILURES)
+        self.sent = 0
+        self.stream = stream
+        self.main = self if main is None else main
+        self.call: Callable[..., Future[Any]]
+        self.opens: Callable[[int], Send]
+        self.ordering: Any = None
+        self.further: list[Line] = []
+        if main is None:
+            self._failures: dict[int, RemoteOpError] = {}
+            #: of failures of which another node knows why: that node, and the number there
+            self._elsewhere: dict[int, tuple[int, int]] = {}
+            self._unseen: deque[int] = deque(maxlen=FAILURES)
+            self._alone: deque[int] = deque(maxlen=FAILURES)
+        else:
+            self._failures, self._elsewhere = main._failures, main._elsewhere
+            self._unseen, self._alone = main._unseen, main._alone
+            self.lost = main.lost
+            main.further.append(self)
         self._armed = False
         self._wake = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._flush_late, name=f"shoal-node{index}-log", daemon=True)
+        self._thread = threading.Thread(
+            target=self._flush_late, name=f"shoal-node{index}-log{stream}", daemon=True
+        )
         self._thread.start()
 
     # -- batches; the caller holds the lock -----------------------------------------------------
@@ -172,7 +163,7 @@ class Line:
             self._origins.append(origins)
             self._size += size
             _, _, numbers, scalars, _, payloads = segment
-            self._bytes += len(numbers) + len(scalars) + sum(map(_length, payloads))
+            self._bytes += len(numbers) + len(scalars) + sum(map(length, payloads))
             self.arm()
 
     def arm(self) -> None:
@@ -184,7 +175,12 @@ class Line:
     @property
     def pending(self) -> int:
         """Commands that the node has not executed, as far as it is known here."""
-        return self._ahead + self._waiting
+        return sum(line._ahead + line._waiting for line in (self, *self.further))
+
+    @property
+    def acknowledged(self) -> int:
+        """How many batches are done."""
+        return self.sent - len(self.batches)
 
     @property
     def _waiting(self) -> int:
@@ -200,7 +196,7 @@ class Line:
     def look(self) -> None:
         """Send commands if they are worth a batch; wait if there are too many."""
         self.reap()
-        while self.batches and self.pending >= LIMIT:
+        while self.batches and self.main.pending >= LIMIT:
             with contextlib.suppress(ShoalError):  # the next use hears of it: this command is in the log
                 self._settle(self.batches[0])
             self.reap()
@@ -232,8 +228,8 @@ class Line:
                 space.cut()
         if self._size and self.lost is None:
             future = self._send(self._outbox)
-            self.batches.append(Batch(future, self._origins, self._size))
-            self._sent += 1
+            self.batches.append(Batch(self.sent, future, self._origins, self._size))
+            self.sent += 1
             self._ahead += self._size
             self._outbox, self._origins, self._size = [], [], 0
 
@@ -257,16 +253,7 @@ class Line:
                 continue
             batch.values, failures = batch.future.value()
             for told in failures:
-                failure = Failure(*told)
-                self._elsewhere.pop(failure.poison - FAILURES, None)
-                if failure.of is not None:
-                    self._elsewhere[failure.poison] = failure.of
-                    continue
-                self._failures[failure.poison] = self._error(failure, batch.issued(failure))
-                self._failures.pop(failure.poison - FAILURES, None)
-                self._unseen.append(failure.poison)
-                if failure.alone:
-                    self._alone.append(failure.poison)
+                self._take_up(Failure(*told), batch)
 
     # -- sync points -----------------------------------------------------------------------------
 
@@ -309,12 +296,19 @@ class Line:
     def synchronize(self) -> None:
         """Wait for all that was issued; raise what failed and was not raised yet."""
         with self.lock:
-            batch = self.flush()
-        if batch is not None:
-            self.settle(batch)
+            batches = [(line, line.flush()) for line in (self, *self.further)]
+        for line, batch in batches:
+            if batch is not None:
+                line.settle(batch)
         with self.lock:
             if self.lost is not None:
                 raise self.lost
+        self.raise_unseen()
+
+    def raise_unseen(self) -> None:
+        """Raise what failed on the node and was not raised yet."""
+        with self.lock:
+            self.reap()
             if self._unseen:
                 first, more = self._unseen[0], len(self._unseen) - 1
                 self._unseen.clear()
@@ -323,19 +317,22 @@ class Line:
 
     def stats(self) -> dict[str, int]:
         """Counts, over all spaces of the node; the caller holds the lock."""
-        self.reap()
-        issued = sum(space.issued for space in self.spaces)
-        misses = sum(space.missed.total() for space in self.spaces)
+        lines = (self, *self.further)
+        for line in lines:
+            line.reap()
+        spaces = [space for line in lines for space in line.spaces]
+        issued = sum(space.issued for space in spaces)
+        misses = sum(space.missed.total() for space in spaces)
         return {
             "issued": issued,
             "hits": max(0, issued - misses),
             "misses": misses,
-            "asked": sum(space.awaited for space in self.spaces),
+            "asked": sum(space.awaited for space in spaces),
             "pending": self.pending,
-            "batches": self._sent,
-            "bytes": self._bytes,
+            "batches": sum(line.sent for line in lines),
+            "bytes": sum(line._bytes for line in lines),
             "copies": self._copies,
-            "calls": sum(len(space.calls) for space in self.spaces),
+            "calls": sum(len(space.calls) for space in spaces),
             "tensors": sum(space.tensors for space in self.spaces),
             "spaces": len(self.spaces),
         }
@@ -354,10 +351,31 @@ class Line:
         """The node where it is known why, and the failure's number there; None: here."""
         return self._elsewhere.get(poison)
 
+    def _take_up(self, failure: Failure, batch: Batch | None) -> None:
+        if failure.poison in self._failures or failure.poison in self._elsewhere:
+            return
+        self._failures.pop(failure.poison - FAILURES, None)
+        self._elsewhere.pop(failure.poison - FAILURES, None)
+        if failure.of is not None:
+            self._elsewhere[failure.poison] = failure.of
+            return
+        origin = None if batch is None else batch.issued(failure)
+        self._failures[failure.poison] = self._error(failure, origin)
+        self._unseen.append(failure.poison)
+        if failure.alone:
+            self._alone.append(failure.poison)
+
     def _value(self, kind: str, value: Any) -> Any:
-        if kind == "poison":
-            raise self._raised(value)
-        return value
+        if kind != "poison":
+            return value
+        failure = Failure(*value)
+        with self.lock:
+            for line in (self.main, *self.main.further):
+                if line.stream == failure.stream:  # whose batch, with other operations, may not be done yet
+                    batch = next((each for each in line.batches if each.number == failure.batch), None)
+                    if batch is not None:
+                        self._take_up(failure, batch)
+        raise self._raised(failure.poison)
 
     def _raised(self, poison: int, more: int = 0) -> ShoalError:
         of = self._elsewhere.get(poison)
@@ -379,11 +397,14 @@ class Line:
         """The failure of this node of which node ``by`` was told; waits until it is known here too."""
         while poison != LOST and poison not in self._failures:
             with self.lock:
-                self.reap()
-                batch = self.batches[0] if self.batches else None
+                lines = (self, *self.further)
+                for line in lines:
+                    line.reap()
+                line = next((each for each in lines if each.batches), self)
+                batch = line.batches[0] if line.batches else None
             if self.lost is not None or batch is None:
                 break
-            self._settle(batch)
+            line._settle(batch)
         if poison in self._failures or (self.lost is None and poison != LOST):
             return self._raised(poison)
         return self.lost or self.before or NodeLost(
@@ -403,11 +424,15 @@ class Line:
 
     def lose(self, why: BaseException | str) -> None:
         """The node cannot be used any more, nor can what it is part of."""
-        if self.lost is None and not self._closed:
+        if self.main is not self:
+            self.main.lose(why)
+        elif self.lost is None and not self._closed:
             name = node_name(self.index)
             self._end(NodeLost(f"node {self.index} was lost: {why}", name, (self.index,)))
 
     def _end(self, why: ShoalError) -> None:
+        for line in self.further:
+            line._end(why)
         self.lost = self.lost or why
         for space in list(self.spaces):
             space.lose(self.lost)
@@ -416,16 +441,21 @@ class Line:
 
     def finish(self, seconds: float) -> None:
         """Let the node do what was issued, if that takes no longer."""
+        deadline = time.monotonic() + seconds
         with self.lock:
-            batch = self.flush()
-        if batch is not None:
-            with contextlib.suppress(ShoalError):  # it is told by what is asked afterwards
-                batch.future.wait(seconds)
+            batches = [line.flush() for line in (self, *self.further)]
+        for batch in batches:
+            if batch is not None:
+                with contextlib.suppress(ShoalError):  # it is told by what is asked afterwards
+                    batch.future.wait(max(0.0, deadline - time.monotonic()))
         with self.lock:
-            self.reap()
+            for line in (self, *self.further):
+                line.reap()
 
     def close(self, why: ShoalError) -> None:
         """End the thread; what is used afterwards raises ``why``."""
+        for line in self.further:
+            line.close(why)
         with self.lock:
             self._end(why)
             self._closed = True
@@ -441,7 +471,7 @@ class Line:
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
-            quiet, sent, pause = 0, self._sent, DELAY
+            quiet, sent, pause = 0, self.sent, DELAY
             full: Batch | None = None
             while not self._closed:
                 if full is None:
@@ -451,14 +481,14 @@ class Line:
                         full.future.wait()
                 with self.lock:
                     self.reap()
-                    full, busy = None, sent != self._sent
+                    full, busy = None, sent != self.sent
                     pause = BUSY if busy else DELAY
                     quiet = 0 if busy or self._waiting else quiet + 1
                     if len(self.batches) >= AHEAD:
                         full = self.batches[0]
                     elif not busy:  # what the program sends by itself goes without this thread
                         self.flush()
-                    sent = self._sent
+                    sent = self.sent
                     if self.lost is not None or quiet >= _QUIET:
                         self._armed = False
                         if self.open is not None:

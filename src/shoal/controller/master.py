@@ -9,10 +9,8 @@ import math
 import os
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,12 +24,14 @@ from ..wording import counted
 from . import current, device, node, peers, sending
 from .autograd import restore_thread
 from .calling import call
-from .calls import misses_in_words
+from .calls import misses_of
+from .connecting import connect
 from .explaining import Explanation, explain
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
 from .naming import node_name
+from .ordering import Streams
 from .place import Named, Place, indices_of
 from .recorded import Recorded
 from .space import Space
@@ -131,6 +131,7 @@ class Master:
         #: of nodes and of places of several, by the index of their device
         self._spaces: dict[int, Space] = {}
         self._places: dict[tuple[int, ...], Place] = {}
+        self._streams: Streams | None = None
         workers.agent.on_lost(self._lost)
         try:
             deadline = Deadline(timeout)
@@ -219,7 +220,7 @@ class Master:
             try:
                 begun = peer.call(node.begin, self.name, index, epoch, self._backend, others, self._imports)
                 mailbox, gpus, within = begun.wait()
-                send = partial(peer.over_line(mailbox, node.run), self.name)
+                send = partial(peer.over_line(mailbox, node.run), self.name, 0)
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node
@@ -228,6 +229,7 @@ class Master:
                 raise
         with self._lock:
             line = Line(index, self._lock, send, self._lines, epoch, gpus, within)
+            connect(line, peer, self.name, self._streams)
             ended = self._lines[index : index + 1]
             line.before = ended[0].lost if ended else None
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
@@ -310,6 +312,13 @@ class Master:
             )
         space = self._spaces[index] = self._new_space(torch.device("node", index), indices)
         return space
+
+    def streams(self) -> Streams:
+        """The streams of the nodes, several from now on."""
+        with self._lock:
+            if self._streams is None:
+                self._streams = Streams(self._spaces.values())
+            return self._streams
 
     def synchronize(self) -> None:
         """Wait until the nodes have done all that was issued.
@@ -446,10 +455,7 @@ class Master:
             sending.take_away()
             restore_thread()  # others do so when they begin a backward pass
         unseen = self._end()
-        spaces = self._spaces.values()
-        missed = sum((each.missed for each in spaces), Counter())
-        slow = misses_in_words(sum(each.issued for each in spaces), missed)
-        if slow:
+        if slow := misses_of(self._spaces.values()):
             warnings.warn(slow, stacklevel=2)
         if unseen:
             warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
@@ -484,12 +490,7 @@ class Master:
     def __enter__(self) -> Master:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

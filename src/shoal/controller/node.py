@@ -3,44 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from ..errors import AgentClosed
 from ..rpc import current
 from . import accelerators, peers, teams
 from .commands import Segment
-from .execute import Poison, Spaces
+from .execute import Tensors
 from .imports import import_all
+from .mark import Mark
+from .memory import Ended, Memory
+from .outcome import Outcome, Poison
+
+#: what a batch gives: what was fetched or asked, and what failed
+Reply = tuple[list[Any], list[tuple[Any, ...]]]
 
 
-class _Session:
-    """One master's session here; its batches come to a mailbox of its own, whose thread runs them in order.
+class _Stream:
+    """One stream of a session; its batches come to a mailbox of its own, whose thread runs them in order.
 
     Attributes:
         mailbox: its number.
-        spaces: the tensors of each.
+        outcome: of its batches.
     """
 
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, number: int, memory: Memory, agent: Any) -> None:
+        self._number = number
+        self._memory = memory
+        self._spaces: dict[int, Tensors] = {}
+        self.outcome = Outcome(number, memory.poisons, Tensors.run.__code__)
+        self._batches = 0
         self._executor = agent.executor
         self.mailbox: int = agent.references.ledger.new_mailbox()
-        self.spaces = Spaces(torch.device("cpu"))
         self._executor.consume(self.mailbox)
-        self._also: dict[str, Any] = agent.recorder.also
-        self._also["nodes"] = _nodes
 
-    def run(self, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    def run(self, segments: Sequence[Segment]) -> Reply:
         """Execute the segments of a batch in their order."""
-        outcome = self.spaces.outcome
-        outcome.begin()
-        for outcome.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
-            self.spaces[space].run(numbers, scalars, high, payloads)
+        outcome = self.outcome
+        outcome.begin(self._batches)
+        self._batches += 1
+        with ExitStack() as stack:
+            for enqueues in self._memory.enqueues(self._number):
+                stack.enter_context(torch.cuda.stream(enqueues))
+            for outcome.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
+                tensors = self._spaces.get(space)
+                if tensors is None:
+                    made = Tensors(torch.device("cpu"), outcome, self._memory, space, self._number)
+                    tensors = self._spaces[space] = made
+                tensors.run(numbers, scalars, high, payloads)
         return outcome.values, [tuple(failure) for failure in outcome.failures]
 
     def end(self) -> None:
         """Take no more batches."""
         self._executor.release(self.mailbox)
+
+
+class _Session:
+    """One master's session here.
+
+    Attributes:
+        memory: what its streams share.
+        streams: by number; 0 is the default one.
+    """
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.streams: dict[int, _Stream] = {}
+        self.open(0)
+        current().agent.recorder.also["nodes"] = _nodes
+
+    def open(self, number: int) -> int:
+        """Make a stream; the number of the mailbox that its batches go to."""
+        made = self.streams[number] = _Stream(number, self.memory, current().agent)
+        return made.mailbox
+
+    def end(self) -> None:
+        """End its streams."""
+        self.memory.end()
+        for each in self.streams.values():
+            each.end()
 
 
 _sessions: dict[str, _Session] = {}
@@ -50,8 +94,9 @@ def _nodes() -> list[dict[str, Any]]:
     """What the nodes of this process did last, for a dump."""
     told = []
     for name, each in list(_sessions.items()):
-        done, runs = each.spaces.outcome.recent.commands()
-        told.append({"session": name, "commands": done, "runs": runs})
+        for number, stream in list(each.streams.items()):
+            done, runs = stream.outcome.recent.commands()
+            told.append({"session": name, "stream": number, "commands": done, "runs": runs})
     return told
 
 
@@ -82,21 +127,51 @@ def begin(
     import_all(imports, f"node {index}")
     if session in _sessions:  # the master was interrupted before it knew that
         end(session)
-    agent = current().agent
-    others = peers.Peers(session, index, epoch, agent, members)
+    others = peers.Peers(session, index, epoch, current().agent, members)
     peers.enter(others)
     teams.enter(others, backend)
-    begun = _sessions[session] = _Session(agent)
-    return begun.mailbox, accelerators.count(), accelerators.chosen()
+    begun = _sessions[session] = _Session()
+    return begun.streams[0].mailbox, accelerators.count(), accelerators.chosen()
 
 
-def run(session: str, segments: Sequence[Segment]) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Execute a batch of a session; called in the order of the batches.
+def open_stream(session: str, stream: int, node: int) -> int:
+    """Make a further stream, on the node of this index; the number of its mailbox."""
+    held = _sessions[session]
+    held.memory.open(stream, node)
+    return held.open(stream)
 
-    Returns:
-        what was fetched or asked, and what failed.
+
+def run(session: str, stream: int, segments: Sequence[Segment]) -> Reply:
+    """Execute a batch of a session's stream; called in the order of the batches.
+
+    Raises:
+        AgentClosed: the session has ended meanwhile.
     """
-    return _sessions[session].run(segments)
+    try:
+        return _sessions[session].streams[stream].run(segments)
+    except Ended:
+        raise AgentClosed("the session has ended, and what a stream waited for does not come") from None
+
+
+def tell(session: str, number: int) -> None:
+    """What a stream expects under this number has come."""
+    _sessions[session].memory.tell(number)
+
+
+def passed(session: str, space: int, id: int, wait: bool) -> bool:
+    """Whether GPUs have done all that was enqueued before an event; wait for it, if so wanted."""
+    return _mark(session, space, id).passed(wait)
+
+
+def elapsed(session: str, space: int, first: int, other: int, second: int) -> float:
+    """Milliseconds from the event ``first`` of a space to the event ``second`` of the ``other`` space."""
+    return _mark(session, space, first).elapsed(_mark(session, other, second))
+
+
+def _mark(session: str, space: int, id: int) -> Mark:
+    mark = _sessions[session].memory.tensors(space)[id]
+    assert isinstance(mark, Mark)
+    return mark
 
 
 def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] | None] | None:
@@ -105,10 +180,9 @@ def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] |
     Returns:
         its number, and, if it is known on another node why, that node and the number there.
     """
-    spaces = _sessions[session].spaces
-    tensors = spaces[space].tensors if space in spaces else []
+    tensors = _sessions[session].memory.tensors(space)
     found = tensors[id] if id < len(tensors) else None
-    return (found.number, found.of) if isinstance(found, Poison) else None
+    return (found.failure.poison, found.failure.of) if isinstance(found, Poison) else None
 
 
 def end(session: str) -> None:

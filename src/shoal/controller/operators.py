@@ -32,10 +32,13 @@ class Operator:
         aliasing: whether results may share memory with operands.
         written, written_name: position and name of the argument that it writes to and returns; None: it
             returns something else.
+        writes: positions and names of all arguments that it writes to.
+        random: whether it draws random numbers.
     """
 
     __slots__ = (
-        "aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "special", "written", "written_name"
+        "aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "random", "special", "writes",
+        "written", "written_name",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -53,6 +56,13 @@ class Operator:
         )
         self.special: Special | None = None
         self.aliasing = any(r.alias_info is not None for r in schema.returns)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.writes = frozenset(
+            key
+            for i, a in arguments
+            for key in (i, a.name)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
         names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         returns = schema.returns
         self.written: int | None = None

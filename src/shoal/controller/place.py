@@ -14,9 +14,11 @@ import torch
 
 from ..errors import UsageError
 from .collectives import Collectives
+from .commands import FETCH
 from .metadata import metadata
 from .space import Space
-from .tensor import RemoteTensor, wrap
+from .storage import Storage
+from .tensor import RemoteTensor, elements, wrap
 
 #: names of nodes: an index, a device, or any number of these
 Named: TypeAlias = "int | str | torch.device | Iterable[Named]"
@@ -96,7 +98,7 @@ class Place(Collectives, Sequence[torch.device]):
         """
         if type(tensor) is not RemoteTensor or tensor.handle.space is not self.space:
             raise UsageError(f"gather needs a tensor on {self.device}, and this one is on {tensor.device}")
-        parts = self.space.fetch_all(tensor.handle.id)
+        parts = elements(tensor, FETCH)
         return parts if dim is None else torch.cat(parts, dim)
 
     def _divided(self, value: torch.Tensor, dim: int) -> list[torch.Tensor]:
@@ -124,9 +126,18 @@ class Place(Collectives, Sequence[torch.device]):
             return there[0]
         space = self.space
         with space.lock:
-            made = wrap(space, space.new_id(), metadata(space.device, told[0]))
-            for part, each in zip(space.parts, there, strict=True):
-                part.give(each.handle.id, space, made.handle.id)
+            handles = [each.handle for each in there]
+            given = [(each.space, each.id, each.memory()) for each in handles]
+            if space.ordering is None:
+                joined, id = Storage(), space.new_id()
+                for part, each, _ in given:
+                    part.give(each, space, id)
+            else:
+                id, joined = space.ordering.join(space, given)
+            for _, _, storage in given:
+                storage.joined = joined
+            made = wrap(space, id, metadata(space.device, told[0]))
+            made.handle.storage = joined
             return made
 
     def __repr__(self) -> str:

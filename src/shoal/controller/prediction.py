@@ -54,12 +54,15 @@ class Prediction(NamedTuple):
         results: metadata of the new tensors.
         paths: where they are in what the operator returns.
         mutated: operands whose own metadata changes, and into what.
+        memory: of the results and of the mutated: the operand whose memory each shows, or, from the number of
+            operands on, which new memory.
     """
 
     returned: tuple[Any, ...]
     results: list[Told]
     paths: list[tuple[int, ...]]
     mutated: dict[int, Told]
+    memory: list[int]
 
     def on(self, gpu: int) -> Prediction:
         """The same with all that it makes on a GPU of the node."""
@@ -141,6 +144,8 @@ def _predict(
         anywhere = operator.overloadpacket in _ANYWHERE
         fakes = [_fake(each, anywhere, device(each.within)) for each in operands]
         left = iter(fakes)
+        storages = [_storage(fake) for fake in fakes]
+        memory: list[int] = []
 
         def given(template: Template) -> Any:
             kind = template[0]
@@ -175,6 +180,7 @@ def _predict(
                         f"{operator} gives a tensor of layout {value.layout}: nodes hold dense tensors"
                     )
                 results.append(told(value))
+                memory.append(_index(storages, value))
                 paths.append(path)
                 return "new", len(results) - 1
             if isinstance(value, (list, tuple)):
@@ -190,7 +196,19 @@ def _predict(
         }
         if mutated and torch.Tag.out in operator.tags:
             return None  # how the kernel lays out a tensor that it makes larger, only the kernel knows
-        return Prediction(shape, results, paths, mutated)
+        memory += [_index(storages, fakes[position]) for position in mutated]
+        return Prediction(shape, results, paths, mutated, memory)
+
+
+def _storage(fake: torch.Tensor) -> int:
+    return fake.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _index(storages: list[int], fake: torch.Tensor) -> int:
+    storage = _storage(fake)
+    if storage not in storages:
+        storages.append(storage)
+    return storages.index(storage)
 
 
 @contextlib.contextmanager

@@ -28,11 +28,19 @@ class Node(Protocol):
     calls: dict[int, tuple[Run, int, int]]
     plain: dict[int, tuple[Definition, Any]]
 
-    def fail(self, a: list[int], p: int, position: int, error: Exception, step: int = -1) -> None: ...
+    def fail(
+        self,
+        a: list[int],
+        p: int,
+        position: int,
+        error: Exception,
+        step: int = -1,
+        within: list[Any] | None = None,
+    ) -> None: ...
 
-    def in_space(self, number: int) -> Node: ...
+    def tensors_of(self, space: int) -> list[Any]: ...
 
-    def hold(self, id: int, value: Any) -> None: ...
+    def hold(self, space: int, id: int, value: Any) -> None: ...
 
 
 class Step(NamedTuple):
@@ -103,37 +111,32 @@ class Program:
             raise error
         failed, held = self._source.step_of(trace.tb_lineno), _locals(trace)
         t = node.tensors
-        base = len(t)
         made = sum(len(step.results) for step in recipe.steps)
-        slots = len(recipe.inputs) + len(recipe.outside) + made
-        t.extend([None] * slots)
-        try:
-            for slot, value in held.items():
-                t[base + slot] = value
-            for index in range(failed, len(recipe.steps)):
-                step = recipe.steps[index]
-                if step.numbers[0] == SHARE:
-                    t[base + step.results[0][1]] = t[base + step.operands[0][1]]
+        mine: list[Any] = [None] * (len(recipe.inputs) + len(recipe.outside) + made)
+        for slot, value in held.items():
+            mine[slot] = value
+        for index in range(failed, len(recipe.steps)):
+            step = recipe.steps[index]
+            if step.numbers[0] == SHARE:
+                mine[step.results[0][1]] = mine[step.operands[0][1]]
+                continue
+            numbers = list(step.numbers)
+            for at, slot in (*step.operands, *step.results):
+                numbers[at] = slot
+            if index > failed:
+                try:
+                    node.calls[numbers[0]][0](mine, numbers, 0, _scalars(step), 0)
                     continue
-                numbers = list(step.numbers)
-                for at, slot in (*step.operands, *step.results):
-                    numbers[at] = base + slot
-                if index > failed:
-                    try:
-                        node.calls[numbers[0]][0](t, numbers, 0, _scalars(step), 0)
-                        continue
-                    except Exception as later:
-                        error = later
-                node.fail(numbers, 0, position, error, index)
-            first = p + 1 + len(recipe.inputs)
-            for at, (slot, space) in enumerate(recipe.given):
-                node.in_space(space).hold(a[first + at], t[base + slot])
-            for at, slot in enumerate(recipe.results, len(recipe.given)):
-                t[a[first + at]] = t[base + slot]
-            for slot, space, id in recipe.kept:
-                node.in_space(space).hold(id, t[base + slot])
-        finally:
-            del t[base:]
+                except Exception as later:
+                    error = later
+            node.fail(numbers, 0, position, error, index, mine)
+        first = p + 1 + len(recipe.inputs)
+        for at, (slot, space) in enumerate(recipe.given):
+            node.hold(space, a[first + at], mine[slot])
+        for at, slot in enumerate(recipe.results, len(recipe.given)):
+            t[a[first + at]] = mine[slot]
+        for slot, space, id in recipe.kept:
+            node.hold(space, id, mine[slot])
 
 
 def _locals(trace: TracebackType) -> dict[int, Any]:
@@ -166,8 +169,8 @@ class _Source:
         # Tensors that the last replay left there are freed before the steps, as in calls without replay.
         kept = [(space, id) for _, space, id in recipe.kept]
         for space, id in kept:
-            if len(node.in_space(space).tensors) <= id:
-                node.in_space(space).hold(id, None)
+            if len(node.tensors_of(space)) <= id:
+                node.hold(space, id, None)
         stale = [each for each in kept if each not in recipe.outside]
         self._lines += [f"    {self._table(space)}[{id}] = None" for space, id in (*stale, *recipe.taken)]
         self._first = len(self._lines) + 1
@@ -181,7 +184,7 @@ class _Source:
             self._lines.append("    " + "; ".join(parts))
         first = 1 + len(recipe.inputs)
         for at, (slot, space) in enumerate(recipe.given, first):
-            self._lines.append(f"    {self._named(node.in_space(space).hold)}(a[p+{at}], v{slot})")
+            self._lines.append(f"    {self._named(node.hold)}({space}, a[p+{at}], v{slot})")
         for at, slot in enumerate(recipe.results, first + len(recipe.given)):
             self._lines.append(f"    t[a[p+{at}]] = v{slot}")
         self._lines += [f"    {self._table(space)}[{id}] = v{slot}" for slot, space, id in recipe.kept]
@@ -196,8 +199,8 @@ class _Source:
     def _table(self, space: int) -> str:
         """The list of a space's tensors, in the text."""
         if space not in self._tables:
-            node = self._node.in_space(space)
-            self._tables[space] = "t" if node is self._node else self._named(node.tensors)
+            tensors = self._node.tensors_of(space)
+            self._tables[space] = "t" if tensors is self._node.tensors else self._named(tensors)
         return self._tables[space]
 
     def step_of(self, line: int) -> int:

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from . import commands
-from .commands import DEFINE, FIRST, FREE, Definition
+from .commands import DEFINE, FIRST, FREE, RELEASE, WAIT, Definition
 
 #: commands that are told
 KEPT = 256
@@ -28,7 +28,7 @@ _NAMES = {
     if name.isupper() and isinstance(number, int) and number < FIRST
 }
 #: commands that compute nothing
-_SILENT = frozenset({FREE, DEFINE})
+_SILENT = frozenset({FREE, DEFINE, RELEASE, WAIT})
 
 
 #: the calls and the definitions of a space, and the numbers of a log

@@ -214,11 +214,13 @@ class Recorded:
 def _listening(recording: Recording, spaces: Iterable[Space]) -> Iterator[None]:
     global _owner
     heard = list(spaces)
+    streams = next((space.ordering for space in heard if space.ordering is not None), None)
     _owner = threading.get_ident()
     for space in heard:
         space.listener = recording
     try:
-        yield
+        with contextlib.nullcontext() if streams is None else streams.by_default(heard):
+            yield
     finally:
         for space in heard:
             space.listener = None

@@ -16,7 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import RecordingMismatch
-from .commands import CALL, DEFINE, DROP, ERASE, FETCH, FIRST, FORGET, ITEM, PROGRAM, PUT, SEED, SHARE
+from .commands import (
+    CALL,
+    DEFINE,
+    DROP,
+    ERASE,
+    FETCH,
+    FIRST,
+    FORGET,
+    ITEM,
+    PROGRAM,
+    PUT,
+    SEED,
+    SHARE,
+    WAIT,
+)
 from .effects import memory_of, version_of
 from .issuing import Origin, issuing_line, shown
 from .space import Space
@@ -238,6 +252,11 @@ class Recording:
             raise self._refused(
                 "item(), tolist(), cpu(), numpy(), bool(), float() or print waits for a tensor",
                 "return the tensor, and look at it after the call",
+            )
+        elif numbers[0] == WAIT:
+            raise self._refused(
+                "a stream or an event is used, and replays run on the default streams",
+                "use streams and events outside of the function",
             )
         elif numbers[0] == CALL:
             raise self._refused("a function is called on its node", "call it before or after the step")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from .issuing import Origin
 from .metadata import Metadata
 from .program import Recipe, Step
 from .recording import Command, Name, Recording, alive
-from .space import Space
+from .space import Space, apart
+from .storage import Storage, merged
 from .tensor import Handle, RemoteTensor
 from .trees import Results
 
@@ -146,6 +148,8 @@ class Replay:
         self._awaited = [(recording.spaces[number], bytes) for number, bytes in recording.awaited.items()]
         self._crossing: dict[Name, Handle] = {}
         self.parts = self._cut(recording, results)
+        self._shown = self._showing(leaves, results)
+        self._several = False
         # A tensor of the master that was read here must stay the same.
         shared = guards.storages
         self._memory = {
@@ -218,10 +222,12 @@ class Replay:
         with self.parts[0].space.lock:
             if not all(part.is_there for part in self.parts):
                 return FORGOTTEN
-            if len(self.parts) == 1:
-                issue()
-            else:
-                undisturbed(issue)  # or one node would send what none awaits
+            with self._apart(made, leaves):
+                if len(self.parts) == 1:
+                    issue()
+                else:
+                    undisturbed(issue)  # or one node would send what none awaits
+            self._share_memory(made, leaves)
         if self._written or self._written_leaves:  # a graph that was made before must not be used now
             increment_version([*self._written, *(leaves[i] for i in self._written_leaves)])
         if self._generator is not None:
@@ -230,6 +236,29 @@ class Replay:
             if tensor.grad is not grad:
                 tensor.grad = grad
         return self._build(made, leaves)
+
+    def _share_memory(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> None:
+        """Let handles show the memory that they showed in the recording."""
+        there = {**self._held, **made} if self._shown else {}
+        for name, of in self._shown.items():
+            shown = (leaves[each] if type(each) is int else there.get(each, each) for each in of)
+            storages = [(each.handle if type(each) is RemoteTensor else each).memory() for each in shown]
+            there[name].storage = merged(storages)
+
+    def _apart(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> AbstractContextManager[None]:
+        """Append its commands between those of all streams: nobody knows which memory each of them uses."""
+        if self.parts[0].space.ordering is None:
+            return nullcontext()
+        for part in self.parts:
+            for name in part.inputs:
+                handle = leaves[name[1]].handle if name[0] == "input" else made.get(name)
+                if handle is not None:
+                    handle.memory().past.users.add(handle.space)
+        if not self._several:
+            self._several = True
+            for handle in (*self._handles, *self._held.values(), *self._crossing.values()):
+                handle.memory().past.users.add(handle.space)
+        return apart(*dict.fromkeys(part.space for part in self.parts))
 
     def __del__(self) -> None:
         _ended.extend(self.__dict__.get("parts", ()))  # in whatever thread this is: nothing else
@@ -245,9 +274,28 @@ class Replay:
 
         held = found()
         if not gradients.issuperset(held.values()):
+            held.clear()
             gc.collect()  # tensors that only a cycle holds would be kept for ever
             held = found()
         return held
+
+    def _showing(self, leaves: Sequence[Any], results: Results) -> dict[Name, list[Any]]:
+        """What shows memory that others show too: an argument, what is there before, or another result."""
+        storages: dict[Storage, list[Any]] = {}  # a handle, the position of an argument, or a name
+        static = set(self._held.values())
+        for handle in self._handles:
+            if handle.storage is not None and handle not in static:
+                storages.setdefault(handle.memory(), []).append(handle)
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is RemoteTensor and leaf.handle.storage is not None:
+                storages.setdefault(leaf.handle.memory(), []).append(i)
+        shown = {}
+        for name, handle in (*self._held.items(), *results.handles.items()):
+            if handle.storage is not None:
+                of = storages.setdefault(handle.memory(), [name])
+                if of != [name]:
+                    shown[name] = of
+        return shown
 
     def _cut(self, recording: Recording, results: Results) -> list[Part]:
         runs: list[tuple[int, list[tuple[Command, Origin | None]]]] = []

@@ -12,7 +12,9 @@ from torch._tensor_str import PRINT_OPTS
 
 from ..errors import UsageError
 from .autograd import prepare_thread
+from .commands import FETCH, ITEM
 from .metadata import Metadata, metadata
+from .storage import Storage
 from .within import Moved, checked, of_accelerator
 
 if TYPE_CHECKING:
@@ -31,18 +33,32 @@ class Handle:
         space: that has the tensor.
         id: index in the space's list of tensors.
         metadata: of the tensor.
+        storage: which memory it shows; None: its own, of which no other tensor was made.
     """
 
-    __slots__ = ("id", "metadata", "space")
+    __slots__ = ("id", "metadata", "space", "storage")
 
     def __init__(self, space: Space, id: int, metadata: Metadata) -> None:
         self.space = space
         self.id = id
         self.metadata = metadata
+        self.storage: Storage | None = None
+
+    def memory(self) -> Storage:
+        """The storage, which further tensors may show."""
+        storage = self.storage
+        if storage is None:
+            storage = self.storage = Storage()
+        while storage.joined is not None:
+            storage = self.storage = storage.joined
+        return storage
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105  # in whatever thread the garbage collector runs: nothing else
-            self.space.freed.append(self.id)
+        try:  # in whatever thread the garbage collector runs: nothing else
+            if self.storage is None or self.space.ordering is None:
+                self.space.freed.append(self.id)
+            else:
+                self.space.freed.append((self.id, self.storage))
         except AttributeError:  # a Ctrl-C ended its making
             pass
 
@@ -94,7 +110,14 @@ class RemoteTensor(torch.Tensor):
             return share(handle)
         with space.lock:
             known = metadata(space.device, handle.metadata.told)
-            return wrap(space, space.share(handle.id, handle.space), known)
+            if space.ordering is None:
+                made = wrap(space, space.share(handle.id, handle.space), known)
+            else:
+                made = wrap(
+                    space, space.ordering.share(handle.id, handle.memory(), handle.space, space), known
+                )
+            made.handle.storage = handle.memory()
+            return made
 
     def get_device(self) -> int:
         """The device within the node; -1: its processor."""
@@ -164,8 +187,7 @@ class RemoteTensor(torch.Tensor):
         """The one element, as a number."""
         if self.numel() != 1:
             return super().item()  # torch says what is wrong
-        handle = self.handle
-        return handle.space.item(handle.id)
+        return item(self)
 
     def tolist(self) -> Any:
         """The elements, as lists of numbers."""
@@ -277,10 +299,37 @@ def rebind(tensor: RemoteTensor, handle: Handle) -> None:
     tensor.handle = handle
 
 
-def fetch(tensor: RemoteTensor) -> torch.Tensor:
-    """A copy of a tensor here; waits for it."""
+def elements(tensor: RemoteTensor, command: int) -> list[Any]:
+    """What each node replies to a command on a tensor; waits for it."""
     handle = tensor.handle
-    value = handle.space.fetch(handle.id)
+    space = handle.space
+    if space.ordering is None:
+        return space.elements(command, handle.id)
+    return space.ordering.elements(space, command, handle.id, handle.memory())
+
+
+def item(tensor: RemoteTensor) -> Any:
+    """The one element of a tensor, as a number; waits for it.
+
+    Raises:
+        UsageError: there are several nodes, each with elements of its own.
+    """
+    if len(tensor.handle.space.lines) > 1:
+        raise tensor.handle.space.ambiguous()
+    return elements(tensor, ITEM)[0]
+
+
+def fetch(tensor: RemoteTensor) -> torch.Tensor:
+    """A copy of a tensor here; waits for it.
+
+    Raises:
+        UsageError: there are several nodes, each with elements of its own.
+    """
+    handle = tensor.handle
+    space = handle.space
+    if len(space.lines) > 1:
+        raise space.ambiguous()
+    value: torch.Tensor = elements(tensor, FETCH)[0]
     if value.stride() == tensor.stride():
         return value
     known = handle.metadata  # a dense layout is kept, and another one is not that of a copy

@@ -12,7 +12,7 @@ from . import current
 from .copies import copied
 from .dispatch import dispatch, upload
 from .operators import special
-from .tensor import RemoteTensor, fetch, share
+from .tensor import RemoteTensor, fetch, item, share
 from .within import Within
 
 
@@ -23,8 +23,7 @@ def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @special("aten::_local_scalar_dense")
 def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    handle = args[0].handle
-    return handle.space.item(handle.id)
+    return item(args[0])
 
 
 @special("aten::is_pinned")

@@ -1,0 +1,55 @@
+"""What is sent to a node at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..future import Future
+from ..rpc.call import reads_arguments
+from .commands import Failure
+from .history import Issued
+from .issuing import Origin
+
+#: seconds between looks at whether memory is sent
+_PAUSE = 0.0002
+
+
+def length(payload: Any) -> int:
+    """Bytes of a payload of a segment: a tensor, or a pickle; nothing of None."""
+    return len(payload) if isinstance(payload, bytes) else int(getattr(payload, "nbytes", 0))
+
+
+class Batch:
+    """Segments that were sent, until the node has said what became of them.
+
+    Attributes:
+        number: of the batch on its line.
+        future: the reply.
+        origins: of each segment, where the program issued its interned calls.
+        origin: where the program waits for its values.
+        size: how many commands.
+        values: what was fetched or asked, once it was replied.
+    """
+
+    __slots__ = ("future", "number", "origin", "origins", "size", "values")
+
+    def __init__(self, number: int, future: Future[Any], origins: list[Issued], size: int) -> None:
+        self.number = number
+        self.future = future
+        self.origin: Origin | None = None
+        self.origins = origins
+        self.size = size
+        self.values: list[Any] = []
+
+    def wait_until_read(self) -> None:
+        """Wait until the memory of its payloads may be changed: where it is lent, that is at once."""
+        while not self.future.done() and reads_arguments(self.future):
+            time.sleep(_PAUSE)
+
+    def issued(self, failure: Failure) -> Origin | None:
+        """Where the program issued what failed."""
+        if failure.position < 0:
+            return self.origin
+        origin: Origin | list[Origin | None] | None = self.origins[failure.segment][failure.position]
+        return origin[failure.step] if isinstance(origin, list) else origin

@@ -1,0 +1,29 @@
+"""What a line needs of its node for further streams: calls beside the log, and their mailboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..future import Future
+from ..rpc import Peer
+from . import node
+from .line import Line, Send
+
+
+def connect(line: Line, peer: Peer, session: str, streams: Any) -> None:
+    """Let a line reach its worker, in a session that has these streams, or None."""
+    line.call = partial(_called, peer, session)
+    line.opens = partial(_opened, peer, session, line.index)
+    line.ordering = streams
+
+
+def _called(peer: Peer, session: str, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+    return peer.call(fn, session, *args)
+
+
+def _opened(peer: Peer, session: str, index: int, stream: int) -> Send:
+    """What sends the batches of a further stream."""
+    mailbox = peer.call(node.open_stream, session, stream, index).wait()
+    return partial(peer.over_line(mailbox, node.run), session, stream)

@@ -1,0 +1,50 @@
+"""What a batch gives beside tensors: values, and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from .commands import Failure
+from .recent import Recent
+
+
+class Poison:
+    """In the place of a tensor that an operation that failed should have made.
+
+    Attributes:
+        failure: which one.
+    """
+
+    __slots__ = ("failure",)
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+
+class Outcome:
+    """The results of a batch, beside tensors.
+
+    Attributes:
+        values: what was fetched or asked.
+        failures: of its operations.
+        stream: that it is of.
+        batch: its number.
+        segment: the one that runs.
+        poisons: numbers of failures.
+        recent: the last commands.
+    """
+
+    def __init__(self, stream: int, poisons: Iterator[int], code: CodeType) -> None:
+        self.stream = stream
+        self.poisons = poisons
+        self.recent = Recent(code)
+        self.begin(0)
+
+    def begin(self, batch: int) -> None:
+        """Another batch."""
+        self.batch = batch
+        self.values: list[Any] = []
+        self.failures: list[Failure] = []
+        self.segment = 0
