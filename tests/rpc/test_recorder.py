@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from shoal.errors import CallTimeout
 from shoal.launch.cli import invoke
-from shoal.rpc import Agent, current
+from shoal.rpc import Agent, call, current
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -195,3 +196,16 @@ def test_lists_may_be_asked_for_while_calls_come_and_go(meeting: Agents, a: Agen
     ended.set()
     looking.join()
     assert not wrong
+
+
+def test_only_functions_that_modules_have_keep_their_names() -> None:
+    """Each call is listed by a name, and functions that come by value are others each time."""
+
+    def local() -> None: ...
+
+    by_value = FunctionType(handlers.echo.__code__, {}, "echo")
+    by_value.__module__, by_value.__qualname__ = handlers.echo.__module__, handlers.echo.__qualname__
+    assert {call.name_of(handlers.echo) for _ in range(2)} == {call.name_of(by_value)}
+    assert call.name_of(local).endswith("<locals>.local")
+    assert handlers.echo in call._names
+    assert not {by_value, local} & call._names.keys()

@@ -9,6 +9,7 @@ the head of a call is as :mod:`.plain` makes it, and a failed reply has words on
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -45,6 +46,12 @@ LEARNED = 1
 #: flag of a reply: the callee keeps references that are in it until it hears that they were taken up, or not
 PINS = 4
 
+#: types of what can be found in a module by its name
+_LASTING = frozenset({FunctionType, type})
+#: names of functions that were called, since each call is listed by its name at both ends
+_names: dict[Callable[..., Any], str] = {}
+_MOST_NAMES = 4096
+
 
 class Failure(msgspec.Struct):
     """A failure at the callee, in words.
@@ -76,6 +83,21 @@ def shown_as(words: Callable[..., str]) -> Callable[[F], F]:
 
 def name_of(fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> str:
     """``torch.add``: a function, which is called with ``args``, as its users know it."""
+    if type(fn) not in _LASTING:
+        return _name(fn, args)
+    name = _names.get(fn)
+    if name is None:
+        name = _name(fn, args)
+        # Functions that came by value are others each time.
+        lasts = getattr(sys.modules.get(fn.__module__), fn.__qualname__, None) is fn
+        if lasts and "_shoal_shown" not in fn.__dict__:
+            if len(_names) >= _MOST_NAMES:
+                _names.clear()
+            _names[fn] = name
+    return name
+
+
+def _name(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     if type(fn) is FunctionType and (words := fn.__dict__.get("_shoal_shown")) is not None:
         return str(words(*args))
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
@@ -349,10 +371,3 @@ def failure(letter: Letter, line: Line, shown: str) -> BaseException:
         return remote
     error.__cause__ = remote
     return error
-
-
-def shown_call(me: str, fn: Callable[..., Any] | str, args: tuple[Any, ...], to: str) -> str:
-    """A call as errors name it."""
-    if isinstance(fn, str):
-        return f"worker {me!r}: {fn!r} at {to!r}"
-    return f"worker {me!r}: {name_of(fn, args)} at {to!r}"

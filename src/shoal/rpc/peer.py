@@ -66,7 +66,7 @@ class Peer(WorkerInfo):
         high_priority: of the streams for tensors of devices.
     """
 
-    __slots__ = ("_agent", "high_priority", "timeout")
+    __slots__ = ("_agent", "_words", "high_priority", "timeout")
 
     def __init__(
         self, agent: Caller, name: str, timeout: float, id: int = -1, high_priority: bool = False
@@ -76,6 +76,8 @@ class Peer(WorkerInfo):
         self.timeout = timeout
         self.id = id
         self.high_priority = high_priority
+        #: around the name of a function, in errors and lists
+        self._words = f"worker {agent.name!r}: ", f" at {name!r}"
 
     def options(self, *, timeout: float | None = None, high_priority: bool | None = None) -> Peer:
         """The same worker, with other settings for the calls that are made through what is returned.
@@ -182,7 +184,8 @@ class Peer(WorkerInfo):
     def _shown(self, fn: Callable[..., Any] | str, args: tuple[Any, ...]) -> str:
         if not (callable(fn) or isinstance(fn, str)):
             raise UsageError(f"worker {self._agent.name!r}: {fn!r} cannot be called at {self.name!r}")
-        return call.shown_call(self._agent.name, fn, args, self.name)
+        before, after = self._words
+        return f"{before}{call.name_of(fn, args) if callable(fn) else repr(fn)}{after}"
 
     def _call(
         self,
