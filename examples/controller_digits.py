@@ -7,6 +7,7 @@
 
 No launcher is needed: the workers are started, and end, with this program.  The network is on all of them at
 once, each computes the gradient of its part of a batch, and `place.average_` gives all of them the average.
+A step is recorded: from the third on, it is a handful of commands, and no Python of `step` runs.
 Loss and accuracy are those of `shoal run -n 2 examples/digits.py`, up to rounding.
 """
 
@@ -39,7 +40,7 @@ def parts(indices: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[t
 
 
 def train(
-    place: shoal.controller.Place,
+    master: shoal.controller.Master,
     network: nn.Module,
     digits: Digits,
     *,
@@ -48,7 +49,8 @@ def train(
     seed: int,
     progress: Progress | None = None,
 ) -> History:
-    """Train `network`, which moves to `place`; `batch` is the number of images in a step on all nodes."""
+    """Train `network`, which moves to all nodes; `batch` is the number of images in a step on all of them."""
+    place = master.nodes
     network.to(place.device)
     images, labels = place.replicate(digits.train_images), place.replicate(digits.train_labels)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=3e-3)
@@ -57,17 +59,23 @@ def train(
     count = len(digits.train_labels)
     history = History()
     task = None if progress is None else progress.add_task("training", total=epochs, news="")
+    loss_sum = torch.zeros((), dtype=torch.float64, device=place.device)
+
+    @master.recorded
+    def step(mine: list[torch.Tensor], weights: list[torch.Tensor], size: int) -> None:
+        chosen = place.scatter(mine)
+        losses = cross_entropy(network(images[chosen]), labels[chosen], reduction="none")
+        loss = (losses * place.scatter(weights)).sum()
+        optimizer.zero_grad()
+        (loss * len(place) / size).backward()
+        place.average_(parameter.grad for parameter in network.parameters())
+        optimizer.step()
+        loss_sum.add_(loss.detach())
+
     for _ in range(epochs):
-        loss_sum = torch.zeros((), dtype=torch.float64, device=place.device)
-        for step in torch.randperm(count, generator=shuffle).split(batch):
-            mine, weights = (place.scatter(each) for each in parts(step, len(place)))
-            losses = cross_entropy(network(images[mine]), labels[mine], reduction="none")
-            loss = (losses * weights).sum()
-            optimizer.zero_grad()
-            (loss * len(place) / len(step)).backward()
-            place.average_(parameter.grad for parameter in network.parameters())
-            optimizer.step()
-            loss_sum += loss.detach()
+        loss_sum.zero_()
+        for indices in torch.randperm(count, generator=shuffle).split(batch):
+            step(*parts(indices, len(place)), len(indices))
         schedule.step()
         history.loss.append(place.mean(loss_sum).item() * len(place) / count)
         history.accuracy.append(evaluate(place, network, digits))
@@ -109,7 +117,7 @@ def main() -> None:
         )
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             history = train(
-                place,
+                master,
                 make_network(options.seed),
                 digits,
                 epochs=options.epochs,

@@ -298,6 +298,29 @@ def test_numbers_that_differ_in_every_call_are_refused_in_the_fifth(master: Mast
     assert "lr" in _refused(master.recorded(scheduled))
 
 
+def test_arguments_that_come_once_while_a_rate_lasts_are_no_error(master: Master) -> None:
+    """As the last, shorter batch of each epoch does."""
+    weight = torch.ones(3, device=NODE, requires_grad=True)
+    opt = torch.optim.SGD([weight], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+
+    @master.recorded
+    def step(x: Tensor) -> None:
+        opt.zero_grad()
+        (weight * x).sum().backward()
+        opt.step()
+
+    rate, expected = 0.1, torch.ones(3)
+    for _ in range(7):
+        for rows in (2, 2, 2, 1):
+            step(torch.ones(rows, 3, device=NODE))
+            expected -= rate * rows
+        schedule.step()
+        rate *= 0.5
+    torch.testing.assert_close(weight.detach().cpu(), expected)
+    assert step.replays >= 5
+
+
 def test_operations_that_differ_in_every_call_are_refused_in_the_fifth(master: Master) -> None:
     turns: list[int] = []
 

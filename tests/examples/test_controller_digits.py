@@ -34,7 +34,7 @@ def test_nodes_train_the_network_that_ranks_train_up_to_rounding() -> None:
 
     losses, accuracies = run_threads(rank, 3)[0]
     with shoal.init_master_worker(workers=3) as master:
-        history = ours.train(master.nodes, copy.deepcopy(network), data, epochs=1, batch=100, seed=0)
+        history = ours.train(master, copy.deepcopy(network), data, epochs=1, batch=100, seed=0)
     assert history.loss == pytest.approx(losses, rel=1e-9)
     assert history.accuracy == accuracies
 

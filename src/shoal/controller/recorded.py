@@ -31,7 +31,7 @@ from .tensor import Handle, RemoteTensor
 from .trees import Results, flatten
 from .within import chosen
 
-#: calls that are not replayed, of the same arguments, before it is an error
+#: calls in a row that are not replayed, and as many of the same arguments, before it is an error
 CALLS = 5
 #: kinds of arguments that are remembered, and programs of each
 KINDS = 64
@@ -77,7 +77,7 @@ class Recorded:
         self._fn = fn
         self._spaces = spaces
         self._kinds: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
-        self.recordings = self.replays = 0
+        self.recordings = self.replays = self._vain = 0
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -106,6 +106,7 @@ class Recorded:
                     result = program(leaves)
                     if result is not FORGOTTEN:
                         self.replays += 1
+                        self._vain = 0
                         return result
         if not _recording.acquire(blocking=False):
             return self._fn(*args, **kwargs)  # another thread records
@@ -148,6 +149,7 @@ class Recorded:
             if not recording.commands or spaces != list(self._spaces()):
                 return result  # it has nothing to do with nodes, or there are new ones, which nobody heard
             kind.calls += 1
+            self._vain += 1
             after = find(roots)
             gradients = {handle for _, _, handle in after.grads if handle is not None}
             results = Results(recording, result, leaves, gradients)
@@ -161,7 +163,7 @@ class Recorded:
             reason = reason or effects.changed(
                 recording.generator, None if previous is None else previous.generator
             )
-            if reason is not None and kind.calls >= CALLS:
+            if reason is not None and min(kind.calls, self._vain) >= CALLS:
                 raise RecordingMismatch(f"{CALLS} calls of a recorded step were not alike: {reason}")
             if previous is None or reason is not None or recording.forgotten:
                 return result
