@@ -6,12 +6,14 @@ import gc
 import threading
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 import shoal
 from shoal.controller import Master
+from shoal.controller.program import Program
 from tests.controller.trainings import TRAININGS, until_replayed
 
 NODE = "node:0"
@@ -90,6 +92,66 @@ def test_replays_leave_no_tensors_behind(master: Master) -> None:
     gc.collect()
     master.synchronize()
     assert master.stats()[0]["tensors"] < before
+
+
+def _programs() -> int:
+    """How many programs this node knows."""
+    return sum(type(each) is Program for each in gc.get_objects())
+
+
+def test_nodes_forget_programs_that_nothing_has_any_more(master: Master) -> None:
+    x = torch.ones(3, device=NODE)
+
+    def once(factor: float) -> None:
+        step = master.recorded(lambda x: x * factor)
+        assert until_replayed(step, x).tolist() == [factor] * 3
+
+    once(1.0)
+    gc.collect()
+    before = master.call(NODE, _programs)
+    for i in range(12):
+        once(float(i))
+        gc.collect()
+    assert master.call(NODE, _programs) <= before + 1
+    changing = master.recorded(lambda x, factor: x + factor)
+    for i in range(80):  # kinds of arguments, of which 64 are remembered
+        for _ in range(3):
+            changing(x, i)
+    assert master.call(NODE, _programs) <= before + 1 + 65
+
+
+@pytest.mark.stress
+def test_a_hundred_thousand_replays_leave_nothing_behind(master: Master) -> None:
+    place = master.nodes
+    total = torch.zeros(3, device=place.device)
+
+    @master.recorded
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        total.add_(y.to(place.device))
+        return y + total.on(0)
+
+    x = torch.ones(3, device=NODE)
+    until_replayed(step, x)
+
+    def now() -> tuple[list[tuple[int, int]], int]:
+        gc.collect()
+        master.synchronize()
+        grown = [each["tensors"] for each in master.stats()]
+        known = [each["calls"] for each in master.stats()]
+        return list(zip(grown, known, strict=True)), psutil.Process().memory_info().rss
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            step(x)
+
+    run(5_000)
+    counts, memory = now()
+    run(100_000)
+    after, grown = now()
+    assert after == counts
+    assert grown - memory < 32 << 20
+    assert step.recordings <= 3
 
 
 def test_programs_are_recorded_anew_when_calls_are_forgotten(

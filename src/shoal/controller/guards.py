@@ -193,7 +193,7 @@ class Guards:
         theirs = {_place(c, k): v for c, k, v, _ in before._equal}
         for c, k, v, path in self._equal:
             old = theirs.get(_place(c, k), v)
-            if old != v:
+            if old is not v and old != v:  # as NaN does
                 return f"{path} was {old!r} before the call and is {v!r} after it"
         cells = {id(c): v for c, v, _ in before._cells}
         for cell, v, path in self._cells:
