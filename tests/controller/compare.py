@@ -45,14 +45,14 @@ def differences(master: Master, here: Any, there: Any) -> list[str]:
         for what in ("shape", "dtype", "requires_grad", "is_leaf"):
             if getattr(a, what) != getattr(b, what):
                 found.append(f"{what} of tensor {i}: {getattr(b, what)}, not {getattr(a, what)}")
-        if _steps(a) != _steps(b):
+        if steps(a) != steps(b):
             found.append(f"stride of tensor {i}: {b.stride()}, not {a.stride()}")
         if not same(a.detach(), next(copies)):
             found.append(f"elements of tensor {i}")
     return found
 
 
-def _steps(x: torch.Tensor) -> list[int]:
+def steps(x: torch.Tensor) -> list[int]:
     """The strides of a tensor that are of account: not those along one element, or none."""
     return [step for length, step in zip(x.shape, x.stride(), strict=True) if length > 1] if x.numel() else []
 

@@ -14,11 +14,23 @@ from ..errors import UnsupportedOperation
 from . import composite, current
 from .autograd import DeviceGuard, wrap_engine
 from .dispatch import dispatch
-from .operators import fused_on_nodes, named
+from .metadata import NESTED, QUANTISED, SPARSE, not_dense
+from .operators import fused_on_nodes, named, special
 from .space import Space
 from .streams import Event, Stream, current_stream, default_stream
 
 NAME = "node"
+
+#: torch's keys of tensors that nodes do not hold, and what those are
+_NOT_DENSE = {
+    "SparsePrivateUse1": SPARSE,
+    "SparseCsrPrivateUse1": SPARSE,
+    "QuantizedPrivateUse1": QUANTISED,
+    "NestedTensorPrivateUse1": NESTED,
+}
+
+#: what makes one that is sparse in rows, columns or blocks of such as nodes hold
+_COMPRESSED = "_sparse_compressed_tensor_unsafe"
 
 _context = threading.local()
 _registering = threading.Lock()
@@ -134,6 +146,13 @@ def _composed(name: str, *args: Any, **kwargs: Any) -> Any:
     return composite.run(named(f"aten::{name}"), args, kwargs)
 
 
+def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
+    raise not_dense("this tensor", form)
+
+
+special(f"aten::{_COMPRESSED}")(partial(_refuse, SPARSE))
+
+
 def _index(device: object) -> int:
     if isinstance(device, int):
         return device
@@ -162,15 +181,19 @@ def register() -> None:
                 f"this process has the device {named!r} already, and torch has room for one such device: "
                 "nodes need a process without it"
             )
-        from . import transfer
+        from . import saved, transfer
 
+        saved.register()
         _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks(), DeviceGuard())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
+        for key, form in _NOT_DENSE.items():
+            fallback.fallback(partial(_refuse, form), key)
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         kernels.impl("_copy_from", transfer.copy_from, "PrivateUse1")
         for name in composite.NAMES:
             kernels.impl(name, partial(_composed, name), "AutogradPrivateUse1")
+        kernels.impl(_COMPRESSED, partial(_refuse, SPARSE), "PrivateUse1")
         for name in fused_on_nodes():
             kernels.impl(name, partial(_run, name), "PrivateUse1")
         _libraries.extend((fallback, kernels))

@@ -12,7 +12,7 @@ from ..errors import DeviceMismatch, UsageError
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
 from .calls import ASKED, Call, asked, collect, intern, templates
-from .metadata import metadata, told
+from .metadata import Metadata, metadata, told
 from .operators import Operator, operator
 from .ordering import Streams
 from .space import Space
@@ -160,37 +160,44 @@ def _ask(
             "master is strict: use an operation whose shape is known, like torch.where for x[mask], or "
             "set master.strict to False around it"
         )
-    # What it writes to is what it returns, perhaps of another shape then.
-    target: RemoteTensor | None = None
-    if op.written is not None:
-        target = args[op.written] if op.written < len(args) else kwargs[op.written_name]
     given, named = templates(op, args, kwargs)
     filled = asked([*given, *named.values()], operands, scalars)
     answer = space.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
-    position = 0
+    # Tensors that it writes to may have another shape now: they are told of beside the result.
+    result, *changed = answer[1] if op.writes else [answer]
+    targets = [
+        each
+        for at, value in (*enumerate(args), *kwargs.items())
+        if at in op.writes
+        for each in (value if isinstance(value, (list, tuple)) else [value])
+        if type(each) is RemoteTensor
+    ]
+    position = len(changed)
+
+    def known(told: Sequence[Any]) -> Metadata:
+        return metadata(space.device, (tuple(told[0]), tuple(told[1]), *told[2:]))
 
     def rebuilt(answer: tuple[Any, ...]) -> Any:
         nonlocal position
         kind, value = answer
         if kind == "tensor":
             position += 1
-            known = metadata(space.device, (tuple(value[0]), tuple(value[1]), *value[2:]))
-            made = wrap(space.home, space.keep(position - 1), known)
-            if target is not None:
-                made.handle.storage = target.handle.memory()
-            elif op.aliasing and operands:
+            made = wrap(space.home, space.keep(position - 1), known(value))
+            if op.aliasing and operands:
                 made.handle.storage = operands[0].handle.memory()
             elif space.ordering is not None:
                 made.handle.storage = space.ordering.made(space)
             return made
+        if kind == "written":
+            return targets[value]
         return tuple(rebuilt(each) for each in value) if kind == "list" else value
 
-    result = rebuilt(answer)
-    if target is None:
-        return result
-    if result.handle.metadata is not target.handle.metadata:
-        rebind(target, result.handle)
-    return target
+    for i, (target, (_, value)) in enumerate(zip(targets, changed, strict=True)):
+        if known(value) is not target.handle.metadata:
+            handle = Handle(space.home, space.keep(i), known(value))
+            handle.storage = target.handle.memory()
+            rebind(target, handle)
+    return rebuilt(result)
 
 
 def _space_of(kwargs: dict[str, Any]) -> Space:

@@ -11,11 +11,13 @@ import pickle
 import traceback
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import accelerators, between
+from .asking import run_asked
 from .called import answer
 from .commands import (
     ASK,
@@ -45,6 +47,7 @@ from .commands import (
     Template,
 )
 from .compiled import Run, compiled
+from .growing import GROWING, let_grow
 from .mark import Mark
 from .memory import Memory
 from .metadata import in_words, is_layout_of, told
@@ -237,6 +240,8 @@ class Tensors:
     def define(self, definition: Definition) -> None:
         """Learn a call."""
         operator = function(definition.operator)
+        if definition.operator in GROWING:
+            operator = partial(self._grow, operator)
         if not definition.differentiating:
             operator = torch.no_grad()(operator)
         run, scalars = compiled(definition, operator, self.device)
@@ -257,6 +262,10 @@ class Tensors:
 
         self._definitions[definition.number] = definition
         self.calls[definition.number] = (first, width, scalars)
+
+    def _grow(self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        let_grow(tensor, self._all())
+        return operator(tensor, *args, **kwargs)
 
     def _check(self, definition: Definition, t: list[Any], outputs: list[int]) -> bool:
         """Compare the results with what the master counts on; whether some were laid out anew.
@@ -406,14 +415,18 @@ class Tensors:
         if poison is not None:
             self._outcome.values.append(("poison", tuple(poison.failure)))
             return
-        self._asked = []
         try:
-            result = function(operator)(*given, **keyed)
+            self._asked, answer = run_asked(operator, given, keyed, self._all)
         except Exception as error:
             poison = self._poison(-1, operator, operands, error)
             self._outcome.values.append(("poison", tuple(poison.failure)))
             return
-        self._outcome.values.append(("asked", self._tell(result)))
+        self._outcome.values.append(("asked", answer))
+
+    def _all(self) -> list[Any]:
+        """The tensors of the node."""
+        with self._memory.lock:
+            return [each for tensors in self._memory.lists() for each in tensors]
 
     def _call(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         poisoned: list[Poison] = []
@@ -439,14 +452,6 @@ class Tensors:
 
     def _drop(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         self._called.pop(a[p + 1], None)
-
-    def _tell(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            self._asked.append(value)
-            return ("tensor", told(value))
-        if isinstance(value, (tuple, list)):
-            return ("list", [self._tell(each) for each in value])
-        return ("constant", value)
 
     def _given(self, template: Template, operands: list[Any]) -> Any:
         kind = template[0]

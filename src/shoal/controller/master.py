@@ -30,6 +30,7 @@ from .explaining import Explanation, explain
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
+from .modules import Swapping
 from .naming import node_name
 from .ordering import Streams
 from .place import Named, Place, indices_of
@@ -140,8 +141,7 @@ class Master:
         except BaseException:
             self._end()
             raise
-        self._swapping = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
+        self._swapping = Swapping()
         atexit.register(self.close)
 
     @property
@@ -449,7 +449,7 @@ class Master:
             return
         self._closed = True
         atexit.unregister(self.close)
-        torch.__future__.set_swap_module_params_on_conversion(self._swapping)
+        self._swapping.close()
         if current.opened() is self:
             current.set_master(None)
             sending.take_away()

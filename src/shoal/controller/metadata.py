@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedOperation
+
 #: shape, stride, offset, dtype, whether it is conjugated or negated lazily, and the device within the node:
 #: as master and nodes tell them
 Told = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool, int]
@@ -92,8 +94,26 @@ def answer_in_words(answer: Any) -> str:
     return repr(value)
 
 
+#: in words, what is no dense tensor, and the method that makes it one
+NESTED, QUANTISED, SPARSE = (
+    ("nested", "to_padded_tensor(0.0)"), ("quantised", "dequantize()"), ("sparse", "to_dense()")
+)  # fmt: skip
+
+
+def not_dense(what: str, form: tuple[str, str]) -> UnsupportedOperation:
+    """The error of a tensor that no node can hold."""
+    return UnsupportedOperation(f"nodes hold dense tensors, and {what} is {form[0]}: use .{form[1]}")
+
+
 def told(tensor: torch.Tensor) -> Told:
-    """The metadata of a real or fake tensor."""
+    """The metadata of a real or fake tensor.
+
+    Raises:
+        UnsupportedOperation: it is sparse, nested, quantised, or of another form than dense.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        form = QUANTISED if tensor.is_quantized else (f"of layout {tensor.layout}", "to_dense()")
+        raise not_dense("this tensor", NESTED if tensor.is_nested else form)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     device = tensor.device
     within = -1 if device.type == "cpu" else device.index

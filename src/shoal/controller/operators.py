@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,16 @@ _NUMERIC_LISTS = {"List[number]"}
 _SHAPED = ("aten::arange", "aten::range")
 #: the position of a result that only the operator's backward reads: scratch memory of the kernel
 _OPAQUE = {"aten::mkldnn_rnn_layer": 3}
+
+#: operators whose ``out=`` torch does not write to if it is of a class of tensors: nodes run them as one
+_WHOLE = frozenset(
+    f"aten::linalg_matrix_rank.{overload}"
+    for overload in (
+        "out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"
+    )
+)  # fmt: skip
+#: modules that register operators of torch's own, and are imported where one is used first
+_REGISTERING = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
 
 #: func, args, kwargs -> result
 Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -30,15 +41,12 @@ class Operator:
         special: does it in the place of a call to the node; None: nothing does.
         opaque: position of the result that only its backward reads, of a form that only the node knows.
         aliasing: whether results may share memory with operands.
-        written, written_name: position and name of the argument that it writes to and returns; None: it
-            returns something else.
-        writes: positions and names of all arguments that it writes to.
+        writes: positions and names of the arguments that it writes to.
         random: whether it draws random numbers.
     """
 
     __slots__ = (
-        "aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "random", "special", "writes",
-        "written", "written_name",
+        "aliasing", "func", "name", "numeric", "numeric_lists", "opaque", "random", "special", "writes"
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -57,23 +65,8 @@ class Operator:
         self.special: Special | None = None
         self.aliasing = any(r.alias_info is not None for r in schema.returns)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.writes = frozenset(
-            key
-            for i, a in arguments
-            for key in (i, a.name)
-            if a.alias_info is not None and a.alias_info.is_write
-        )
-        names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        returns = schema.returns
-        self.written: int | None = None
-        self.written_name = ""
-        if (
-            len(names) == len(returns) == 1
-            and returns[0].alias_info is not None
-            and returns[0].alias_info.is_write
-        ):
-            self.written, self.written_name = next((i, a.name) for i, a in arguments if a.name == names[0])
-        if _has(func.name(), "CompositeImplicitAutograd") and not _has(func.name(), "CPU"):
+        self.writes = written(schema)
+        if _composed(func.name()) and not _has(func.name(), "CPU") and func.name() not in _WHOLE:
             self.special = decomposed
 
 
@@ -81,10 +74,24 @@ def _has(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
+def _composed(name: str) -> bool:
+    return _has(name, "CompositeImplicitAutograd")
+
+
+def written(schema: Any) -> frozenset[int | str]:
+    """The positions and names of the arguments that an operator writes to."""
+    return frozenset(
+        key
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+        for key in (i, a.name)
+    )
+
+
 def fused_on_nodes() -> list[str]:
     """Operators that torch computes as one on the CPU, and of others on devices that it does not know."""
     names = torch._C._dispatch_get_all_op_names()
-    return [name for name in names if _has(name, "CompositeImplicitAutograd") and _has(name, "CPU")]
+    return [name for name in names if name in _WHOLE or (_composed(name) and _has(name, "CPU"))]
 
 
 def decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +112,9 @@ def named(name: str) -> Any:
 
 def function(name: str) -> Callable[..., Any]:
     """A function that runs an operator, or raises that this process has none of that name."""
+    registering = _REGISTERING.get(name.partition("::")[0])
+    if registering is not None:
+        importlib.import_module(registering)
     try:
         return named(name)._op  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError) as error:

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from ..errors import DeviceMismatch, UnsupportedOperation
+from ..errors import DeviceMismatch
 from .commands import Template
-from .metadata import Metadata, Told, told
+from .metadata import SPARSE, Metadata, Told, not_dense, told
 from .rehearsal import rehearse
 
 #: errors of torch that mean: only the node knows
@@ -38,6 +38,10 @@ _MISTAKEN = frozenset(
         torch.ops.aten.multilabel_margin_loss_forward.default,
         torch.ops.aten._native_multi_head_attention.default,
     }
+)
+#: and those whose metadata is wrong in dtypes of two bytes
+_MISTAKEN_IN_HALVES = frozenset(
+    {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
 )
 #: operators whose results may be anywhere in the storage: whether they leave it, only its node knows
 _ANYWHERE = frozenset({torch.ops.aten.as_strided, torch.ops.aten.as_strided_})
@@ -84,7 +88,8 @@ def predict(
         DeviceMismatch: its tensors are on devices within the node that do not go together.
         Exception: what torch raises for such arguments.
     """
-    if operator in _MISTAKEN or _is_of_node_only(operator):
+    in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
+    if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
         return None
     gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
     if not gpus:
@@ -169,16 +174,16 @@ def _predict(
             return None
         results: list[Told] = []
         paths: list[tuple[int, ...]] = []
+        given_back: list[torch.Tensor] = []
 
         def returned(value: Any, path: tuple[int, ...]) -> tuple[Any, ...]:
             if isinstance(value, torch.Tensor):
                 for position, fake in enumerate(fakes):
                     if value is fake:
+                        given_back.append(value)
                         return "operand", position
                 if value.layout != torch.strided:
-                    raise UnsupportedOperation(
-                        f"{operator} gives a tensor of layout {value.layout}: nodes hold dense tensors"
-                    )
+                    raise not_dense(f"the result of {operator}", SPARSE)
                 results.append(told(value))
                 memory.append(_index(storages, value))
                 paths.append(path)
@@ -194,8 +199,10 @@ def _predict(
             for position, (fake, known) in enumerate(zip(fakes, operands, strict=True))
             if told(fake)[:-1] != known.told[:-1]
         }
-        if mutated and torch.Tag.out in operator.tags:
-            return None  # how the kernel lays out a tensor that it makes larger, only the kernel knows
+        if torch.Tag.out in operator.tags and (mutated or any(not each.numel() for each in given_back)):
+            # How the kernel lays out a tensor that it makes larger, only the kernel knows; and of some
+            # operators torch does not say that they do.
+            return None
         memory += [_index(storages, fakes[position]) for position in mutated]
         return Prediction(shape, results, paths, mutated, memory)
 

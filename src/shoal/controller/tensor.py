@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch._tensor_str import PRINT_OPTS
 
-from ..errors import UsageError
+from ..errors import UnsupportedOperation, UsageError
 from .autograd import prepare_thread
 from .commands import FETCH, ITEM
 from .metadata import Metadata, metadata
@@ -180,6 +180,19 @@ class RemoteTensor(torch.Tensor):
         if type(value) is not RemoteTensor:
             raise UsageError(f"the data of a tensor on {self.device} cannot be a tensor on {value.device}")
         rebind(self, value.handle)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Itself, if it is of this class.
+
+        Raises:
+            UnsupportedOperation: it is another one: torch has room for one class of a tensor.
+        """
+        if isinstance(self, cls):
+            return self
+        raise UnsupportedOperation(
+            f"a tensor on {self.device} is a RemoteTensor and cannot be a {cls.__name__} as well: use "
+            "x.as_subclass(torch.Tensor) on the master before it moves, or a class that holds the tensor"
+        )
 
     # -- elements: each of these waits -----------------------------------------------------------
 
