@@ -29,10 +29,11 @@ class Batch:
         origins: of each segment, where the program issued its interned calls.
         origin: where the program waits for its values.
         size: how many commands.
+        bytes: of the master's tensors that it takes along.
         values: what was fetched or asked, once it was replied.
     """
 
-    __slots__ = ("future", "number", "origin", "origins", "size", "values")
+    __slots__ = ("bytes", "future", "number", "origin", "origins", "size", "values")
 
     def __init__(self, number: int, future: Future[Any], origins: list[Issued], size: int) -> None:
         self.number = number
@@ -40,6 +41,7 @@ class Batch:
         self.origin: Origin | None = None
         self.origins = origins
         self.size = size
+        self.bytes = 0
         self.values: list[Any] = []
 
     def wait_until_read(self) -> None:

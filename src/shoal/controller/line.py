@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
 from ..future import Future
@@ -20,6 +20,7 @@ from .history import History, Issued
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line, shown
 from .naming import node_name
+from .on_line import OnLine
 from .reasons import LOST
 
 #: commands of the first batch after a wait; each further one takes twice as many
@@ -34,6 +35,8 @@ LIMIT = 65_536
 DELAY, BUSY = 0.001, 0.002
 #: rounds without a command after which the thread that sends what stays in the log goes to sleep
 _QUIET = 64
+#: bytes of the master's tensors that may be ahead of a node before the program waits for it, but for one
+UPLOADS = 64 << 20
 #: bytes of copies from other nodes that may be ahead of a node before the program waits for it
 COPIES = 256 << 20
 #: failures whose texts are kept
@@ -41,29 +44,6 @@ FAILURES = 1000
 
 #: sends a batch: segments
 Send = Callable[[list[Segment]], Future[Any]]
-
-
-class OnLine(Protocol):
-    """A space, as its lines see it; :class:`.space.Space` says what each part is."""
-
-    freed: deque[Any]
-    calls: dict[Any, Any]
-    issued: int
-    awaited: int
-    missed: Counter[str]
-    lost: ShoalError | None
-    size: int
-
-    @property
-    def tensors(self) -> int: ...
-
-    def cut(self) -> None: ...
-
-    def uncut(self) -> Issued: ...
-
-    def leave(self) -> None: ...
-
-    def lose(self, why: ShoalError) -> None: ...
 
 
 class Line:
@@ -93,7 +73,8 @@ class Line:
 
     __slots__ = (
         "_ahead", "_alone", "_armed", "_bytes", "_closed", "_copies", "_elsewhere", "_expected",
-        "_failures", "_origins", "_outbox", "_send", "_size", "_thread", "_unseen", "_wake", "_worth",
+        "_failures", "_origins", "_outbox", "_send", "_size", "_thread", "_unseen", "_unsent", "_uploads",
+        "_wake", "_worth",
         "accelerators", "batches", "before", "call", "epoch", "further", "history", "index", "lines",
         "lock", "lost", "main", "open", "opens", "ordering", "sent", "spaces", "stream", "within",
     )  # fmt: skip
@@ -128,6 +109,8 @@ class Line:
         self._size = self._ahead = self._bytes = self._copies = 0
         self._worth = FIRST
         self._expected = 0
+        #: bytes of the master's tensors: that the node has not acknowledged, and of these, that are not sent
+        self._uploads = self._unsent = 0
         self.sent = 0
         self.stream = stream
         self.main = self if main is None else main
@@ -204,6 +187,17 @@ class Line:
             self._worth = min(2 * self._worth, BATCH)
             self.flush()
 
+    def carry(self, bytes: int) -> None:
+        """So much goes to the node next; wait for it if it has too much to take already."""
+        while self._uploads and self._uploads + bytes > UPLOADS and self.lost is None:
+            if not self.batches:
+                self.flush()
+            if self.batches:
+                self._settle(self.batches[0])
+            self.reap()
+        self._uploads += bytes
+        self._unsent += bytes
+
     def expect(self, bytes: int) -> None:
         """So much will come from other nodes; wait for this node if it is too much."""
         self._expected += bytes
@@ -232,6 +226,7 @@ class Line:
             self.sent += 1
             self._ahead += self._size
             self._outbox, self._origins, self._size = [], [], 0
+            self.batches[-1].bytes, self._unsent = self._unsent, 0
 
     def flush_asked(self) -> Batch:
         """Send what is in the log, with commands that are replied to."""
@@ -246,6 +241,7 @@ class Line:
         while self.batches and self.batches[0].future.done():
             batch = self.batches.popleft()
             self._ahead -= batch.size
+            self._uploads -= batch.bytes
             self.history.add(batch.origins)
             error = batch.future.exception()
             if error is not None:

@@ -171,7 +171,11 @@ class Log:
             raise
         self.issued += steps
         self._last = number, made
-        self._appended(steps)
+        try:
+            self._appended(steps)
+        except BaseException:  # a Ctrl-C while the program waits for the node
+            self.freed.extend(made)  # they get no handles
+            raise
         if self._sync:
             self._acknowledged(made)
         return made
@@ -272,7 +276,11 @@ class Log:
 
     def appended(self, made: list[int]) -> None:
         """An interned call is in the log."""
-        self.look()
+        try:
+            self.look()
+        except BaseException:  # a Ctrl-C while the program waits for the node
+            self.freed.extend(made)  # they get no handles
+            raise
         if self._sync:
             self._acknowledged(made)
 

@@ -66,6 +66,8 @@ class Space(Log):
 
     def put(self, tensor: torch.Tensor, blank: int | None = None) -> int:
         """Send a tensor, of which the caller gives a copy, perhaps in the place of a blank one; its id."""
+        for line in self.lines:
+            line.carry(tensor.nbytes)
         id = self.new_id() if blank is None else blank
         self._command(PUT, id, self._payload(tensor))
         return id
