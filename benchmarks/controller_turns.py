@@ -151,11 +151,16 @@ def rank(number: int, folder: str, work: Work, out: str) -> None:
 
     torch.set_num_threads(1)
     with shoal.init(url=f"file://{folder}/store", rank=number, size=PLACE) as group:
-        gradients = group.empty(GRADIENTS * GRADIENT // 4)
-        gradients.fill_(1.0)
-        figures = measure(
-            Library(wait=lambda: None, average=lambda: group.all_reduce(gradients, op="avg").wait()), work
-        )
+        gradients = [torch.ones(GRADIENT // 4) for _ in range(GRADIENTS)]
+        bucket = group.empty(GRADIENTS * GRADIENT // 4)
+        parts = list(bucket.split(GRADIENT // 4))
+
+        def average() -> None:
+            torch._foreach_copy_(parts, gradients)
+            group.all_reduce(bucket, op="avg").wait()
+            torch._foreach_copy_(gradients, parts)
+
+        figures = measure(Library(wait=lambda: None, average=average), work)
         if number == 0:
             Path(out).write_text(json.dumps(figures))
 
