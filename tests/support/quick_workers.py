@@ -14,12 +14,12 @@ import gc
 import os
 import pickle
 import runpy
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -64,8 +64,9 @@ def start_python() -> None:
 def nursery() -> str:
     """The address of this process's nursery; the first call starts it."""
     with ignoring():  # it lives as long as this process
-        folder = tempfile.TemporaryDirectory(prefix="nursery-")
-        address = f"{folder.name}/socket"
+        address = (
+            f"\0nursery-{secrets.token_hex(16)}"  # abstract: no file is left when this process is killed
+        )
         ended, end = Pipe(duplex=False)
         process = fork_server().Process(target=_serve, args=(address, ended), name="nursery")
         process.start()
@@ -74,7 +75,6 @@ def nursery() -> str:
     def close() -> None:
         end.close()
         process.join()
-        folder.cleanup()
 
     atexit.register(close)
     return address
