@@ -35,7 +35,7 @@ def differences(master: Master, here: Any, there: Any) -> list[str]:
     theirs, other = tree_flatten(there)
     if form != other:
         return [f"form {other}, not {form}"]
-    copies = iter(master.fetch([each.detach() for each in theirs if isinstance(each, torch.Tensor)]))
+    copies = iter(master.fetch([each.detach() for each in theirs if isinstance(each, torch.Tensor)]).wait())
     found = []
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):

@@ -110,7 +110,7 @@ class _Program:
             assert torch.equal(self.there[i].cpu(), self.here[i])
 
     def check(self, master: Master) -> None:
-        for here, there in zip(self.here, master.fetch(self.there), strict=True):
+        for here, there in zip(self.here, master.fetch(self.there).wait(), strict=True):
             assert torch.equal(here, there)
 
 
@@ -203,7 +203,7 @@ def test_random_numbers_keep_the_order_of_the_program(master: Master) -> None:
                 drawn.append(torch.rand(3, device=NODE))
                 if i % 7 == 0:
                     nap(drawn[-1], 0.002)
-        return [each.tolist() for each in master.fetch(drawn)]
+        return [each.tolist() for each in master.fetch(drawn).wait()]
 
     torch.manual_seed(3)
     expected = [torch.rand(3).tolist() for _ in range(40)]
@@ -445,7 +445,7 @@ def test_copies_between_nodes_keep_the_order_of_all_streams(master: Master) -> N
                 here = torch.full((4,), float(i))
                 del copies[:], expected[:]
     assert torch.equal(x.cpu(), here)
-    assert all(torch.equal(a, b) for a, b in zip(master.fetch(copies), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(master.fetch(copies).wait(), expected, strict=True))
 
 
 @pytest.mark.usefixtures("dawdling")

@@ -120,7 +120,33 @@ def test_elements_come_to_the_master_where_it_needs_them(master: Master) -> None
     assert f"{x[3]:.2f}" == "3.00"
     assert [float(each) for each in x] == [0.0, 1.0, 2.0, 3.0]
     assert torch.equal(x, x.clone())
-    assert master.fetch([x, x + 1])[1].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_many_tensors_are_fetched_as_they_are_by_one_future(master: Master) -> None:
+    x, y = torch.arange(4.0, device=NODE), torch.ones(2, device="node:1")
+    here = torch.zeros(1)
+    fetched = master.fetch([x.view(2, 2).t(), y, here])
+    x.zero_()
+    y += 1
+    first, second, third = fetched.wait()
+    assert first.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+    assert first.stride() == (1, 2)
+    assert second.tolist() == [1.0, 1.0]
+    assert third is here
+    assert master.fetch(iter([])).wait() == []
+    assert master.fetch([y]).then(lambda done: done.value()[0].sum().item()).wait() == 4.0
+    with pytest.raises(shoal.UsageError, match="has elements on each of nodes 0-2"):
+        master.fetch([y, torch.zeros(1, device=master.nodes.device)])
+
+
+def test_a_future_of_what_cannot_be_fetched_has_the_error(master: Master) -> None:
+    good = torch.ones(1, device=NODE)
+    bad = good + torch.ones(3, device=NODE)[torch.tensor([7], device=NODE)]
+    fetched = master.fetch([good, bad, good * 2])
+    with pytest.raises(shoal.RemoteOpError, match=r"index.*failed") as failed:
+        fetched.wait()
+    assert __file__ in str(failed.value.line)
+    assert master.fetch([good]).wait()[0].item() == 1
 
 
 def test_print_shows_elements_and_device(master: Master) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ..backend.registry import backend_factory
 from ..errors import NodeLost, ShoalError, UsageError, WorkerLost
+from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..rpc import Peer
 from ..wire import Deadline
@@ -37,7 +38,8 @@ from .place import Named, Place, indices_of
 from .recorded import Recorded
 from .space import Space
 from .start import Worker, Workers
-from .tensor import RemoteTensor, fetch
+from .tensor import RemoteTensor
+from .transfer import fetch_all
 
 _numbers = itertools.count()
 #: numbers of spaces in the place of lost ones, which no device's index is
@@ -333,18 +335,17 @@ class Master:
         for line in self._lines:
             line.synchronize()
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[list[torch.Tensor]]:
         """Copies of many tensors here, for which the nodes are asked at once.
 
+        Returns:
+            a future of them, as the tensors are at this point of the program; its ``wait()`` raises
+            RemoteOpError if one of them could not be computed, and NodeLost if a node died.
+
         Raises:
-            RemoteOpError: one of them could not be computed.
-            NodeLost: a node died.
+            UsageError: a tensor is on a place of several nodes.
         """
-        for tensor in tensors:
-            if type(tensor) is RemoteTensor:
-                with self._lock:
-                    tensor.handle.space.flush()
-        return [fetch(each) if type(each) is RemoteTensor else each for each in tensors]
+        return fetch_all(tensors)
 
     def call(self, place: Named, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``fn(*args, **kwargs)`` on a node, in the order of what was issued, and wait for what it gives.

@@ -232,13 +232,11 @@ class Streams:
         """In the place of the random generators of its nodes."""
         return [self._generators.setdefault(line.main, Storage()) for line in log.lines]
 
-    def elements(self, space: Space, command: int, id: int, storage: Storage) -> list[Any]:
-        """What each node replies to a command on a tensor."""
-        with space.lock:
-            log = self.current(space)
-            with self.using(log, [id], [storage]):
-                asked = log.send_asked(command, id)
-        return [line.answers(batch)[0] for line, batch in asked]
+    def ask(self, space: Space, command: int, id: int, storage: Storage) -> list[tuple[Line, Batch]]:
+        """Send a command on a tensor that is replied to; the batches in which it is."""
+        log = self.current(space)
+        with self.using(log, [id], [storage]):
+            return log.send_asked(command, id)
 
     def share(self, id: int, storage: Storage, space: Space, part: Space) -> int:
         """Name a tensor of a place in the space of one of its nodes too, as :meth:`Space.share`."""

@@ -158,16 +158,12 @@ class Space(Log):
             f"x.on({self.lines[0].index}) is one node's part, and mean(x) of its place the mean of all"
         )
 
-    def elements(self, command: int, id: int) -> list[Any]:
-        """What each node replies to a command on a tensor."""
-        return self._answers(command, id)
-
     def asked(self, command: int, payload: Any, *numbers: int) -> Callable[[], Any]:
         """Send a command that its one node replies to; what waits for that and gives it."""
         with self.lock:
             if self.ordering is not None:
                 self.ordering.fence(self)
-            line, batch = self._asked((command, self._payload(payload), *numbers))[0]
+            line, batch = self.send_asked(command, self._payload(payload), *numbers)[0]
             if self.ordering is not None:
                 self.ordering.fenced(self)
         return lambda: line.answers(batch)[0]
@@ -187,12 +183,9 @@ class Space(Log):
 
     def _answers(self, *command: int) -> list[Any]:
         """The replies of the nodes to a command."""
-        return [line.answers(batch)[0] for line, batch in self._asked(command)]
-
-    def _asked(self, command: tuple[int, ...]) -> list[tuple[Line, Batch]]:
-        """Send a command that is replied to; the batches in which it is."""
         with self.lock:
-            return self.send_asked(*command)
+            asked = self.send_asked(*command)
+        return [line.answers(batch)[0] for line, batch in asked]
 
     def send_asked(self, *command: int) -> list[tuple[Line, Batch]]:
         """Append and send a command that is replied to; the caller holds the lock."""

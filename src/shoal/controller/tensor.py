@@ -11,8 +11,11 @@ import torch
 from torch._tensor_str import PRINT_OPTS
 
 from ..errors import UnsupportedOperation, UsageError
+from ..future import Future
 from .autograd import prepare_thread
+from .batch import Batch
 from .commands import FETCH, ITEM
+from .line import Line
 from .metadata import Metadata, metadata
 from .storage import Storage
 from .within import Moved, checked, of_accelerator
@@ -312,13 +315,19 @@ def rebind(tensor: RemoteTensor, handle: Handle) -> None:
     tensor.handle = handle
 
 
-def elements(tensor: RemoteTensor, command: int) -> list[Any]:
-    """What each node replies to a command on a tensor; waits for it."""
+def asked(tensor: RemoteTensor, command: int) -> list[tuple[Line, Batch]]:
+    """Send a command on a tensor that its nodes reply to; the batches in which it is."""
     handle = tensor.handle
     space = handle.space
-    if space.ordering is None:
-        return space.elements(command, handle.id)
-    return space.ordering.elements(space, command, handle.id, handle.memory())
+    with space.lock:
+        if space.ordering is None:
+            return space.send_asked(command, handle.id)
+        return space.ordering.ask(space, command, handle.id, handle.memory())
+
+
+def elements(tensor: RemoteTensor, command: int) -> list[Any]:
+    """The replies of the nodes to a command on a tensor; waits for them."""
+    return [line.answers(batch)[0] for line, batch in asked(tensor, command)]
 
 
 def item(tensor: RemoteTensor) -> Any:
@@ -338,13 +347,25 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     Raises:
         UsageError: there are several nodes, each with elements of its own.
     """
-    handle = tensor.handle
-    space = handle.space
+    return fetching(tensor)[1]()
+
+
+def fetching(tensor: RemoteTensor) -> tuple[Future[Any], Callable[[], torch.Tensor]]:
+    """Ask for a copy of a tensor here: a future that is done with the reply, and what gives the copy then.
+
+    Raises:
+        UsageError: there are several nodes, each with elements of its own.
+    """
+    known, space = tensor.handle.metadata, tensor.handle.space
     if len(space.lines) > 1:
         raise space.ambiguous()
-    value: torch.Tensor = elements(tensor, FETCH)[0]
-    if value.stride() == tensor.stride():
+    line, batch = asked(tensor, FETCH)[0]
+    return batch.future, lambda: _laid_out(line.answers(batch)[0], known)
+
+
+def _laid_out(value: torch.Tensor, known: Metadata) -> torch.Tensor:
+    if value.stride() == known.stride:
         return value
-    known = handle.metadata  # a dense layout is kept, and another one is not that of a copy
+    # A dense layout is kept, and another one is not that of a copy.
     dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, device="meta"))
     return torch.empty_strided(known.shape, dense.stride(), dtype=known.dtype).copy_(value)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from ..errors import UsageError
+from ..future import Future, collect_all
 from . import current
 from .copies import copied
 from .dispatch import dispatch, upload
 from .operators import special
-from .tensor import RemoteTensor, fetch, item, share
+from .tensor import RemoteTensor, fetch, fetching, item, share
 from .within import Within
 
 
@@ -88,3 +90,21 @@ def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False
         )
     dispatch(torch.ops.aten.copy_.default, (to, source, non_blocking), {})
     return to
+
+
+def fetch_all(tensors: Iterable[torch.Tensor]) -> Future[list[torch.Tensor]]:
+    """A future of copies of many tensors here, as they are now; those of the master are given themselves."""
+    replies: list[Future[Any]] = []
+    givers: list[Callable[[], torch.Tensor]] = []
+    for tensor in tensors:
+        if type(tensor) is RemoteTensor:
+            reply, give = fetching(tensor)
+            replies.append(reply)
+            givers.append(give)
+        else:
+            givers.append(partial(_itself, tensor))
+    return collect_all(replies).then(lambda _: [give() for give in givers])
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
