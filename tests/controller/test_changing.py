@@ -11,6 +11,7 @@ from torch import Tensor
 
 import shoal
 from shoal.controller import Master
+from tests.controller import disguised  # noqa: F401 - it adds to PROGRAMS
 from tests.controller.changing import NODE, PROGRAMS
 from tests.controller.trainings import copied
 

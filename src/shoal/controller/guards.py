@@ -33,7 +33,7 @@ from torch.nn.modules import module as of_modules
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as of_optimizers
 
-from .effects import memory_of
+from .effects import memory_of, version_of
 from .issuing import is_inside
 from .tensor import Handle, RemoteTensor
 
@@ -48,8 +48,9 @@ _SILENT = frozenset({"__init__", "__new__", "__repr__", "__str__", "__del__", "_
 #: containers with more elements, none of them of the mode, are compared as a whole
 _MANY = 1000
 _OF_INTEREST = (RemoteTensor, torch.nn.Module, dict)
-#: bytes of an array that is compared by value
+#: bytes of an array, or of a tensor of the master, that is compared by value
 _ARRAY = 1 << 16
+_ABSENT = object()
 #: hooks of all modules, and of all optimisers
 _HOOKS = {
     name: value
@@ -82,12 +83,12 @@ class Guards:
     """The state of all that was found.
 
     Attributes:
-        tensors: each tensor, its handle, whether it requires a gradient, how many hooks it has, and its path.
+        tensors: each tensor, its handle, whether it requires a gradient, its hooks, and its path.
         grads: tensors that may get gradients, those that they have, and their handles.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], names: set[str]) -> None:
-        self.tensors: list[tuple[RemoteTensor, Handle, bool, int, str]] = []
+        self.tensors: list[tuple[RemoteTensor, Handle, bool, tuple[int, ...], str]] = []
         self.grads: list[tuple[RemoteTensor, RemoteTensor | None, Handle | None]] = []
         self.names = set(names)
         self._same: list[tuple[Any, Any, Any, str]] = []
@@ -95,10 +96,11 @@ class Guards:
         self._absent: list[tuple[Any, str, str]] = []
         self._lengths: list[tuple[Any, int, str]] = []
         self._cells: list[tuple[CellType, Any, str]] = []
-        self._versions: list[tuple[torch.Tensor, int, str]] = []
+        self._versions: list[tuple[torch.Tensor, int | None, tuple[Any, ...], str]] = []
+        self._values: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         self._copies: list[tuple[Any, Any, str]] = []
         self._arrays: list[tuple[Any, bytes, str]] = []
-        self._functions: list[tuple[FunctionType, CodeType, Any, str]] = []
+        self._functions: list[tuple[FunctionType, CodeType, Any, Any, str]] = []
         self._classes: list[tuple[Any, type, str]] = []
         self._seen: dict[int, Any] = {}
         for path, root in roots:
@@ -117,7 +119,7 @@ class Guards:
     @property
     def storages(self) -> set[int]:
         """The memory of the tensors of the master."""
-        return {memory_of(value)[0] for value, _, _ in self._versions if value.layout == torch.strided}
+        return {memory[0] for _, _, memory, _ in self._versions if memory}
 
     def let_go_of_grads(self) -> dict[int, Grad | None]:
         """The gradients that tensors have, by the ``id`` of the tensor; holds them no more."""
@@ -165,8 +167,11 @@ class Guards:
                     or (required and _hooks(tensor) != hooks)
                 ):
                     return path
-            for value, version, path in self._versions:
-                if value._version != version:
+            for value, version, memory, path in self._versions:
+                if version_of(value) != version or _memory(value) != memory:
+                    return path
+            for value, elements, path in self._values:
+                if not torch.equal(value, elements) and not _are_alike(value, elements):
                     return path
             for held, copy, path in self._copies:
                 if held != copy:
@@ -174,8 +179,12 @@ class Guards:
             for held, content, path in self._arrays:
                 if held.tobytes() != content:
                     return path
-            for function, code, defaults, path in self._functions:
-                if function.__code__ is not code or function.__defaults__ is not defaults:
+            for function, code, defaults, named, path in self._functions:
+                if (
+                    function.__code__ is not code
+                    or function.__defaults__ is not defaults
+                    or function.__kwdefaults__ is not named
+                ):
                     return path
             for value, kind, path in self._classes:
                 if type(value) is not kind:
@@ -221,9 +230,9 @@ class Guards:
         for held, content, path in self._arrays:
             if arrays.get(id(held), content) != content:
                 return f"{path} has other elements after the call"
-        versions = {id(t): n for t, n, _ in before._versions}
-        for value, version, path in self._versions:
-            if versions.get(id(value), version) != version:
+        versions = {id(t): rest for t, *rest, _ in before._versions}
+        for value, *now, path in self._versions:
+            if versions.get(id(value), now) != now:
                 return f"{path}, a tensor of the master, was changed by the call"
         return None
 
@@ -239,8 +248,16 @@ class Guards:
             grad: Any = value.grad if value.is_leaf else None
             if value.is_leaf and (value.requires_grad or grad is not None):
                 self.grads.append((value, grad, None if grad is None else grad.handle))
+            for hooks in (value._backward_hooks, value._post_accumulate_grad_hooks):
+                for hook in (hooks or {}).values():
+                    self._visit(hook, f"a hook of {path}")
         elif isinstance(value, torch.Tensor):
-            self._versions.append((value, value._version, path))
+            memory = _memory(value)
+            self._versions.append((value, version_of(value), memory, path))
+            if (
+                memory and value.device.type == "cpu" and value.nbytes <= _ARRAY
+            ):  # also through .data or NumPy
+                self._values.append((value, value.detach().clone(), path))
         elif isinstance(value, torch.nn.Module):
             self._lengths.append((value.__dict__, len(value.__dict__), path))
             for key in [each for each in value.__dict__ if not each.startswith(_SAVING)]:
@@ -258,8 +275,9 @@ class Guards:
             self._visit(value.__func__, path)
             self._visit(value.__self__, f"{path}.__self__")
         elif isinstance(value, partial):
-            for i, each in enumerate((value.func, *value.args, *value.keywords.values())):
+            for i, each in enumerate((value.func, *value.args)):
                 self._visit(each, f"{path}[{i}]")
+            self._visit(value.keywords, path)
         elif isinstance(value, dict):
             if self._is_of_interest(value, value.values(), path):
                 self._dictionary(value, path)
@@ -274,8 +292,7 @@ class Guards:
                 self._lengths.append((value, len(value), path))
                 for each in value:
                     self._visit(each, f"an element of {path}")
-                if all(type(each) in PLAIN for each in value):
-                    self._copies.append((value, value.copy(), path))
+                self._copies.append((value, value.copy(), path))
         elif isinstance(value, (bytearray, array.array)):
             self._copies.append((value, value[:], path))
         elif isinstance(value, ModuleType):
@@ -291,9 +308,9 @@ class Guards:
             if value.nbytes <= _ARRAY:
                 self._arrays.append((value, value.tobytes(), path))
         elif not kind.__module__.startswith("shoal."):
-            self._visit(getattr(value, "__wrapped__", None), path)
-            if isinstance(getattr(value, "__dict__", None), dict):
-                self._named(value.__dict__, path)
+            self._visit(_own(value, "__wrapped__"), path)
+            if isinstance(held := _own(value, "__dict__"), dict):
+                self._named(held, path)
             self._of_class(value, path)
 
     def _is_of_interest(self, container: Any, values: Iterable[Any], path: str) -> bool:
@@ -324,7 +341,7 @@ class Guards:
 
     def _of_class(self, value: Any, path: str) -> None:
         """Methods and other attributes that the object has of its class."""
-        held = getattr(value, "__dict__", {})
+        held = _own(value, "__dict__", {})
         seen: set[str] = set()
         self._classes.append((value, type(value), path))
         for each in type(value).__mro__:
@@ -332,7 +349,7 @@ class Guards:
                 continue
             for name, attribute in list(each.__dict__.items()):
                 if isinstance(attribute, MemberDescriptorType):
-                    if name in self.names and hasattr(value, name):
+                    if name in self.names and _own(value, name, _ABSENT) is not _ABSENT:
                         self._slot(_Slots(value), name, f"{path}.{name}")
                     continue
                 called = name == "forward" or (name.startswith("__") and name not in _SILENT)
@@ -354,7 +371,7 @@ class Guards:
             self._visit(getattr(function, "__wrapped__", None), path)
             return
         used = set(_names(code))
-        self._functions.append((function, code, function.__defaults__, path))
+        self._functions.append((function, code, function.__defaults__, function.__kwdefaults__, path))
         self.names |= used
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -383,8 +400,26 @@ class _Slots:
             raise KeyError(name) from None
 
 
-def _hooks(tensor: torch.Tensor) -> int:
-    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
+def _hooks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The numbers of its hooks, each of which torch gives once."""
+    return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
+
+
+def _memory(value: torch.Tensor) -> tuple[Any, ...]:
+    return memory_of(value) if value.layout == torch.strided else ()
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the elements are the same, NaN too."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _own(value: Any, name: str, default: Any = None) -> Any:
+    """An attribute; the object's own ``__getattr__`` may raise whatever it likes."""
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
 
 
 def _place(container: Any, key: Any) -> tuple[int, Any]:
@@ -396,10 +431,13 @@ def _place(container: Any, key: Any) -> tuple[int, Any]:
 
 
 def _names(code: CodeType) -> Iterable[str]:
+    """The names in the code, and texts that may be names for ``getattr`` and ``vars``."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _names(each)
+        elif isinstance(each, str) and each.isidentifier():
+            yield each
 
 
 def _is_installed(file: str | None) -> bool:

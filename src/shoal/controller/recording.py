@@ -7,6 +7,7 @@ command made it, or, if it was there before, its space and id.
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from array import array
 from collections import Counter
@@ -206,7 +207,8 @@ class Recording:
         if found is not None:
             name = ("upload", *found, self._uploaded)
         elif not value.dim():
-            name = ("number", value.dtype, value.item(), self._uploaded)
+            number = value.item()
+            name = ("number", value.dtype, math.nan if number != number else number, self._uploaded)
         else:
             dtype = str(value.dtype).removeprefix("torch.")
             raise self._refused(
