@@ -340,3 +340,21 @@ def test_a_tensor_that_every_call_makes_for_the_next_is_refused(master: Master) 
         state["h"] = state["h"] * 0.5 + x
 
     assert "argument" in _refused(carry, torch.ones(2, device=NODE))
+
+
+def test_tensors_of_an_earlier_master_are_not_taken_for_those_of_a_step(no_master: None) -> None:
+    def step(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x * 1.0 + 1.0
+        return x.sum()
+
+    with shoal.init_master_worker(workers=1):
+        held = [torch.ones(2, device="node:0") for _ in range(100)]  # their ids are given again
+    with shoal.init_master_worker(workers=1) as master:
+        recorded = master.recorded(step)
+        x = torch.zeros(2, device="node:0")
+        sums = [recorded(x) for _ in range(100)]
+        assert recorded.replays > 90
+        assert [each.shape for each in sums] == [()] * 100
+        assert [each.tolist() for each in sums] == [40.0] * 100
+    assert len(held) == 100

@@ -177,7 +177,7 @@ class Recorded:
         for i, leaf in enumerate(leaves):
             if type(leaf) is not RemoteTensor:
                 uploads.append((i, leaf))
-            elif leaf.handle not in handles:
+            elif leaf.handle not in handles and leaf.handle.space in spaces:
                 if leaf.requires_grad:
                     raise RecordingMismatch(
                         f"tensor {i} among the arguments of a recorded step is a result that needs a "
@@ -245,7 +245,7 @@ def _refusal(
         return "it returns something else in every call, beside tensors of nodes, which no replay would do"
     if not all(id(tensor) in had_grads for tensor, _, _ in after.grads):
         return "it makes new parameters in every call"
-    known = {(each.space.number, each.id) for each in after.handles}
+    known = {recording.place(each) for each in after.handles}
     known |= {grad.place for grad in had_grads.values() if grad is not None and grad.tensor is not None}
     for command, origin in zip(recording.commands, recording.origins, strict=True):
         for _, name in command.operands:

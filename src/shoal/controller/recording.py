@@ -112,6 +112,11 @@ class Recording:
         """The name of a tensor."""
         return self.names.get((space, id)) or ("outside", space, id)
 
+    def place(self, handle: Handle) -> tuple[int, int] | None:
+        """Space and id of a tensor; None: an earlier space had that number, and the tensor is lost."""
+        space = handle.space
+        return (space.number, handle.id) if self.spaces.get(space.number) is space else None
+
     def operator(self, command: Command) -> str:
         """A command in words."""
         key = self._key(command)
@@ -322,7 +327,8 @@ def alive(recording: Recording) -> dict[Name, Handle]:
     found = {}
     for each in gc.get_objects():
         if type(each) is Handle:
-            name = recording.names.get((each.space.number, each.id))
+            place = recording.place(each)
+            name = None if place is None else recording.names.get(place)
             if name is not None and name[0] != "input":
                 found[name] = each
     return found

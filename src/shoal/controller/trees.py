@@ -92,7 +92,8 @@ class Results:
             return lambda made, leaves: leaves[at]
         if kind is RemoteTensor:
             handle = value.handle
-            name = self._recording.named(handle.space.number, handle.id)
+            place = self._recording.place(handle)
+            name = ("outside",) if place is None else self._recording.named(*place)
             if name[0] == "input":
                 position = name[1]
                 return lambda made, leaves: share(leaves[position].handle)
