@@ -12,5 +12,6 @@ from .master import Master, init_master_worker
 from .place import Place
 from .streams import Event, Stream
 from .tensor import RemoteTensor
+from .trace import Trace
 
-__all__ = ["Event", "Explanation", "Master", "Place", "RemoteTensor", "Stream", "init_master_worker"]
+__all__ = ["Event", "Explanation", "Master", "Place", "RemoteTensor", "Stream", "Trace", "init_master_worker"]

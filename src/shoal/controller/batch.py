@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ..errors import RemoteOpError
 from ..future import Future
 from ..rpc.call import reads_arguments
 from .commands import Failure
 from .history import Issued
-from .issuing import Origin
+from .issuing import Origin, shown
+from .naming import node_name
 
 #: seconds between looks at whether memory is sent
 _PAUSE = 0.0002
@@ -49,8 +51,18 @@ class Batch:
         while not self.future.done() and reads_arguments(self.future):
             time.sleep(_PAUSE)
 
-    def issued(self, failure: Failure) -> Origin | None:
-        """Where the program issued what failed."""
+    def error(self, node: int, failure: Failure) -> RemoteOpError:
+        """What the program is told of a failure of its commands."""
+        where = shown(self._issued(failure))
+        text = (
+            f"node {node}: {failure.operator}({failure.operands}) failed: {failure.error}\n"
+            f"issued at {where}\n"
+            f"before it, the node did: {failure.before or 'nothing'}\n"
+            f"the traceback there:\n{failure.traceback}"
+        )
+        return RemoteOpError(text, node_name(node), failure.traceback, where)
+
+    def _issued(self, failure: Failure) -> Origin | None:
         if failure.position < 0:
             return self.origin
         origin: Origin | list[Origin | None] | None = self.origins[failure.segment][failure.position]

@@ -103,12 +103,16 @@ class Tensors:
         watched = self._memory.several  # a stream that is alone need not tell of each command
         p = q = 0
         counted, count = 0, 0  # the position up to which the segment's calls were counted
-        end = len(a)
+        end, timing = len(a), self._outcome.timing
         # Some kernels keep what their backward needs only where gradients are on, as they are at the master.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
             while p < end:
                 try:
-                    calls = self.calls
+                    calls = (
+                        self.calls
+                        if timing is None
+                        else timing.timed(self._outcome, self.calls, self._definitions)
+                    )
                     while p < end:
                         run, width, used = calls[a[p]]
                         run(t, a, p, s, q)

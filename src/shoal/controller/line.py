@@ -18,9 +18,9 @@ from .batch import Batch, length
 from .commands import Failure, Segment
 from .history import History, Issued
 from .interrupts import undisturbed
-from .issuing import Origin, issuing_line, shown
+from .issuing import issuing_line
 from .naming import node_name
-from .on_line import OnLine
+from .on_line import OnLine, Watching
 from .reasons import LOST
 
 #: commands of the first batch after a wait; each further one takes twice as many
@@ -69,6 +69,7 @@ class Line:
         call: calls a function of a session at the node; the line of a default stream has it.
         opens: gives what sends the batches of a further stream; the line of a default stream has it.
         ordering: of the streams, for spaces that are made later.
+        watch: hears of batches and waits, while there is a trace; the line of a default stream has it.
     """
 
     __slots__ = (
@@ -76,7 +77,8 @@ class Line:
         "_failures", "_origins", "_outbox", "_send", "_size", "_thread", "_unseen", "_unsent", "_uploads",
         "_wake", "_worth",
         "accelerators", "batches", "before", "call", "epoch", "further", "history", "index", "lines",
-        "lock", "lost", "main", "open", "opens", "ordering", "sent", "spaces", "stream", "within",
+        "lock", "lost", "main", "open", "opens", "ordering", "sent", "spaces", "stream", "watch",
+        "within",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +108,7 @@ class Line:
         self._outbox: list[Segment] = []
         self._origins: list[Issued] = []
         self.history = History()
+        self.watch: Watching | None = None
         self._size = self._ahead = self._bytes = self._copies = 0
         self._worth = FIRST
         self._expected = 0
@@ -221,9 +224,12 @@ class Line:
             if space.freed:
                 space.cut()
         if self._size and self.lost is None:
+            begun = 0 if self.main.watch is None else time.monotonic_ns()
             future = self._send(self._outbox)
             self.batches.append(Batch(self.sent, future, self._origins, self._size))
             self.sent += 1
+            if self.main.watch is not None:
+                self.main.watch.sent(self.stream, self.batches[-1], begun)
             self._ahead += self._size
             self._outbox, self._origins, self._size = [], [], 0
             self.batches[-1].bytes, self._unsent = self._unsent, 0
@@ -243,6 +249,8 @@ class Line:
             self._ahead -= batch.size
             self._uploads -= batch.bytes
             self.history.add(batch.origins)
+            if self.main.watch is not None:
+                self.main.watch.acknowledged(batch)
             error = batch.future.exception()
             if error is not None:
                 self.lose(error)
@@ -275,6 +283,14 @@ class Line:
                 raise self.lost
 
     def _settle(self, batch: Batch) -> None:
+        watch = self.main.watch
+        if watch is None:
+            self._await(batch)
+        else:
+            with watch.waiting():
+                self._await(batch)
+
+    def _await(self, batch: Batch) -> None:
         with self.lock:  # the node may wait for what others have not been sent yet
             for line in self.lines:
                 if line._waiting and line.lost is None:
@@ -347,7 +363,7 @@ class Line:
         """The node where it is known why, and the failure's number there; None: here."""
         return self._elsewhere.get(poison)
 
-    def _take_up(self, failure: Failure, batch: Batch | None) -> None:
+    def _take_up(self, failure: Failure, batch: Batch) -> None:
         if failure.poison in self._failures or failure.poison in self._elsewhere:
             return
         self._failures.pop(failure.poison - FAILURES, None)
@@ -355,8 +371,7 @@ class Line:
         if failure.of is not None:
             self._elsewhere[failure.poison] = failure.of
             return
-        origin = None if batch is None else batch.issued(failure)
-        self._failures[failure.poison] = self._error(failure, origin)
+        self._failures[failure.poison] = batch.error(self.index, failure)
         self._unseen.append(failure.poison)
         if failure.alone:
             self._alone.append(failure.poison)
@@ -407,16 +422,6 @@ class Line:
             f"node {self.index} was lost to node {by}: their connection broke", node_name(self.index),
             (self.index,),
         )  # fmt: skip
-
-    def _error(self, failure: Failure, origin: Origin | None) -> RemoteOpError:
-        where = shown(origin)
-        text = (
-            f"node {self.index}: {failure.operator}({failure.operands}) failed: {failure.error}\n"
-            f"issued at {where}\n"
-            f"before it, the node did: {failure.before or 'nothing'}\n"
-            f"the traceback there:\n{failure.traceback}"
-        )
-        return RemoteOpError(text, node_name(self.index), failure.traceback, where)
 
     def lose(self, why: BaseException | str) -> None:
         """The node cannot be used any more, nor can what it is part of."""

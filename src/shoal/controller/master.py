@@ -27,7 +27,6 @@ from .autograd import restore_thread
 from .calling import call
 from .calls import misses_of
 from .connecting import connect
-from .explaining import Explanation, explain
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
@@ -36,9 +35,9 @@ from .naming import node_name
 from .ordering import Streams
 from .place import Named, Place, indices_of
 from .recorded import Recorded
+from .seeing import Seeing
 from .space import Space
 from .start import Worker, Workers
-from .tensor import RemoteTensor
 from .transfer import fetch_all
 
 _numbers = itertools.count()
@@ -47,8 +46,6 @@ _renewed = itertools.count(1000)
 _ENDED = "its process ended, or its connection broke"
 #: seconds that a node gets for what was issued before the master closed
 _PATIENCE = 5.0
-#: seconds for a node to say what has become of a tensor
-_ANSWER = 30.0
 #: index of the first place of several nodes: torch's device indices are of 8 bits
 _HIGHEST = 126
 
@@ -102,7 +99,7 @@ def init_master_worker(
     return master
 
 
-class Master:
+class Master(Seeing):
     """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it.
 
     Attributes:
@@ -417,29 +414,6 @@ class Master:
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called when a node is lost")
         self._on_lost.append(fn)
-
-    def explain(self, tensor: torch.Tensor) -> Explanation:
-        """The maker of a tensor on a node, as operator, line of the program and age, and the tensor's state.
-
-        It waits for nothing that was issued.  Of a tensor that nodes have acknowledged they are asked, aside
-        from their queues, whether it is poisoned.  Of operations that were acknowledged the last 4096 of each
-        node are known.
-
-        Raises:
-            UsageError: the tensor is on no node.
-        """
-        if type(tensor) is not RemoteTensor:
-            raise UsageError(f"explain takes a tensor on a node, and this one is on {tensor.device}")
-        return explain(tensor, self._poison_of)
-
-    def _poison_of(self, index: int, space: int, id: int) -> Any:
-        peer, _ = self._peers[index]
-        return peer.options(timeout=_ANSWER).call(node.poison_of, self.name, space, id).wait()
-
-    def stats(self) -> list[dict[str, int]]:
-        """Counts of each node, by the names that ``docs/controller.md`` explains."""
-        with self._lock:
-            return [line.stats() for line in self._lines]
 
     def close(self) -> None:
         """End the nodes, which get some seconds for what was issued; using their tensors raises NodeLost.

@@ -17,6 +17,7 @@ from .imports import import_all
 from .mark import Mark
 from .memory import Ended, Memory
 from .outcome import Outcome, Poison
+from .tracing import Event, Timing
 
 #: what a batch gives: what was fetched or asked, and what failed
 Reply = tuple[list[Any], list[tuple[Any, ...]]]
@@ -67,18 +68,28 @@ class _Session:
     Attributes:
         memory: what its streams share.
         streams: by number; 0 is the default one.
+        timing: of all commands, while there is a trace.
     """
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.streams: dict[int, _Stream] = {}
+        self.timing: Timing | None = None
         self.open(0)
         current().agent.recorder.also["nodes"] = _nodes
 
     def open(self, number: int) -> int:
         """Make a stream; the number of the mailbox that its batches go to."""
         made = self.streams[number] = _Stream(number, self.memory, current().agent)
+        made.outcome.timing = self.timing
         return made.mailbox
+
+    def time(self, timing: Timing | None) -> Timing | None:
+        """Note the times of all commands there; those that come now are the first.  Where they were noted."""
+        before, self.timing = self.timing, timing
+        for each in list(self.streams.values()):
+            each.outcome.timing = timing
+        return before
 
     def end(self) -> None:
         """End its streams."""
@@ -172,6 +183,17 @@ def _mark(session: str, space: int, id: int) -> Mark:
     mark = _sessions[session].memory.tensors(space)[id]
     assert isinstance(mark, Mark)
     return mark
+
+
+def begin_timing(session: str) -> None:
+    """Note the times of all commands, of all streams, that come after this one."""
+    _sessions[session].time(Timing())
+
+
+def end_timing(session: str) -> tuple[list[Event], int]:
+    """The commands since then with their times, and how many more there were before; note no more."""
+    timing = _sessions[session].time(None)
+    return ([], 0) if timing is None else timing.told()
 
 
 def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] | None] | None:

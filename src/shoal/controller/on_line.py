@@ -1,11 +1,13 @@
-"""What a line needs to know of the spaces whose commands it sends."""
+"""What a line needs to know of the spaces whose commands it sends, and of who watches it."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..errors import ShoalError
+from .batch import Batch
 from .history import Issued
 
 
@@ -30,3 +32,13 @@ class OnLine(Protocol):
     def leave(self) -> None: ...
 
     def lose(self, why: ShoalError) -> None: ...
+
+
+class Watching(Protocol):
+    """Hears of the lines of a node; see :class:`.trace.Watch`."""
+
+    def sent(self, stream: int, batch: Batch, begun: int) -> None: ...
+
+    def acknowledged(self, batch: Batch) -> None: ...
+
+    def waiting(self) -> AbstractContextManager[None]: ...

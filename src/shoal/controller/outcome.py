@@ -8,6 +8,7 @@ from typing import Any
 
 from .commands import Failure
 from .recent import Recent
+from .tracing import Timing
 
 
 class Poison:
@@ -34,12 +35,14 @@ class Outcome:
         segment: the one that runs.
         poisons: numbers of failures.
         recent: the last commands.
+        timing: of all commands, while there is a trace.
     """
 
     def __init__(self, stream: int, poisons: Iterator[int], code: CodeType) -> None:
         self.stream = stream
         self.poisons = poisons
         self.recent = Recent(code)
+        self.timing: Timing | None = None
         self.begin(0)
 
     def begin(self, batch: int) -> None:

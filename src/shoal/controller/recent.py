@@ -35,6 +35,14 @@ _SILENT = frozenset({FREE, DEFINE, RELEASE, WAIT})
 _Log = tuple[Mapping[int, Any], Mapping[int, Definition], bytes]
 
 
+def named(number: int, definitions: Mapping[int, Definition]) -> str:
+    """A command in words."""
+    definition = definitions.get(number)
+    if definition is None:
+        return _NAMES.get(number, "a recorded step")
+    return definition.operator.replace("::", ".")
+
+
 class Recent:
     """The last logs of a stream; any thread may ask for the commands.
 
@@ -106,11 +114,7 @@ def _names(
     while p < len(numbers):
         number = numbers[p]
         width = calls.get(number, (None, 0, 0))[1]
-        definition = definitions.get(number)
-        if definition is not None:
-            name = definition.operator.replace("::", ".")
-        else:
-            name = _NAMES.get(number, "a recorded step")
+        name = named(number, definitions)
         if at is not None and p >= at:
             return names, name
         if number not in _SILENT:

@@ -1,0 +1,86 @@
+"""A node's half of ``Master.trace``: the times of the commands that it executes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from .commands import Definition
+from .recent import named
+
+#: commands of a node, and operations of the master's, that a trace keeps: the last ones
+MOST = 200_000
+
+#: stream, batch, segment in it, position among its numbers, name, begin and end in nanoseconds
+Event = tuple[int, int, int, int, str, int, int]
+
+
+class Running(Protocol):
+    """What runs in a stream; see :class:`.outcome.Outcome`."""
+
+    stream: int
+    batch: int
+    segment: int
+
+
+class Timing:
+    """The commands of a session, of all its streams, with their times."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=MOST)
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def timed(
+        self, running: Running, calls: Mapping[int, Any], definitions: Mapping[int, Definition]
+    ) -> _Timed:
+        """The calls of a space, each of which notes when it ran."""
+        return _Timed(self, running, calls, definitions)
+
+    def note(self, running: Running, position: int, name: str, begun: int) -> None:
+        """A command that began at a time has ended now."""
+        event = (
+            running.stream, running.batch, running.segment, position, name, begun, time.monotonic_ns(),
+        )  # fmt: skip
+        with self._lock:
+            self._count += 1
+            self._events.append(event)
+
+    def told(self) -> tuple[list[Event], int]:
+        """The events, and how many more there were before."""
+        with self._lock:
+            return list(self._events), self._count - len(self._events)
+
+
+class _Timed:
+    def __init__(
+        self,
+        timing: Timing,
+        running: Running,
+        calls: Mapping[int, Any],
+        definitions: Mapping[int, Definition],
+    ) -> None:
+        self._timing = timing
+        self._running = running
+        self._calls = calls
+        self._definitions = definitions
+
+    def __getitem__(self, number: int) -> tuple[Any, int, int]:
+        run, width, used = self._calls[number]
+        return partial(self._run, run, number), width, used
+
+    def _run(self, run: Any, number: int, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        name, begun = named(number, self._definitions), time.monotonic_ns()
+        try:
+            run(t, a, p, s, q)
+        finally:
+            self._timing.note(self._running, p, name, begun)
+
+
+def now() -> int:
+    """This process's clock."""
+    return time.monotonic_ns()
