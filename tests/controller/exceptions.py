@@ -45,5 +45,6 @@ IN_WAYS = {
 #: the entries of ``module_db``, likewise
 MODULES = {
     "nn.LazyConv2d": "in training two tensors differed once in a sweep, and not alone: not explained",
+    "nn.LinearCrossEntropyLoss": "torch cuts what it computes into other parts on other devices than the CPU",
     "nn.Transformer": "with a mask of padding it takes nested tensors, and nodes hold dense ones",
 }
