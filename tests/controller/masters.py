@@ -140,6 +140,33 @@ def fails_unseen_and_begins_again(tell: Connection) -> None:
     tell.send(torch.ones(1, device="node:0").item())
 
 
+def forks(tell: Connection) -> None:
+    """Fork a child that does nothing, and write what fills the pipes of nodes."""
+    master = shoal.init_master_worker(workers=2)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    tell.send((master.pids, child))
+    signal.pause()
+
+
+def forks_a_master(tell: Connection) -> None:
+    """Fork a child that has nodes of its own."""
+    with shoal.init_master_worker(workers=1):
+        x = torch.ones(2, device="node:0")
+        child = os.fork()
+        if not child:
+            with shoal.init_master_worker(workers=1):
+                tell.send((torch.ones(2, device="node:0") + 1).tolist())
+                try:
+                    x + 1
+                except shoal.ShoalError as error:
+                    tell.send(type(error).__name__)
+            os._exit(0)
+        os.waitpid(child, 0)
+        tell.send((x + 2).tolist())
+
+
 def cannot_start(tell: Connection) -> None:
     """Start a node whose program fails."""
     start_python()

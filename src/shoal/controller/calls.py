@@ -191,6 +191,8 @@ def intern(
         DeviceMismatch: its tensors are on several nodes.
         Exception: what torch raises for such arguments.
     """
+    if space.lost is not None:
+        raise space.lost
     others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
-from ..errors import UsageError
+from ..errors import ForkedProcess, UsageError
 from .space import Space
 
 
@@ -25,8 +26,11 @@ class Nodes(Protocol):
 
     def streams(self) -> Any: ...  # ordering.Streams
 
+    def become_forked(self) -> None: ...
+
 
 _master: Nodes | None = None
+_forked = False
 
 
 def master() -> Nodes:
@@ -34,8 +38,11 @@ def master() -> Nodes:
 
     Raises:
         UsageError: there is none.
+        ForkedProcess: it is that of the process of which this one is a fork.
     """
     if _master is None:
+        if _forked:
+            raise ForkedProcess("the nodes belong to the process of which this one is a fork")
         raise UsageError("there are no nodes: call shoal.init_master_worker(workers=n) first")
     return _master
 
@@ -49,3 +56,13 @@ def set_master(master: Nodes | None) -> None:
     """Another one, or none."""
     global _master
     _master = master
+
+
+def _after_fork_in_child() -> None:
+    global _master, _forked
+    if _master is not None:
+        _master.become_forked()
+        _master, _forked = None, True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

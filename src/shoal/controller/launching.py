@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from ..errors import LaunchError
-from ..wire import Deadline
+from ..wire import Deadline, close_in_forked_child
 from .output import Output
 
 #: seconds for a worker to end by itself, and for what it has written to come
@@ -53,6 +53,8 @@ class Processes:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            close_in_forked_child(pipe)  # or the worker would see its master there after that has died
         self._output.attach(index, process.stdout, process.stderr)
         with contextlib.suppress(BrokenPipeError):  # it has ended: check() tells
             process.stdin.write(self._secret.hex().encode())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..backend.registry import backend_factory
-from ..errors import NodeLost, ShoalError, UsageError, WorkerLost
+from ..errors import ForkedProcess, NodeLost, ShoalError, UsageError, WorkerLost
 from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..rpc import Peer
@@ -210,6 +210,8 @@ class Master(Seeing):
 
     def _take(self, index: int, how: Callable[[int, Deadline], Worker], deadline: Deadline) -> None:
         """Make the worker that ``how`` gives node ``index``."""
+        if self._pid != os.getpid():
+            raise self._forked()
         while True:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
@@ -434,6 +436,17 @@ class Master(Seeing):
             warnings.warn(slow, stacklevel=2)
         if unseen:
             warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
+
+    def become_forked(self) -> None:
+        """This is the master in a forked child, which has none of the parent's nodes."""
+        reset: Any = self._lock  # a thread of the parent may have had it
+        reset._at_fork_reinit()
+        why = self._forked()
+        for line in self._lines:
+            line.become_forked(why)
+
+    def _forked(self) -> ForkedProcess:
+        return ForkedProcess(f"the nodes belong to process {self._pid}, of which this one is a fork")
 
     def _end(self) -> list[str]:
         """End the nodes; what failed and nobody has seen."""

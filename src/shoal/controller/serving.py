@@ -175,6 +175,7 @@ def ignore_interrupts() -> None:
 
 def end() -> NoReturn:
     """End this process now, whatever its handlers do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # nobody reads it any more
+            stream.flush()
     os._exit(0)
