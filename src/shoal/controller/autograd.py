@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .interrupts import spared
+
 #: has ``prepared`` in threads that were: what to restore; and the ``error`` that ended a backward pass
 of_thread = threading.local()
 
@@ -47,6 +49,9 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
+#: C++ calls it where no error may be raised: a Ctrl-C in it would abort the process
+_GUARDED = [DeviceGuard.type_.__code__]
+
 #: any function of Python's, called so: ctypes raises an error that is pending after it
 _raise_pending = ctypes.pythonapi.PyErr_Occurred
 
@@ -56,13 +61,13 @@ def wrap_engine(in_use: Callable[[], bool]) -> None:
     engine: Any = torch.autograd.graph._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if in_use():
-            prepare_thread()
-        else:
+        if not in_use():
             restore_thread()
+            return engine(*args, **kwargs)
+        prepare_thread()
         of_thread.error = None
         try:
-            return engine(*args, **kwargs)
+            return spared(_GUARDED, lambda: engine(*args, **kwargs))
         except SystemError:
             if of_thread.error is not None:
                 raise of_thread.error from None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ShoalError, UsageError
 from .called import pickled_with, unpickled_with
 from .commands import CALL, DROP, TAKE
+from .interrupts import undisturbed
 from .metadata import metadata
 from .space import Space
 from .tensor import RemoteTensor, wrap
 
 _numbers = itertools.count()
+#: calls that a Ctrl-C has ended before their results were taken or dropped
+_left: deque[tuple[Space, int]] = deque()
 
 
 class Pending:
@@ -24,10 +28,19 @@ class Pending:
         space: of the node.
     """
 
+    _dropped = True
+
     def __init__(self, space: Space, payload: bytes) -> None:
+        while _left:
+            _drop(*_left.popleft())
         self.space = space
         self._number = next(_numbers) % 2**32
+        self._dropped = False
         self._wait = space.asked(CALL, payload, self._number)
+
+    def __del__(self) -> None:
+        if not self._dropped:  # after a Ctrl-C, in whatever thread the garbage collector runs
+            _left.append((self.space, self._number))
 
     def result(self) -> Any:
         """Wait for what the function gave; tensors in it stay on the node.
@@ -38,21 +51,30 @@ class Pending:
         """
         space = self.space
         tensors: list[RemoteTensor] = []
-        try:
-            pickled, told = self._wait()
+
+        def take() -> None:  # or what is taken would have an id, and no handle that frees it
             with space.lock:
                 for position, each in enumerate(told):
                     known = metadata(space.device, (tuple(each[0]), tuple(each[1]), *each[2:]))
                     id = space.take(TAKE, self._number, position)
                     tensors.append(wrap(space, id, known))
+
+        try:
+            pickled, told = self._wait()
+            undisturbed(take)
         finally:
             self.drop()
         return unpickled_with(pickled, tensors.__getitem__)
 
     def drop(self) -> None:
         """Let the node forget tensors of the result that were not taken, or will not be."""
-        with contextlib.suppress(ShoalError):  # a lost node has forgotten them
-            self.space.send(DROP, self._number)
+        _drop(self.space, self._number)
+        self._dropped = True
+
+
+def _drop(space: Space, number: int) -> None:
+    with contextlib.suppress(ShoalError):  # a lost node has forgotten them
+        space.send(DROP, number)
 
 
 def payload_of(

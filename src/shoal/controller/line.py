@@ -434,7 +434,8 @@ class Line:
     def become_forked(self, why: ShoalError) -> None:
         """This is the line in a forked child: what is used raises ``why``, and nothing is waited for."""
         self._end(why)
-        self.batches.clear()
+        for line in (self, *self.further):
+            line.batches.clear()
 
     def _end(self, why: ShoalError) -> None:
         for line in self.further:

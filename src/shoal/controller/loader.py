@@ -48,11 +48,11 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
             batches = [each[1] for each in found]
             yield _on_device(place.space, batches[0] if len(batches) == 1 else _joined(place, batches))
     finally:
-        with contextlib.suppress(ShoalError):  # the next use of a lost node hears of it
-            for pending in asked:
-                for one in pending:
-                    one.drop()
-            for space in begun:
+        for pending in asked:
+            for one in pending:
+                one.drop()
+        for space in begun:
+            with contextlib.suppress(ShoalError):  # the next use of a lost node hears of it
                 Pending(space, payload_of(loading.stop, (name,), {}, (space,))).drop()
 
 

@@ -91,5 +91,7 @@ def following(name: str) -> tuple[Any, ...]:
 
 
 def stop(name: str) -> None:
-    """Let go of a loader."""
-    _loadings.pop(name).stop()
+    """Let go of a loader, if it was begun."""
+    loading = _loadings.pop(name, None)
+    if loading is not None:
+        loading.stop()
