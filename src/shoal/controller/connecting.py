@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..errors import ShoalError
 from ..future import Future
 from ..rpc import Peer
 from . import node
@@ -17,6 +18,13 @@ def connect(line: Line, peer: Peer, session: str, streams: Any) -> None:
     line.call = partial(_called, peer, session)
     line.opens = partial(_opened, peer, session, line.index)
     line.ordering = streams
+
+
+def disconnect(line: Line, why: ShoalError) -> None:
+    """Let a line raise ``why``, and wait for nothing: this is a forked child."""
+    line._end(why)
+    for each in (line, *line.further):
+        each.batches.clear()
 
 
 def _called(peer: Peer, session: str, fn: Callable[..., Any], *args: Any) -> Future[Any]:

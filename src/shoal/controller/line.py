@@ -431,12 +431,6 @@ class Line:
             name = node_name(self.index)
             self._end(NodeLost(f"node {self.index} was lost: {why}", name, (self.index,)))
 
-    def become_forked(self, why: ShoalError) -> None:
-        """This is the line in a forked child: what is used raises ``why``, and nothing is waited for."""
-        self._end(why)
-        for line in (self, *self.further):
-            line.batches.clear()
-
     def _end(self, why: ShoalError) -> None:
         for line in self.further:
             line._end(why)

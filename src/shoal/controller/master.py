@@ -16,17 +16,16 @@ from typing import Any
 import torch
 
 from ..backend.registry import backend_factory
-from ..errors import ForkedProcess, NodeLost, ShoalError, UsageError, WorkerLost
+from ..errors import ForkedProcess, NodeLost, UsageError, WorkerLost
 from ..future import Future
 from ..keywords import checked_count, checked_seconds
-from ..rpc import Peer
 from ..wire import Deadline
 from ..wording import counted
-from . import current, device, node, peers, sending
+from . import current, device, node, sending
 from .autograd import restore_thread
 from .calling import call
 from .calls import misses_of
-from .connecting import connect
+from .connecting import connect, disconnect
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
@@ -35,6 +34,7 @@ from .naming import node_name
 from .ordering import Streams
 from .place import Named, Place, indices_of
 from .recorded import Recorded
+from .roster import Roster
 from .seeing import Seeing
 from .space import Space
 from .start import Worker, Workers
@@ -113,17 +113,11 @@ class Master(Seeing):
         self._pid = os.getpid()
         self._closed = False
         self.strict = False
-        self._gone: set[str] = set()
         self._on_lost: list[Callable[[int], Any]] = []
         #: the seed for nodes that come later too, so that all nodes of a place begin with the same numbers
         self._seed = torch.initial_seed(), False
         self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
-        #: held for moments by whoever tells nodes of one another: no wait of the program delays it
-        self._telling = threading.Lock()
-        #: the lines of the nodes that live, by the names of their workers
-        self._living: dict[str, Line] = {}
-        #: the latest workers of the nodes, by index, with their epochs
-        self._peers: dict[int, tuple[Peer, int]] = {}
+        self._roster = Roster(self.name, workers.agent)
         self._backend = backend
         self._imports = imports
         self._pids: list[int] = []
@@ -215,9 +209,7 @@ class Master(Seeing):
         while True:
             worker = how(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
-            with self._telling:
-                epoch = self._peers[index][1] + 1 if index in self._peers else 0
-                others = {each: (other.name, of) for each, (other, of) in self._peers.items()}
+            epoch, others = self._roster.members(index)
             try:
                 begun = peer.call(node.begin, self.name, index, epoch, self._backend, others, self._imports)
                 mailbox, gpus, within = begun.wait()
@@ -236,11 +228,7 @@ class Master(Seeing):
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]
             self._pids[index : index + 1] = [worker.arrival.pid]
-            with self._telling:
-                self._peers[index] = peer, epoch
-                self._living[peer.name] = line
-                self._introduce(index, others)
-                died = peer.name in self._gone
+            died = self._roster.add(line, peer, others)
             seed, distinct = self._seed
             with contextlib.suppress(NodeLost):  # it died just now
                 space.seed(seed + index * distinct)
@@ -250,28 +238,6 @@ class Master(Seeing):
             each.close(each.lost or NodeLost(_ENDED))
         if died:
             self._lost(peer.name)
-
-    def _introduce(self, index: int, known: dict[int, peers.Member]) -> None:
-        """Tell the other nodes of a new one, and it of what happened since ``known``."""
-        peer, epoch = self._peers[index]
-        self._tell(peers.meet, index, epoch, peer.name)
-        for each, (other, of) in self._peers.items():
-            if each != index and known.get(each) != (other.name, of):
-                self._post(peer, peers.meet, each, of, other.name)
-            if each != index and other.name not in self._living:
-                self._post(peer, peers.lose, each, of)
-
-    def _tell(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
-        """Call ``fn(session, of, *args)`` at all nodes but ``of``."""
-        for index, (peer, _) in self._peers.items():
-            if index != of:
-                self._post(peer, fn, of, *args)
-
-    def _post(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
-        """Call ``fn(session, *args)`` at a node, if it lives, and wait for nothing."""
-        if self._workers.agent.links.existing(peer.name) is not None:
-            with contextlib.suppress(ShoalError):
-                peer.post(fn, self.name, *args)
 
     def space(self, index: int) -> Space:
         """The space of the device ``node:index``, a node or a place of several.
@@ -443,7 +409,7 @@ class Master(Seeing):
         reset._at_fork_reinit()
         why = self._forked()
         for line in self._lines:
-            line.become_forked(why)
+            disconnect(line, why)
 
     def _forked(self) -> ForkedProcess:
         return ForkedProcess(f"the nodes belong to process {self._pid}, of which this one is a fork")
@@ -460,13 +426,9 @@ class Master(Seeing):
         return unseen
 
     def _lost(self, name: str) -> None:
-        with self._telling:
-            self._gone.add(name)
-            line = self._living.pop(name, None)
-            if line is None:
-                return  # each of its connections ends, and it need not be a node
-            line.lose(_ENDED)
-            self._tell(peers.lose, line.index, line.epoch)
+        line = self._roster.lose(name, _ENDED)
+        if line is None:
+            return  # each of its connections ends, and it need not be a node
         for fn in list(self._on_lost):
             fn(line.index)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..rpc import Peer
 from . import node
 from .explaining import Explanation, explain
 from .line import Line
+from .roster import Roster
 from .space import Space
 from .tensor import RemoteTensor
 from .trace import Trace
@@ -33,7 +33,7 @@ class Seeing:
     _lock: threading.RLock
     _lines: list[Line]
     _spaces: dict[int, Space]
-    _peers: dict[int, tuple[Peer, int]]
+    _roster: Roster
 
     def explain(self, tensor: torch.Tensor) -> Explanation:
         """The maker of a tensor on a node, as operator, line of the program and age, and the tensor's state.
@@ -66,8 +66,7 @@ class Seeing:
         return Trace(path, spaces, self._lock, self.name, self._ask)
 
     def _ask(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
-        peer, _ = self._peers[index]
-        return peer.options(timeout=_ANSWER).call(fn, *args).wait()
+        return self._roster.peer(index).options(timeout=_ANSWER).call(fn, *args).wait()
 
     def _poison_of(self, index: int, space: int, id: int) -> Any:
         return self._ask(index, node.poison_of, self.name, space, id)
