@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -20,7 +17,6 @@ import torch
 
 import shoal
 from tests.controller.nodes import BACKSTOP
-from tests.controller.work import WORK, backward, left
 from tests.support.quick_workers import start_python
 
 
@@ -113,56 +109,6 @@ def dies_before_its_nodes_have_joined(tell: Connection) -> None:
 
     subprocess.Popen = Noted  # type: ignore[misc, assignment]
     shoal.init_master_worker(workers=1)
-
-
-def is_interrupted_in_all_it_does(tell: Connection) -> None:
-    """Press Ctrl-C at random moments of each kind of work, and do it once more undisturbed after each."""
-    presses = Presses()
-    with shoal.init_master_worker(workers=3) as master:
-        for work in WORK:
-            node, other = list(master.nodes)[:2]
-            for _ in range(20 if work is backward else 2):
-                with presses, contextlib.suppress(KeyboardInterrupt):
-                    while True:
-                        work(master, node, other)
-            work(master, node, other)
-            master.synchronize()
-            gc.collect()
-        master.synchronize()
-        tell.send([master.call(node, left) for node in master.nodes])
-    presses.end()
-    tell.send("done")
-
-
-class Presses:
-    """Presses Ctrl-C once, at a random moment of a ``with`` block."""
-
-    def __init__(self) -> None:
-        self._armed = self._ended = False
-        signal.signal(signal.SIGINT, self._interrupt)
-        self._thread = threading.Thread(target=self._press)
-        self._thread.start()
-
-    def __enter__(self) -> None:
-        self._armed = True
-
-    def __exit__(self, *error: object) -> None:
-        assert not self._armed
-
-    def end(self) -> None:
-        self._ended = True
-        self._thread.join()
-
-    def _interrupt(self, signalled: int, frame: FrameType | None) -> None:
-        # Python drops what is raised in a finalizer.
-        if self._armed and frame is not None and frame.f_code.co_name != "__del__":
-            self._armed = False
-            raise KeyboardInterrupt
-
-    def _press(self) -> None:
-        while not self._ended:
-            time.sleep(random.uniform(0, 0.02))
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def left_of_torch() -> list[bool]:

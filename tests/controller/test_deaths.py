@@ -66,11 +66,5 @@ def test_an_interrupt_ends_a_wait_and_never_the_queue(start: Start) -> None:
     assert program.told() == "done"
 
 
-def test_an_interrupt_of_whatever_the_master_does_leaves_nothing_and_the_next_goes_well(start: Start) -> None:
-    program = start(masters.is_interrupted_in_all_it_does)
-    assert program.told() == [(0, 0)] * 3
-    assert program.told() == "done"
-
-
 def test_a_node_that_cannot_start_is_told(start: Start) -> None:
     assert "the process of node 0 ended with 1 before it joined" in start(masters.cannot_start).told()
