@@ -110,6 +110,7 @@ def _private_names(path: Path) -> set[str]:
                 a.asname or "torch": a.name if a.asname else "torch" for a in node.names if _of_torch(a.name)
             }
         elif isinstance(node, ast.ImportFrom) and not node.level and _of_torch(node.module or ""):
+            importlib.import_module(node.module or "")  # so that _shortened knows it, whatever ran before
             local |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     names = set(local.values())
     for node in ast.walk(tree):
