@@ -154,6 +154,47 @@ def test_a_recorded_step_is_explained_as_one(master: Master) -> None:
     assert "return x * 2 + 1" in told.line
 
 
+def test_the_stream_of_a_tensor_is_told(master: Master) -> None:
+    side = shoal.Stream(NODE)
+    x = torch.ones(3, device=NODE)
+    with side:
+        y, line = x.exp(), here()
+    z = y + 1
+    for _ in range(2):  # pending, or not, and executed
+        told = master.explain(y)
+        assert (told.stream, told.operator, told.line, told.age) == (side.stream_id, "aten.exp", line, 0)
+        assert f"made by aten.exp on stream {side.stream_id}, 0 operations ago" in str(told)
+        assert master.explain(z).stream == 0
+        master.synchronize()
+    place = master.place([0, 1])
+    with (both := shoal.Stream(place.device)):
+        w = torch.ones(3, device=place.device).exp()
+    assert (master.explain(w).stream, master.explain(w).place) == (both.stream_id, "nodes 0, 1")
+
+
+def test_an_id_that_another_stream_had_is_explained_by_its_last_maker(master: Master) -> None:
+    side = shoal.Stream(NODE)
+    had: set[int] = set()
+    found = 0
+    for _ in range(50):
+        first = torch.ones(3, device=NODE).exp()
+        with side:
+            first.neg()
+        had.add(first.handle.id)  # type: ignore[attr-defined]
+        del first
+        master.synchronize()
+        with side:
+            second = torch.ones(3, device=NODE).sin()
+        second.neg()
+        if second.handle.id in had:  # type: ignore[attr-defined]
+            found += 1
+            assert (master.explain(second).operator, master.explain(second).stream) == (
+                "aten.sin",
+                side.stream_id,
+            )
+    assert found
+
+
 def test_the_widths_of_commands_are_those_of_nodes() -> None:
     memory = Memory()
     calls = Tensors(torch.device("cpu"), Outcome(0, memory.poisons, Tensors.run.__code__), memory, 0, 0).calls

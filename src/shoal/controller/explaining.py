@@ -28,7 +28,8 @@ class Explanation:
         operator: that made it, such as ``aten.add.Tensor``; "" if that was too long ago.
         line: of the program, that issued the operator; "" likewise.
         changed: the line that issued the last operation which wrote to it in place; "" if none is known.
-        age: operations that were issued to its nodes since; None if nobody knows.
+        stream: ``stream_id`` of the one to which the operator was issued; None if nobody knows.
+        age: operations that were issued to that stream of its nodes since; None if nobody knows.
         state: "pending" (not acknowledged by its nodes), "executed", "poisoned" or "lost".
         error: why it is poisoned or lost; None: it is not.
     """
@@ -41,6 +42,7 @@ class Explanation:
     operator: str
     line: str
     changed: str
+    stream: int | None
     age: int | None
     state: str
     error: ShoalError | None
@@ -50,7 +52,8 @@ class Explanation:
         where = f"{self.place} ({device_shown(self.within)})" if self.within >= 0 else self.place
         lines = [f"{dtype}[{', '.join(map(str, self.shape))}] on {where}: {self.state}"]
         if self.operator:
-            lines.append(f"made by {self.operator}, {counted(self.age or 0, 'operation')} ago")
+            stream = f" on stream {self.stream}" if self.stream else ""
+            lines.append(f"made by {self.operator}{stream}, {counted(self.age or 0, 'operation')} ago")
             lines.append(f"issued at {self.line}")
         else:
             lines.append("made so long ago that its operation is not known any more")
@@ -83,9 +86,12 @@ def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
         ]
         for line in lines:
             line.reap()
-        makers = [maker_of(space.number, handle.id, line.unacknowledged(), line.history) for line in lines]
+        makers = [
+            (line.stream, maker_of(space.number, handle.id, line.unacknowledged(), line.history))
+            for line in lines
+        ]
         lost = space.lost
-    maker = _of_all(makers)
+    stream, maker = _of_all(makers)
     error: ShoalError | None = lost
     state = "lost" if lost is not None else "pending" if maker is not None and maker.pending else "executed"
     if state == "executed":
@@ -103,16 +109,17 @@ def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
         operator="" if maker is None else maker.operator,
         line="" if maker is None else shown(origin),
         changed="" if maker is None or maker.changed is None else shown(maker.changed),
+        stream=stream,
         age=None if maker is None else maker.age,
         state=state,
         error=error,
     )
 
 
-def _of_all(makers: Sequence[Maker | None]) -> Maker | None:
-    """One for all nodes: pending if it is pending on one of them."""
-    found = [each for each in makers if each is not None]
-    return next((each for each in found if each.pending), found[0] if found else None)
+def _of_all(makers: Sequence[tuple[int, Maker | None]]) -> tuple[int | None, Maker | None]:
+    """One for all nodes, with its stream: pending if it is pending on one of them."""
+    found = [(stream, each) for stream, each in makers if each is not None]
+    return next((each for each in found if each[1].pending), found[0] if found else (None, None))
 
 
 def _poison(lines: Sequence[Line], space: int, id: int, ask: Ask) -> ShoalError | None:

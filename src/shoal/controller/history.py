@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .commands import FIRST, KEEP, PUT, SHARE, TAKE, WIDTHS
+from .commands import FIRST, FREE, KEEP, PUT, RELEASE, SHARE, TAKE, WIDTHS
 from .issuing import Origin, issuing_line
 
 #: operations of a node that are kept after they were acknowledged
@@ -108,25 +108,29 @@ def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -
     after, changed = 0, None
     for waits, segments in ((True, pending), (False, history.newest_first())):
         for issued in segments:
-            found, written = _search(issued, space, id)
+            found, written, gone = _search(issued, space, id)
             changed = changed or written
             if found is not None:
                 operator, origin, position = found
                 return Maker(operator, origin, after + len(issued) - position, waits, changed)
+            if gone:  # another stream made the one that has the id now
+                return None
             after += len(issued)
     return None
 
 
 def _search(
     issued: Issued, space: int, id: int
-) -> tuple[tuple[str, Any, int] | None, Origin | None]:  # fmt: skip
-    """The last command of a segment that made a tensor, and where it was written to after that.
+) -> tuple[tuple[str, Any, int] | None, Origin | None, bool]:  # fmt: skip
+    """The last command of a segment that made a tensor, where it was written to after that, and whether
+    the id was freed instead.
 
     The command is its operator, its origin, and how many of the segment's operations came up to it.
     """
     numbers, here = issued.numbers, issued.space == space
     found: tuple[str, Any, int] | None = None
     written: Origin | None = None
+    gone = False
     p = position = 0
     while p < len(numbers):
         number = numbers[p]
@@ -134,7 +138,9 @@ def _search(
             target = (issued.space, numbers[p + 1]) if number != SHARE else (numbers[p + 3], numbers[p + 4])
             if number in MAKING and target == (space, id):
                 operator, origin = issued.made.get(p, ("", None))
-                found, written = (operator, origin, position), None
+                found, written, gone = (operator, origin, position), None, False
+            elif number in (FREE, RELEASE) and target == (space, id):
+                found, written, gone = None, None, True
             p += WIDTHS[number]
             continue
         kind = issued.kinds.get(number)
@@ -145,12 +151,12 @@ def _search(
             kind.given
             and (space, id) in zip(kind.given, numbers[first - len(kind.given) : first], strict=True)
         ):
-            found, written = (kind.operator, issued[position], position + 1), None
+            found, written, gone = (kind.operator, issued[position], position + 1), None, False
         elif here and kind.operands and numbers[p + 1] == id and _writes(kind.operator):
             written = issued[position]
         position += 1
         p = first + kind.results
-    return found, written
+    return found, written, gone
 
 
 def _writes(operator: str) -> bool:
