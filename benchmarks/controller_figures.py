@@ -28,6 +28,9 @@ ADD_TEAM, REPLAY = "x + y on 4 [1/s]", "replay [1/s]"
 FETCH, STEP, ADAM = "fetch", "MLP step [ms]", "MLP step, Adam [ms]"
 LARGE_MS, BACK_MS, BETWEEN_MS = "64 MB [ms]", "64 MB back [ms]", "64 MB between nodes [ms]"
 AVERAGE_MS = "average 20 x 1 MB [ms]"
+DIGITS_MS = "digits step on 4 [ms]"
+#: operations of a recorded step, and images of a step of the digits
+RECORDED, IMAGES = 500, 32
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Library:
         wait: for all that was issued.
         add: issue this many x + y.
         add_team: the same on a place of four nodes.
-        replay: issue this many operations that were recorded.
+        replay: issue this many recorded steps of 500 operations each.
         fetch: get a number whose tensor is there.
         step: issue a training step.
         adam: the same with Adam, whose operations take lists of tensors.
@@ -65,6 +68,7 @@ class Library:
         back: bring 64 MB from there.
         between: bring 64 MB from one node to another, and wait for it.
         average: average 20 tensors of 1 MB over four nodes, and wait for it.
+        digits: issue this many training steps of the digits network on four nodes.
     """
 
     wait: Callable[[], object]
@@ -78,6 +82,7 @@ class Library:
     back: Callable[[], object] | None = None
     between: Callable[[], object] | None = None
     average: Callable[[], object] | None = None
+    digits: Callable[[int], object] | None = None
 
 
 # -- rows: each has the figures of its own, or none ------------------------------------------------
@@ -97,8 +102,16 @@ def eager_on_a_place(library: Library, work: Work) -> Figures:
 
 
 def replayed(library: Library, work: Work) -> Figures:
-    """The same as recorded steps."""
-    return {} if library.replay is None else {REPLAY: rate_of(library.replay, library, work)[0]}
+    """The same as recorded steps, of which the first calls are no replays."""
+    if library.replay is None:
+        return {}
+    library.replay(5)
+    library.wait()
+    steps = max(1, work.operations // RECORDED)
+    begun = time.perf_counter()
+    library.replay(steps)
+    library.wait()
+    return {REPLAY: steps * RECORDED / (time.perf_counter() - begun)}
 
 
 def fetched(library: Library, work: Work) -> Figures:
@@ -137,7 +150,19 @@ def averaged(library: Library, work: Work) -> Figures:
     return {} if library.average is None else {AVERAGE_MS: each(library.average, work)}
 
 
-ROWS_OF_FIGURES = (eager, eager_on_a_place, replayed, fetched, stepped, moved, averaged)
+def trained(library: Library, work: Work) -> Figures:
+    """Training steps with gradients that four nodes average."""
+    if library.digits is None:
+        return {}
+    library.digits(max(10, work.steps // 10))
+    library.wait()
+    begun = time.perf_counter()
+    library.digits(work.steps)
+    library.wait()
+    return {DIGITS_MS: (time.perf_counter() - begun) / work.steps * 1e3}
+
+
+ROWS_OF_FIGURES = (eager, eager_on_a_place, replayed, fetched, stepped, moved, averaged, trained)
 
 
 def measure(library: Library, work: Work) -> Figures:

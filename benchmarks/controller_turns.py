@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from controller_figures import (
     FEATURES,
     GRADIENT,
     GRADIENTS,
+    IMAGES,
     LARGE,
     PLACE,
+    RECORDED,
     ROWS,
     SMALL,
     WIDTH,
@@ -32,6 +34,9 @@ from controller_figures import (
     Work,
     measure,
 )
+from torch.nn.functional import cross_entropy
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
 
 def on(device: str, wait: Callable[[], object]) -> Library:
@@ -99,10 +104,27 @@ def on_one(work: Work) -> Figures:
 
     with shoal.init_master_worker(workers=1) as master:
         library = on("node:0", master.synchronize)
+        library.replay = replaying(master)
         figures = measure(library, work)
         if work.soak and library.add is not None:
             figures |= soaked(master, library.add, work.soak)
         return figures
+
+
+def replaying(master: Any) -> Callable[[int], object]:
+    """Issues operations as recorded steps of so many."""
+    x, y = torch.randn(SMALL, device="node:0"), torch.randn(SMALL, device="node:0")
+
+    @master.recorded  # type: ignore[untyped-decorator]
+    def step() -> None:
+        for _ in range(RECORDED):
+            x + y
+
+    def replay(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
+    return replay
 
 
 def on_a_place(count: int, work: Work) -> Figures:
@@ -131,7 +153,64 @@ def on_a_place(count: int, work: Work) -> Figures:
         library = Library(wait=master.synchronize, add_team=add)
         if count > 1:
             library.average, library.between = average, copy
+            library.digits = digits_of_nodes(master)
         return measure(library, work)
+
+
+def digits_of_nodes(master: Any) -> Callable[[int], object]:
+    """Issues training steps of examples/controller_digits.py, recorded, at one rate."""
+    from controller_digits import parts
+    from digits import load, make_network
+
+    place, digits = master.nodes, load()
+    network = make_network(0).to(place.device)
+    images, labels = place.replicate(digits.train_images), place.replicate(digits.train_labels)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=3e-3)
+
+    @master.recorded  # type: ignore[untyped-decorator]
+    def step(mine: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+        chosen = place.scatter(mine)
+        losses = cross_entropy(network(images[chosen]), labels[chosen], reduction="none")
+        loss = (losses * place.scatter(weights)).sum()
+        optimizer.zero_grad()
+        (loss * len(place) / IMAGES).backward()
+        place.average_(parameter.grad for parameter in network.parameters())
+        optimizer.step()
+
+    def train(steps: int) -> None:
+        for batch in batches(len(digits.train_labels), steps):
+            step(*parts(batch, len(place)))
+
+    return train
+
+
+def digits_of_ranks(group: Any) -> Callable[[int], object]:
+    """The same steps as a rank does them, with DistributedDataParallel."""
+    from digits import load, make_network
+
+    import shoal
+
+    digits, network = load(), make_network(0)
+    model = shoal.DistributedDataParallel(network, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=3e-3)
+
+    def train(steps: int) -> None:
+        for batch in batches(len(digits.train_labels), steps):
+            mine = batch[group.rank :: group.size]
+            loss = cross_entropy(model(digits.train_images[mine]), digits.train_labels[mine], reduction="sum")
+            optimizer.zero_grad()
+            (loss * group.size / IMAGES).backward()
+            optimizer.step()
+        group.barrier()
+
+    return train
+
+
+def batches(count: int, steps: int) -> Iterator[torch.Tensor]:
+    """Indices of the images of each step."""
+    shuffle = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        yield torch.randperm(count, generator=shuffle)[:IMAGES]
 
 
 def of_ranks(work: Work) -> Figures:
@@ -160,7 +239,8 @@ def rank(number: int, folder: str, work: Work, out: str) -> None:
             group.all_reduce(bucket, op="avg").wait()
             torch._foreach_copy_(gradients, parts)
 
-        figures = measure(Library(wait=lambda: None, average=average), work)
+        digits = digits_of_ranks(group)
+        figures = measure(Library(wait=lambda: None, average=average, digits=digits), work)
         if number == 0:
             Path(out).write_text(json.dumps(figures))
 
