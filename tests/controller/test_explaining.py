@@ -212,3 +212,13 @@ def test_a_lost_tensor_says_so(start: Callable[..., Program], tmp_path: Path) ->
         assert (told.state, told.operator, told.line) == ("lost", "aten.empty.memory_format", line)
         assert isinstance(told.error, shoal.NodeLost)
     crew.end()
+
+
+def test_what_asks_for_elements_is_not_remembered_for_ever(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "KEPT", 100)
+    x = torch.ones(3, device=NODE)
+    for _ in range(200):
+        x.tolist()  # a batch without an operation
+    assert sum(1 for _ in master._lines[0].history.newest_first()) < 100

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .commands import FIRST, FREE, KEEP, PUT, RELEASE, SHARE, TAKE, WIDTHS
 from .issuing import Origin, issuing_line
 
-#: operations of a node that are kept after they were acknowledged
+#: operations of a node that are kept after they were acknowledged; each segment and batch counts as one more
 KEPT = 4096
 
 _MADE_BY = {PUT: "a copy from the master", TAKE: "a result of a function", SHARE: "a tensor elsewhere"}
@@ -60,6 +60,11 @@ class Issued(list[Any]):
         self.made[at] = _MADE_BY.get(command, asked), issuing_line()
 
 
+def _size(batch: list[Issued]) -> int:
+    """As many operations as it counts for: one that asks for an element has none, and is kept too."""
+    return 1 + sum(1 + len(each) for each in batch)
+
+
 class Maker(NamedTuple):
     """The command that made a tensor.
 
@@ -88,9 +93,9 @@ class History:
     def add(self, batch: list[Issued]) -> None:
         """A batch was acknowledged."""
         self._batches.append(batch)
-        self._size += sum(map(len, batch))
+        self._size += _size(batch)
         while self._size > KEPT and len(self._batches) > 1:
-            self._size -= sum(map(len, self._batches.popleft()))
+            self._size -= _size(self._batches.popleft())
 
     def newest_first(self) -> Iterator[Issued]:
         """The segments."""
