@@ -196,7 +196,7 @@ def test_an_id_that_another_stream_had_is_explained_by_its_last_maker(master: Ma
 
 
 def test_the_widths_of_commands_are_those_of_nodes() -> None:
-    memory = Memory()
+    memory = Memory(0)
     calls = Tensors(torch.device("cpu"), Outcome(0, memory.poisons, Tensors.run.__code__), memory, 0, 0).calls
     assert {number: width for number, (_, width, _) in calls.items()} == WIDTHS
     assert max(WIDTHS) < FIRST

@@ -80,6 +80,21 @@ def test_places_of_a_replaced_node_can_be_used_again(crew: Crew) -> None:
     assert crew.master.nodes is team
 
 
+def test_a_failure_of_a_lost_node_is_not_taken_for_one_of_its_successor(crew: Crew) -> None:
+    def fails() -> torch.Tensor:
+        return torch.ones(2, device="node:0")[torch.tensor([5], device="node:0")]
+
+    copied = fails().to("node:1")
+    assert torch.ones(1, device="node:1").item() == 1  # node 1 has heard of it
+    crew.kill(0)
+    crew.joining()
+    crew.master.replace(0, BACKSTOP)
+    with pytest.raises(RemoteOpError, match="out of bounds"):
+        fails().tolist()
+    with pytest.raises(RemoteOpError, match="so long ago that its text is gone"):
+        copied.tolist()
+
+
 def test_copies_and_collectives_work_among_whoever_was_replaced_in_whatever_order(crew: Crew) -> None:
     master = crew.master
 

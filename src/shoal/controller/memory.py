@@ -69,15 +69,18 @@ class Memory:
         several: whether there is more than the default stream.
         node: its index, known once there are several.
         ended: whether the session is.
-        poisons: numbers of failures.
+        poisons: numbers of failures, which no node that had the same index before has given.
+
+    Args:
+        epoch: how many nodes have had its index before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int) -> None:
         self.lock = threading.Lock()
         self.several = False
         self.node = -1
         self.ended = False
-        self.poisons = itertools.count()
+        self.poisons = itertools.count(epoch << 32)
         self._lists: dict[int, list[Any]] = {}
         self._progress: dict[tuple[int, int], Progress] = {}
         self._enqueues: dict[int, list[Any]] = {}

@@ -71,8 +71,8 @@ class _Session:
         timing: of all commands, while there is a trace.
     """
 
-    def __init__(self) -> None:
-        self.memory = Memory()
+    def __init__(self, epoch: int) -> None:
+        self.memory = Memory(epoch)
         self.streams: dict[int, _Stream] = {}
         self.timing: Timing | None = None
         self.open(0)
@@ -141,7 +141,7 @@ def begin(
     others = peers.Peers(session, index, epoch, current().agent, members)
     peers.enter(others)
     teams.enter(others, backend)
-    begun = _sessions[session] = _Session()
+    begun = _sessions[session] = _Session(epoch)
     return begun.streams[0].mailbox, accelerators.count(), accelerators.chosen()
 
 
