@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from shoal.controller import Master
 from tests.controller.test_random_programs import BINARY, DTYPES, HELD, NODE, SCALARS, UNARY, VIEWS, WRITES
 
 #: steps of the long form
-MANY = 400
+MANY = 60 if os.environ.get("STRESS") == "short" else 400
 CALLS = 6
 KINDS = ["make", "unary", "binary", "scalar", "cast", "hop", "spread"] + ["view", "write", "free"] * 2
 
