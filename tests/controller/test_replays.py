@@ -14,6 +14,7 @@ from torch import Tensor
 import shoal
 from shoal.controller import Master
 from shoal.controller.program import Program
+from shoal.controller.tensor import Handle
 from tests.controller.trainings import TRAININGS, until_replayed
 
 NODE = "node:0"
@@ -186,3 +187,32 @@ def test_threads_may_call_a_recorded_step_side_by_side(master: Master) -> None:
         thread.join()
     assert not wrong
     assert square.replays > 100
+
+
+def test_a_tensor_that_another_thread_frees_meanwhile_is_not_written_over(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed, recorded = threading.Event(), threading.Event()
+    free = Handle.__del__
+
+    def held_up(self: Handle) -> None:
+        free(self)
+        if threading.current_thread() is thread:
+            freed.set()
+            recorded.wait()
+
+    monkeypatch.setattr(Handle, "__del__", held_up)
+    step = master.recorded(lambda x: x * 2 + 1)
+    x = torch.ones(4, device=NODE)
+    held = [torch.zeros(4, device=NODE)]
+    thread = threading.Thread(target=held.clear)
+    results = [step(x)]
+    thread.start()
+    freed.wait()  # its id is free, and the handle is still found
+    results.append(step(x))
+    recorded.set()
+    thread.join()
+    mine = [torch.full((4,), 100.0 + i, device=NODE) for i in range(8)]
+    results.append(step(x))
+    assert step.replays == 1
+    assert [each[0].item() for each in mine] == [100.0 + i for i in range(8)]

@@ -58,10 +58,11 @@ class Handle:
 
     def __del__(self) -> None:
         try:  # in whatever thread the garbage collector runs: nothing else
+            id, self.id = self.id, -1  # it can still be found, and another tensor may have its id in a moment
             if self.storage is None or self.space.ordering is None:
-                self.space.freed.append(self.id)
+                self.space.freed.append(id)
             else:
-                self.space.freed.append((self.id, self.storage))
+                self.space.freed.append((id, self.storage))
         except AttributeError:  # a Ctrl-C ended its making
             pass
 
