@@ -9,7 +9,7 @@ import torch
 
 from .growing import let_grow
 from .metadata import told
-from .operators import function, named, written
+from .operators import function, written_by
 
 
 def run_asked(
@@ -53,10 +53,7 @@ def run_asked(
             return ("list", [tell(each) for each in value])
         return ("constant", value)
 
-    try:
-        places = written(named(operator)._schema)
-    except (AttributeError, RuntimeError):  # it is unknown here, as it says when it is called
-        places = frozenset()
+    places = written_by(operator) or frozenset()  # an unknown one says so when it is called
     args = [given(each) if i in places else each for i, each in enumerate(args)]
     kwargs = {name: given(each) if name in places else each for name, each in kwargs.items()}
     count = len(tensors)

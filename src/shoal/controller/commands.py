@@ -14,6 +14,7 @@ A command is the number of a call, the ids of its operands and the ids that its 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .metadata import Told
@@ -69,6 +70,36 @@ WIDTHS = {
 FIRST = 32
 
 Template = tuple[Any, ...]
+
+
+def filled(
+    args: Sequence[Template],
+    kwargs: Mapping[str, Template],
+    tensors: Iterable[Any],
+    scalars: Iterable[float],
+    device: Callable[[Template], Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, of its templates, its tensors and its numbers.
+
+    Args:
+        device: gives that of a template of one.
+    """
+    left, numbers = iter(tensors), iter(scalars)
+
+    def given(template: Template) -> Any:
+        kind = template[0]
+        if kind == "tensor":
+            return next(left)
+        if kind == "number":
+            value = next(numbers)
+            return int(value) if template[1] == "int" else value
+        if kind == "list":
+            return [given(each) for each in template[1]]
+        return device(template) if kind == "device" else template[1]
+
+    return [given(each) for each in args], {name: given(each) for name, each in kwargs.items()}
+
+
 #: space, stream, numbers, scalars, high, payloads: what :mod:`.space` sends
 Segment = tuple[int, int, bytes, bytes, int, list[Any]]
 

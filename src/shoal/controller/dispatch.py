@@ -11,7 +11,7 @@ import torch
 from ..errors import DeviceMismatch, UsageError
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
-from .calls import ASKED, Call, asked, collect, intern, templates
+from .calls import ASKED, Call, asked, collect, intern, templates, written_operands
 from .metadata import Metadata, metadata, told
 from .operators import Operator, operator
 from .ordering import Streams
@@ -165,13 +165,7 @@ def _ask(
     answer = space.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
     # Tensors that it writes to may have another shape now: they are told of beside the result.
     result, *changed = answer[1] if op.writes else [answer]
-    targets = [
-        each
-        for at, value in (*enumerate(args), *kwargs.items())
-        if at in op.writes
-        for each in (value if isinstance(value, (list, tuple)) else [value])
-        if type(each) is RemoteTensor
-    ]
+    targets = [operands[each] for each in written_operands(op, args, kwargs)]
     position = len(changed)
 
     def known(told: Sequence[Any]) -> Metadata:
@@ -233,9 +227,6 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     space = next((each.handle.space for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None)
     if space is None:
         space = _space_of(kwargs)
-    written = {
-        a.name for a in op.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    }
 
     def brought(value: Any, name: str) -> Any:
         if isinstance(value, (list, tuple)):
@@ -248,7 +239,7 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
                 f".to_dense().to({str(space.device)!r})"
             )
         # Numbers of the master may take part, and its indices may choose, as with every device of torch.
-        alien = (value.dim() and name != "indices") or name in written
+        alien = (value.dim() and name != "indices") or name in op.writes
         if alien or value.device.type != "cpu":
             raise mismatch(op.name, name, value, space.device)
         return upload(space, value)

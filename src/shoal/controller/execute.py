@@ -42,6 +42,7 @@ from .commands import (
     STATE,
     TAKE,
     WAIT,
+    WIDTHS,
     Definition,
     Failure,
     Template,
@@ -51,7 +52,7 @@ from .growing import GROWING, let_grow
 from .mark import Mark
 from .memory import Memory
 from .metadata import in_words, is_layout_of, told
-from .operators import function, named
+from .operators import function, written_by
 from .outcome import Outcome, Poison
 from .program import Program, Recipe
 from .reasons import Elsewhere
@@ -209,21 +210,17 @@ class Tensors:
         elif a[p] == SHARE:
             self._memory.hold(a[p + 3], a[p + 4], poison)
         elif a[p] in (FETCH, ITEM, ASK, CALL, STATE):
-            self._outcome.values.append(("poison", tuple(poison.failure)))
+            self._outcome.spoilt(poison)
 
     def _written(self, call: Definition, operands: list[int]) -> list[int]:
         """The ids of the operands that a call writes to."""
-        try:
-            schema = named(call.operator)._schema
-        except (AttributeError, RuntimeError):
+        places = written_by(call.operator)
+        if places is None:
             return operands
         written, at = [], 0
-        given = list(zip(schema.arguments, call.args, strict=False))
-        by_name = {argument.name: argument for argument in schema.arguments}
-        given += [(by_name[name], template) for name, template in call.kwargs.items()]
-        for argument, template in given:
+        for place, template in (*enumerate(call.args), *call.kwargs.items()):
             width = _tensors_in(template)
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if place in places:
                 written += operands[at : at + width]
             at += width
         return written
@@ -312,28 +309,29 @@ class Tensors:
         self._definitions.clear()
         self.plain.clear()
         self._programs.clear()
-        self.calls = {
-            FREE: (_free, 2, 0),
-            PUT: (self._put, 3, 0),
-            FETCH: (self._fetch, 2, 0),
-            ITEM: (self._item, 2, 0),
-            SEED: (self._seed, 3, 0),
-            FORGET: (self._forget_calls, 1, 0),
-            ASK: (self._ask, 2, 0),
-            KEEP: (self._keep, 3, 0),
-            STATE: (self._state, 2, 0),
-            DEFINE: (self._define, 2, 0),
-            SHARE: (self._share, 5, 0),
-            PROGRAM: (self._program, 2, 0),
-            ERASE: (self._erase, 2, 0),
-            CALL: (self._call, 3, 0),
-            TAKE: (self._take, 4, 0),
-            DROP: (self._drop, 2, 0),
-            WAIT: (self._wait, 6, 0),
-            RELEASE: (self._release, 3, 0),
-            MARK: (self._mark, 3, 0),
-            EXPECT: (self._expect, 2, 0),
+        commands = {
+            FREE: _free,
+            PUT: self._put,
+            FETCH: self._fetch,
+            ITEM: self._item,
+            SEED: self._seed,
+            FORGET: self._forget_calls,
+            ASK: self._ask,
+            KEEP: self._keep,
+            STATE: self._state,
+            DEFINE: self._define,
+            SHARE: self._share,
+            PROGRAM: self._program,
+            ERASE: self._erase,
+            CALL: self._call,
+            TAKE: self._take,
+            DROP: self._drop,
+            WAIT: self._wait,
+            RELEASE: self._release,
+            MARK: self._mark,
+            EXPECT: self._expect,
         }
+        self.calls = {number: (run, WIDTHS[number], 0) for number, run in commands.items()}
 
     def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         self.define(Definition(*pickle.loads(self._payloads[a[p + 1]])))
@@ -388,7 +386,7 @@ class Tensors:
     def _fetch(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         value = t[a[p + 1]]
         if isinstance(value, Poison):
-            self._outcome.values.append(("poison", tuple(value.failure)))
+            self._outcome.spoilt(value)
         else:
             # a copy: the next batch may write to the tensor while the reply is sent
             self._outcome.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
@@ -396,7 +394,7 @@ class Tensors:
     def _item(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         value = t[a[p + 1]]
         if isinstance(value, Poison):
-            self._outcome.values.append(("poison", tuple(value.failure)))
+            self._outcome.spoilt(value)
         else:
             self._outcome.values.append(("number", value.item()))
 
@@ -417,13 +415,13 @@ class Tensors:
         keyed = {name: self._given(each, operands) for name, each in kwargs.items()}
         poison = next((each for each in operands if isinstance(each, Poison)), None)
         if poison is not None:
-            self._outcome.values.append(("poison", tuple(poison.failure)))
+            self._outcome.spoilt(poison)
             return
         try:
             self._asked, answer = run_asked(operator, given, keyed, self._all)
         except Exception as error:
             poison = self._poison(-1, operator, operands, error)
-            self._outcome.values.append(("poison", tuple(poison.failure)))
+            self._outcome.spoilt(poison)
             return
         self._outcome.values.append(("asked", answer))
 
@@ -445,7 +443,7 @@ class Tensors:
             given = answer(self._payloads[a[p + 1]], tensor, poisoned)
         except Exception as error:
             poison = poisoned[0] if poisoned else self._poison(-1, "call", [], error)
-            self._outcome.values.append(("poison", tuple(poison.failure)))
+            self._outcome.spoilt(poison)
             return
         if given.tensors:
             self._called[a[p + 2]] = given.tensors

@@ -55,6 +55,26 @@ class Issued(list[Any]):
         self.numbers: Sequence[int] = ()
         self.made: dict[int, tuple[str, Origin | None]] = {}
 
+    def commands(self) -> Iterator[tuple[int, Kind | None, int]]:
+        """Each command: its position among the numbers, its kind, and how many interned calls come before.
+
+        The kind of a command that is no interned call is None.  Nothing comes after a call that the nodes
+        have forgotten, as nobody knows how long it is.
+        """
+        p = calls = 0
+        while p < len(self.numbers):
+            number = self.numbers[p]
+            if number < FIRST:
+                yield p, None, calls
+                p += WIDTHS[number]
+                continue
+            kind = self.kinds.get(number)
+            if kind is None:
+                return
+            yield p, kind, calls
+            calls += 1
+            p += 1 + kind.operands + kind.results
+
     def note(self, at: int, command: int, asked: str) -> None:
         """A command that makes a tensor comes to position ``at``."""
         self.made[at] = _MADE_BY.get(command, asked), issuing_line()
@@ -136,21 +156,16 @@ def _search(
     found: tuple[str, Any, int] | None = None
     written: Origin | None = None
     gone = False
-    p = position = 0
-    while p < len(numbers):
-        number = numbers[p]
-        if number < FIRST:
+    for p, kind, position in issued.commands():
+        if kind is None:
+            number = numbers[p]
             target = (issued.space, numbers[p + 1]) if number != SHARE else (numbers[p + 3], numbers[p + 4])
             if number in MAKING and target == (space, id):
                 operator, origin = issued.made.get(p, ("", None))
                 found, written, gone = (operator, origin, position), None, False
             elif number in (FREE, RELEASE) and target == (space, id):
                 found, written, gone = None, None, True
-            p += WIDTHS[number]
             continue
-        kind = issued.kinds.get(number)
-        if kind is None:  # its nodes have forgotten it, and nobody knows how long it is
-            break
         first = p + 1 + kind.operands
         if (here and id in numbers[first : first + kind.results]) or (
             kind.given
@@ -159,8 +174,6 @@ def _search(
             found, written, gone = (kind.operator, issued[position], position + 1), None, False
         elif here and kind.operands and numbers[p + 1] == id and _writes(kind.operator):
             written = issued[position]
-        position += 1
-        p = first + kind.results
     return found, written, gone
 
 

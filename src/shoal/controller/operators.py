@@ -88,6 +88,14 @@ def written(schema: Any) -> frozenset[int | str]:
     )
 
 
+def written_by(name: str) -> frozenset[int | str] | None:
+    """The same of an operator by its name; None: this process has none of that name."""
+    try:
+        return written(named(name)._schema)
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def fused_on_nodes() -> list[str]:
     """Operators that torch computes as one on the CPU, and of others on devices that it does not know."""
     names = torch._C._dispatch_get_all_op_names()

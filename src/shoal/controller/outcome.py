@@ -45,6 +45,10 @@ class Outcome:
         self.timing: Timing | None = None
         self.begin(0)
 
+    def spoilt(self, poison: Poison) -> None:
+        """What was fetched or asked cannot be given."""
+        self.values.append(("poison", tuple(poison.failure)))
+
     def begin(self, batch: int) -> None:
         """Another batch."""
         self.batch = batch

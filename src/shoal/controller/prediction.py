@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..errors import DeviceMismatch
-from .commands import Template
+from .commands import Template, filled
 from .metadata import SPARSE, Metadata, Told, not_dense, told
 from .rehearsal import rehearse
 
@@ -140,7 +140,6 @@ def _predict(
     on_processor: bool,
 ) -> Prediction | None:
     """As :func:`predict`; ``on_processor``: as if all tensors were on the processor of the node."""
-    numbers = iter(scalars)
 
     def device(within: int) -> torch.device:
         return torch.device("cpu") if on_processor or within < 0 else torch.device("cuda", within)
@@ -148,28 +147,16 @@ def _predict(
     with _MODE:
         anywhere = operator.overloadpacket in _ANYWHERE
         fakes = [_fake(each, anywhere, device(each.within)) for each in operands]
-        left = iter(fakes)
         storages = [_storage(fake) for fake in fakes]
         memory: list[int] = []
 
-        def given(template: Template) -> Any:
-            kind = template[0]
-            if kind == "tensor":
-                return next(left)
-            if kind == "number":
-                value = next(numbers)
-                return int(value) if template[1] == "int" else value
-            if kind == "list":
-                return [given(each) for each in template[1]]
-            if kind != "device":
-                return template[1]
+        def place(template: Template) -> torch.device:
             return device(template[1]) if len(template) > 1 else fakes[0].device if fakes else device(-1)
 
+        given, named = filled(args, kwargs, fakes, scalars, place)
         try:
             with quiet():
-                result = operator(
-                    *[given(each) for each in args], **{name: given(each) for name, each in kwargs.items()}
-                )
+                result = operator(*given, **named)
         except _ASK:
             return None
         results: list[Told] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .commands import Template
+from .commands import Template, filled
 from .metadata import Metadata
 
 #: pointwise operators that refuse some elements
@@ -61,20 +61,9 @@ def rehearse(
         lengths = {length for shape in shapes for length in shape if length > 1}
         short = {length: i for i, length in enumerate(sorted(lengths), 2)} | {0: 0, 1: 1}
         shapes = [tuple(short[length] for length in shape) for shape in shapes]
-    left, numbers = iter(zip(operands, shapes, strides, strict=True)), iter(scalars)
-
-    def given(template: Template) -> Any:
-        kind = template[0]
-        if kind == "tensor":
-            return _stand_in(*next(left))
-        if kind == "number":
-            value = next(numbers)
-            return int(value) if template[1] == "int" else value
-        if kind == "list":
-            return [given(each) for each in template[1]]
-        return torch.device("cpu") if kind == "device" else template[1]
-
-    operator(*[given(each) for each in args], **{name: given(each) for name, each in kwargs.items()})
+    tensors = map(_stand_in, operands, shapes, strides)
+    given, named = filled(args, kwargs, tensors, scalars, lambda template: torch.device("cpu"))
+    operator(*given, **named)
 
 
 def _reach(known: Metadata) -> int:

@@ -17,7 +17,6 @@ from ..errors import ShoalError, UsageError
 from . import between
 from .batch import Batch
 from .calling import Pending, payload_of
-from .commands import FIRST, WIDTHS
 from .history import Issued
 from .issuing import Origin, issuing_line, shown
 from .line import Line
@@ -303,18 +302,8 @@ def _category(name: str) -> str:
 def _origins(issued: Issued) -> dict[int, Any]:
     """Where the program issued the commands of a segment, by their positions among the numbers."""
     found: dict[int, Any] = {at: origin for at, (_, origin) in issued.made.items()}
-    p = position = 0
-    numbers = issued.numbers
-    while p < len(numbers):
-        number = numbers[p]
-        if number < FIRST:
-            p += WIDTHS[number]
-            continue
-        kind = issued.kinds.get(number)
-        if kind is None:
-            break
-        origin = issued[position]
-        found[p] = origin[0] if isinstance(origin, list) and origin else origin
-        position += 1
-        p += 1 + kind.operands + kind.results
+    for p, kind, position in issued.commands():
+        if kind is not None:
+            origin = issued[position]
+            found[p] = origin[0] if isinstance(origin, list) and origin else origin
     return found
