@@ -1,4 +1,4 @@
-"""What the benchmarks of several libraries have in common: options, turns, medians, bars, what is written.
+"""The parts that benchmarks of several libraries have in common: options, turns, medians, bars, results.
 
 In each round every library has its turn.  A turn gives figures by their names; a library leaves out those
 that it has not.
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from panels import draw
@@ -23,6 +23,8 @@ from panels import draw
 import shoal
 
 Figures = dict[str, float]
+#: says how much is timed
+W = TypeVar("W")
 
 #: libraries of actors, which run in environments of their own, if those are named
 ACTORS = {"ray": "Ray and torch", "monarch": "torchmonarch and torch"}
@@ -44,8 +46,8 @@ class Bar(NamedTuple):
     of: tuple[str, str] | None = None
 
 
-def options(doc: str | None, work: Any, texts: Mapping[str, str]) -> argparse.Namespace:
-    """The words of the command line.
+def options(doc: str | None, work: W, texts: Mapping[str, str]) -> tuple[argparse.Namespace, W]:
+    """The words of the command line, and how much is timed, as they say.
 
     Args:
         work: an instance of the data class that says how much is timed, which gives the defaults.
@@ -60,7 +62,8 @@ def options(doc: str | None, work: Any, texts: Mapping[str, str]) -> argparse.Na
         parser.add_argument(f"--{name}", help=f"the Python of an environment that has {needs}")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--picture", type=Path, help="PNG file for a picture of the medians")
-    return parser.parse_args()
+    given = parser.parse_args()
+    return given, dataclasses.replace(work, **{field: getattr(given, field) for field in texts})
 
 
 def actors(options: argparse.Namespace) -> dict[str, str]:

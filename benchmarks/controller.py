@@ -41,8 +41,7 @@ def main() -> int:
         "large": "copies of 64 MB, and averages of 20 MB",
         "soak": "operations after which nothing may have grown, 0: none",
     }
-    given = options(__doc__, Work(), texts)
-    work = Work(*(getattr(given, field) for field in texts))
+    given, work = options(__doc__, Work(), texts)
     pythons = {"shoal": sys.executable, "local": sys.executable, "ranks": sys.executable, **actors(given)}
 
     def turn(name: str, number: int) -> Figures:

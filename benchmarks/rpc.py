@@ -73,8 +73,7 @@ def main() -> int:
         "window": "of these, pending at a time",
         "large": "calls with 64 MB",
     }
-    given = options(__doc__, Work(), texts)
-    work = Work(*(getattr(given, field) for field in texts))
+    given, work = options(__doc__, Work(), texts)
     contenders: dict[str, Callable[[int], Figures]] = {
         name: lambda _, name=name: between_processes(name, work) for name in OVER
     }

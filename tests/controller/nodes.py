@@ -17,6 +17,7 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.serving import serve_masters
+from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server, preload
 from shoal.wire import Deadline
 from tests.support import quick_workers
@@ -151,6 +152,14 @@ class Crew:
         """Kill a node, and wait until its loss is known."""
         os.kill(self.master.pids[index], signal.SIGKILL)
         wait_until_lost(self.master, index)
+
+
+def crews(start: Callable[..., Program], no_master: None) -> Iterator[Crew]:
+    """A fixture: a master with three nodes of a test's own."""
+    with TCPStoreServer(secret=SECRET.encode()) as server:
+        crew = Crew(start, server.url, 3)
+        with crew.master:
+            yield crew
 
 
 def wait_until_lost(master: Master, index: int) -> None:

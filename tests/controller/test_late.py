@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,18 +20,12 @@ from shoal.controller.dispatch import dispatch
 from shoal.controller.peers import Peers
 from shoal.controller.reasons import LOST, Elsewhere
 from shoal.errors import NodeLost
-from shoal.store import TCPStoreServer
-from tests.controller.nodes import BACKSTOP, SECRET, Crew, Program, programs
+from tests.controller.nodes import BACKSTOP, Crew, crews, programs
 
 start = pytest.fixture(programs)
 
 
-@pytest.fixture
-def crew(start: Callable[..., Program], no_master: None) -> Iterator[Crew]:
-    with TCPStoreServer(secret=SECRET.encode()) as server:
-        crew = Crew(start, server.url, 3)
-        with crew.master:
-            yield crew
+crew = pytest.fixture(crews)
 
 
 class Busy:

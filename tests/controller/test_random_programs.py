@@ -89,7 +89,15 @@ def _scalar(choose: random.Random, x: Tensor) -> Any:
     return choose.choice(SCALARS if x.is_floating_point() else HELD)
 
 
-def _step(kind: str, choose: random.Random, x: Tensor, y: Tensor, device: str) -> Tensor | None:
+def step(
+    kind: str,
+    choose: random.Random,
+    x: Tensor,
+    y: Tensor,
+    device: str,
+    unary: Sequence[Any] = UNARY,
+    writes: Sequence[Any] = WRITES,
+) -> Tensor | None:
     """Take a step with two of the program's tensors; the new one that it gives."""
     if kind == "make":
         shape = choose.randint(0, 3), choose.choice([1, 3])
@@ -97,7 +105,7 @@ def _step(kind: str, choose: random.Random, x: Tensor, y: Tensor, device: str) -
     if kind == "view":
         return choose.choice(VIEWS)(x, choose.randint(0, 5))
     if kind == "unary":
-        return choose.choice(UNARY)(x)
+        return choose.choice(unary)(x)
     if kind == "binary":
         return choose.choice(BINARY)(x, y)
     if kind == "scalar":
@@ -105,7 +113,7 @@ def _step(kind: str, choose: random.Random, x: Tensor, y: Tensor, device: str) -
     if kind == "cast":
         return x.to(choose.choice(DTYPES[:2] if x.is_floating_point() else DTYPES))
     # Whether two tensors have memory in common only their node knows: it refuses some of these writes later.
-    choose.choice(WRITES)(x, choose.choice([y.clone(), _scalar(choose, x)]))
+    choose.choice(writes)(x, choose.choice([y.clone(), _scalar(choose, x)]))
     return None
 
 
@@ -131,7 +139,7 @@ def _run(seed: int, device: str) -> list[Any]:
             said.append(values[at].reshape(-1)[0].item() if values[at].numel() else None)
         else:
             try:
-                made = _step(kind, random.Random(seed), values[at], values[other], device)
+                made = step(kind, random.Random(seed), values[at], values[other], device)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 said.append(type(error).__name__)
                 continue

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shoal
 from shoal.controller import Master
-from tests.controller.test_random_programs import BINARY, DTYPES, HELD, NODE, SCALARS, UNARY, VIEWS, WRITES
+from tests.controller.test_random_programs import NODE, UNARY, WRITES, step
 
 #: steps of the long form
 MANY = 60 if os.environ.get("STRESS") == "short" else 400
@@ -67,26 +67,11 @@ class Step:
         return [said, values]
 
     def _made(self, kind: str, choose: random.Random, x: Tensor, y: Tensor) -> Tensor | None:
-        if kind == "make":
-            shape = choose.randint(0, 3), choose.choice([1, 3])
-            return torch.full(shape, choose.choice(HELD), dtype=choose.choice(DTYPES), device=NODE)
-        if kind == "view":
-            return choose.choice(VIEWS)(x, choose.randint(0, 5))
-        if kind == "unary":
-            return choose.choice(_UNARY)(x)
-        if kind == "binary":
-            return choose.choice(BINARY)(x, y)
-        if kind == "scalar":
-            return choose.choice(BINARY[:3])(x, choose.choice(SCALARS if x.is_floating_point() else HELD))
-        if kind == "cast":
-            return x.to(choose.choice(DTYPES[:2] if x.is_floating_point() else DTYPES))
         if kind == "hop":
             return (x.to("node:1") * 1).to(NODE)
         if kind == "spread":
             return (x.to(self._place.device) * 1).on(choose.choice(self._place.indices)).to(NODE)
-        given = choose.choice([y.clone(), choose.choice(SCALARS if x.is_floating_point() else HELD)])
-        choose.choice(_WRITES)(x, given)
-        return None
+        return step(kind, choose, x, y, NODE, _UNARY, _WRITES)
 
 
 def _inputs(number: int) -> list[Tensor]:
@@ -118,12 +103,12 @@ def _differences(master: Master, seeds: Sequence[int]) -> tuple[list[str], int]:
     """
     found, replays = [], 0
     for seed in seeds:
-        step = Step(master, seed)
-        recorded = master.recorded(step)
+        eager = Step(master, seed)
+        recorded = master.recorded(eager)
         for number in range(CALLS):
             both = []
             try:
-                for call in (step, recorded):
+                for call in (eager, recorded):
                     given = _inputs(number)
                     both.append([*_seen(call(*given)), *_seen([[], given])])
             except shoal.RecordingMismatch as error:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import shoal
 from shoal.errors import NodeLost, RemoteOpError, UsageError
-from shoal.store import TCPStoreServer
-from tests.controller.nodes import BACKSTOP, SECRET, Crew, Program, programs, wait_until_gone, wait_until_lost
+from tests.controller.nodes import BACKSTOP, Crew, Program, crews, programs, wait_until_gone, wait_until_lost
 
 start = pytest.fixture(programs)
 
 
-@pytest.fixture
-def crew(start: Callable[..., Program], no_master: None) -> Iterator[Crew]:
-    with TCPStoreServer(secret=SECRET.encode()) as server:
-        crew = Crew(start, server.url, 3)
-        with crew.master:
-            yield crew
+crew = pytest.fixture(crews)
 
 
 def test_a_replaced_node_begins_empty_and_what_was_on_it_is_lost_for_good(crew: Crew) -> None:
