@@ -16,7 +16,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.serving import serve_masters
+from shoal.controller.node.serving import serve_masters
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server, preload
 from shoal.wire import Deadline

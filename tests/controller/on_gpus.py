@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.controller import RemoteTensor, accelerators
-from shoal.controller.serving import serve_masters
+from shoal.controller import RemoteTensor
+from shoal.controller.node import accelerators
+from shoal.controller.node.serving import serve_masters
 from tests.support import pretend_gpus
 from tests.support.pretend_gpus import installed_in
 

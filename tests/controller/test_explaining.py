@@ -14,9 +14,9 @@ import torch
 import shoal
 from shoal.controller import Master, history
 from shoal.controller.commands import FIRST, WIDTHS
-from shoal.controller.execute import Tensors
-from shoal.controller.memory import Memory
-from shoal.controller.outcome import Outcome
+from shoal.controller.node.execute import Tensors
+from shoal.controller.node.memory import Memory
+from shoal.controller.node.outcome import Outcome
 from tests.controller.nodes import Crew, Program, programs
 
 start = pytest.fixture(programs)

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master, node
+from shoal.controller import Master
+from shoal.controller.node import sessions
 from shoal.errors import NodeLost
 from shoal.store import TCPStoreServer
 from shoal.testing import no_leaks
@@ -148,7 +149,7 @@ def _left(master: Master) -> list[tuple[int, int, int]]:
 
 
 def _inventory() -> tuple[int, int, int]:
-    return len(node._sessions), threading.active_count(), len(os.listdir("/proc/self/fd"))
+    return len(sessions._sessions), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def _kill_masters(start: Start, url: str, trials: int) -> None:

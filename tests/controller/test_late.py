@@ -17,7 +17,7 @@ import torch
 
 from shoal.controller import copies
 from shoal.controller.dispatch import dispatch
-from shoal.controller.peers import Peers
+from shoal.controller.node.peers import Peers
 from shoal.controller.reasons import LOST, Elsewhere
 from shoal.errors import NodeLost
 from tests.controller.nodes import BACKSTOP, Crew, crews, programs

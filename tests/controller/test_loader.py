@@ -23,9 +23,9 @@ def batches(index: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 def read_ahead() -> tuple[int, int]:
     """Loaders on this node, and threads that read them."""
-    from shoal.controller import loading
+    from shoal.controller.node import loader
 
-    return len(loading._loadings), sum(t.name == "shoal-node-loader" for t in threading.enumerate())
+    return len(loader._loadings), sum(t.name == "shoal-node-loader" for t in threading.enumerate())
 
 
 def nothing_is_left(master: Master, node: object = NODE) -> None:

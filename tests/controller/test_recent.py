@@ -15,7 +15,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.recent import KEPT, Recent
+from shoal.controller.node.history import KEPT, Recent
 from shoal.launch.cli import invoke
 from shoal.tools.call_dumps import CallDump
 from shoal.tools.dumps import read

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.program import Program
+from shoal.controller.node.program import Program
 from shoal.controller.tensor import Handle
 from tests.controller.trainings import TRAININGS, until_replayed
 

@@ -13,8 +13,9 @@ import torch
 
 import shoal
 from shoal import rpc
-from shoal.controller import Master, node
-from shoal.controller.serving import serve_masters
+from shoal.controller import Master
+from shoal.controller.node import sessions
+from shoal.controller.node.serving import serve_masters
 from shoal.errors import AuthenticationError, RendezvousTimeout, UsageError
 from shoal.launch.cli import invoke
 from shoal.rendezvous.environment import read
@@ -150,7 +151,7 @@ def _sessions(master: Master) -> list[int]:
 
 
 def _count_sessions() -> int:
-    return len(node._sessions)
+    return len(sessions._sessions)
 
 
 @pytest.mark.usefixtures("no_master")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master, trace, tracing
-from shoal.controller.outcome import Outcome
+from shoal.controller import Master, trace
+from shoal.controller.node import trace as at_node
+from shoal.controller.node.outcome import Outcome
 
 
 def _line(text: str) -> str:
@@ -162,8 +163,8 @@ def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) 
 
 
 def test_a_long_trace_keeps_its_end(monkeypatch: pytest.MonkeyPatch, master: Master, tmp_path: Path) -> None:
-    monkeypatch.setattr(tracing, "MOST", 3)
-    timing = tracing.Timing()
+    monkeypatch.setattr(at_node, "MOST", 3)
+    timing = at_node.Timing()
     outcome = Outcome(0, itertools.count(), compile("", "", "exec"))
     for each in range(5):
         timing.note(outcome, each, "aten.add", 0)

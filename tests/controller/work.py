@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from shoal.controller import Master, loading, node
+from shoal.controller import Master
+from shoal.controller.node import loader, sessions
 
 
 def left() -> tuple[int, int]:
     """On a node: loaders, and results of calls that nobody has dropped."""
-    (session,) = node._sessions.values()
+    (session,) = sessions._sessions.values()
     tensors = [each for stream in session.streams.values() for each in stream._spaces.values()]
-    return len(loading._loadings), sum(len(each._called) for each in tensors)
+    return len(loader._loadings), sum(len(each._called) for each in tensors)
 
 
 def operations(master: Master, victim: torch.device, other: torch.device) -> None:

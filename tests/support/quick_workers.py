@@ -30,7 +30,7 @@ from shoal.controller import launching
 from shoal.testing.leaks import ignoring
 from shoal.testing.processes import fork_server, preload
 
-preload(__name__, "shoal.controller.serving", "shoal.controller.prediction")
+preload(__name__, "shoal.controller.node.serving", "shoal.controller.prediction")
 
 #: bytes of a request, of which the environment is the most
 _REQUEST = 1 << 17

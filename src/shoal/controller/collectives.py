@@ -12,9 +12,10 @@ import torch
 
 from ..errors import UsageError
 from ..spec import OpKind, illegality
-from . import between, current
-from .between import REDUCTIONS
+from . import current
 from .dispatch import dispatch
+from .node import between
+from .node.between import REDUCTIONS
 from .space import Space, apart
 from .tensor import RemoteTensor
 

@@ -9,8 +9,8 @@ from typing import Any
 from ..errors import ShoalError
 from ..future import Future
 from ..rpc import Peer
-from . import node
 from .line import Line, Send
+from .node import sessions
 
 
 def connect(line: Line, peer: Peer, session: str, streams: Any) -> None:
@@ -33,5 +33,5 @@ def _called(peer: Peer, session: str, fn: Callable[..., Any], *args: Any) -> Fut
 
 def _opened(peer: Peer, session: str, index: int, stream: int) -> Send:
     """What sends the batches of a further stream."""
-    mailbox = peer.call(node.open_stream, session, stream, index).wait()
-    return partial(peer.over_line(mailbox, node.run), session, stream)
+    mailbox = peer.call(sessions.open_stream, session, stream, index).wait()
+    return partial(peer.over_line(mailbox, sessions.run), session, stream)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import NodeLost
-from . import between, current
+from . import current
 from .dispatch import dispatch
 from .interrupts import undisturbed
+from .node import between
 from .space import Space, apart
 from .tensor import RemoteTensor
 

@@ -43,7 +43,7 @@ class Processes:
         """Start a process that becomes node ``index``, in the place of an earlier one if there was one."""
         self._end([index])
         process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.controller.worker", str(index), self._url, str(self._threads)],
+            [sys.executable, "-m", "shoal.controller.node.worker", str(index), self._url, str(self._threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

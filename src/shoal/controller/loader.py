@@ -12,10 +12,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import RemoteOpError, ShoalError
-from . import loading
-from .calling import Pending, payload_of
+from .functions import Pending, payload_of
 from .issuing import issuing_line, shown
 from .naming import node_name
+from .node import loader as at_node
 from .place import Place
 from .space import Space
 from .tensor import RemoteTensor
@@ -25,15 +25,15 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
     """The batches of a loader on each node of a place."""
     spaces = place.space.parts
     name = secrets.token_hex(8)
-    follow = payload_of(loading.following, (name,), {}, spaces)
+    follow = payload_of(at_node.following, (name,), {}, spaces)
     asked: list[deque[Pending]] = [deque() for _ in spaces]
     begun = []
     try:
         for index, space in enumerate(spaces):
             begun.append(space)
-            payload = payload_of(loading.begin, (name, make, index, len(spaces)), {}, (space,))
+            payload = payload_of(at_node.begin, (name, make, index, len(spaces)), {}, (space,))
             Pending(space, payload).drop()
-        for _ in range(loading.AHEAD):
+        for _ in range(at_node.AHEAD):
             for each, space in zip(asked, spaces, strict=True):
                 each.append(Pending(space, follow))
         while True:
@@ -53,7 +53,7 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
                 one.drop()
         for space in begun:
             with contextlib.suppress(ShoalError):  # the next use of a lost node hears of it
-                Pending(space, payload_of(loading.stop, (name,), {}, (space,))).drop()
+                Pending(space, payload_of(at_node.stop, (name,), {}, (space,))).drop()
 
 
 def _failed(index: int, error: str, traceback: str) -> RemoteOpError:

@@ -30,7 +30,7 @@ _NONE: tuple[int, list[int]] = (-1, [])
 
 
 class Listener(Protocol):
-    """Hears of commands; see :class:`.recording.Recording`."""
+    """Hears of commands; see :class:`.steps.recording.Recording`."""
 
     def issued(
         self, space: Any, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any

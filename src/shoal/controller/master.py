@@ -21,23 +21,24 @@ from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..wire import Deadline
 from ..wording import counted
-from . import current, device, node, sending
+from . import current, device, sending
 from .autograd import restore_thread
-from .calling import call
 from .calls import misses_of
 from .connecting import connect, disconnect
+from .functions import call
 from .imports import checked as imports_of_nodes
 from .line import Line
 from .loader import load
-from .modules import Swapping
 from .naming import node_name
+from .node import sessions
 from .ordering import Streams
 from .place import Named, Place, indices_of
-from .recorded import Recorded
 from .roster import Roster
 from .seeing import Seeing
 from .space import Space
 from .start import Worker, Workers
+from .steps.recorded import Recorded
+from .swapping import Swapping
 from .transfer import fetch_all
 
 _numbers = itertools.count()
@@ -211,9 +212,11 @@ class Master(Seeing):
             peer = worker.peer.options(timeout=math.inf)
             epoch, others = self._roster.members(index)
             try:
-                begun = peer.call(node.begin, self.name, index, epoch, self._backend, others, self._imports)
+                begun = peer.call(
+                    sessions.begin, self.name, index, epoch, self._backend, others, self._imports
+                )
                 mailbox, gpus, within = begun.wait()
-                send = partial(peer.over_line(mailbox, node.run), self.name, 0)
+                send = partial(peer.over_line(mailbox, sessions.run), self.name, 0)
                 break
             except WorkerLost:
                 continue  # it died just now, and never was a node

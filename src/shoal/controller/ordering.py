@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GroupError, RpcError, ShoalError
 from ..future import Future, collect_all
-from . import node
 from .batch import Batch
 from .branch import Branch
 from .commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 from .interrupts import undisturbed
 from .line import Line
+from .node import sessions
 from .space import Space
 from .storage import Storage
 
@@ -332,7 +332,7 @@ class Streams:
         def tell(_: object) -> None:
             for line in log.lines:
                 with suppress(ShoalError):  # whoever waits there is lost itself
-                    line.main.call(node.tell, number)
+                    line.main.call(sessions.tell, number)
 
         def done(_: object) -> None:
             asked: list[Future[Any]] = []

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import ShoalError
 from ..rpc import Agent, Peer
-from . import peers
 from .line import Line
+from .node import peers
 
 
 class Roster:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from . import node
 from .explaining import Explanation, explain
 from .line import Line
+from .node import sessions
 from .roster import Roster
 from .space import Space
 from .tensor import RemoteTensor
@@ -69,4 +69,4 @@ class Seeing:
         return self._roster.peer(index).options(timeout=_ANSWER).call(fn, *args).wait()
 
     def _poison_of(self, index: int, space: int, id: int) -> Any:
-        return self._ask(index, node.poison_of, self.name, space, id)
+        return self._ask(index, sessions.poison_of, self.name, space, id)

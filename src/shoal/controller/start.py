@@ -18,7 +18,7 @@ from ..wording import counted, in_seconds
 from .joining import Arrival, arrivals_at
 from .launching import Processes
 from .naming import MASTER
-from .serving import join, serve_rank
+from .node.serving import join, serve_rank
 
 #: seconds between looks at whether a process that was started and has not joined is still there
 _LOOK = 0.2

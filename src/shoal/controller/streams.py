@@ -18,11 +18,12 @@ import torch
 
 from ..errors import UsageError
 from ..future import Future
-from . import current, node
+from . import current
 from .batch import Batch
 from .commands import MARK, WAIT
 from .line import Line
 from .metadata import metadata
+from .node import sessions
 from .ordering import Streams
 from .space import Space
 from .tensor import Handle
@@ -262,7 +263,7 @@ class Event:
                 f"the events are of {first.space.device} and {second.space.device}, whose clocks differ"
             )
         line = min(common, key=lambda line: line.index)
-        answer = line.call(node.elapsed, first.space.number, first.id, second.space.number, second.id)
+        answer = line.call(sessions.elapsed, first.space.number, first.id, second.space.number, second.id)
         return float(answer.wait())
 
     def __repr__(self) -> str:
@@ -274,4 +275,6 @@ def _passed(log: Space, mark: Handle | None, wait: bool) -> list[Future[Any]]:
     """Ask the nodes that have GPUs whether these have come to an event, or to wait until they have."""
     if mark is None:
         return []
-    return [line.main.call(node.passed, log.number, mark.id, wait) for line in log.lines if line.accelerators]
+    return [
+        line.main.call(sessions.passed, log.number, mark.id, wait) for line in log.lines if line.accelerators
+    ]

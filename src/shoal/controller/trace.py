@@ -14,15 +14,15 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import ShoalError, UsageError
-from . import between
 from .batch import Batch
-from .calling import Pending, payload_of
+from .functions import Pending, payload_of
 from .history import Issued
 from .issuing import Origin, issuing_line, shown
 from .line import Line
-from .node import begin_timing, end_timing
+from .node import between
+from .node.sessions import begin_timing, end_timing
+from .node.trace import MOST, Event, now
 from .space import Space
-from .tracing import MOST, Event, now
 
 #: calls by which a node's clock is read: the quickest counts
 _READS = 8

@@ -49,9 +49,9 @@ def worker(
     with suppress(KeyboardInterrupt):
         import torch  # which takes seconds, and a wrong command line shall not
 
-        from ..controller import accelerators
         from ..controller.imports import import_all
-        from ..controller.serving import serve_masters
+        from ..controller.node import accelerators
+        from ..controller.node.serving import serve_masters
 
         if threads is not None:
             torch.set_num_threads(threads)

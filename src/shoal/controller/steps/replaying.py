@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from .commands import FIRST
-from .dispatch import upload
+from ..commands import FIRST
+from ..dispatch import upload
+from ..history import Kind
+from ..interrupts import undisturbed
+from ..issuing import Origin
+from ..metadata import Metadata
+from ..node.program import Recipe, Step
+from ..space import Space, apart
+from ..storage import Storage, merged
+from ..tensor import Handle, RemoteTensor
 from .effects import memory_of
 from .guards import Grad, Guards
-from .history import Kind
-from .interrupts import undisturbed
-from .issuing import Origin
-from .metadata import Metadata
-from .program import Recipe, Step
 from .recording import Command, Name, Recording, alive
-from .space import Space, apart
-from .storage import Storage, merged
-from .tensor import Handle, RemoteTensor
 from .trees import Results
 
 #: in the place of what a call returns

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from .commands import Failure
-from .recent import Recent
-from .tracing import Timing
+from ..commands import Failure
+from .history import Recent
+from .trace import Timing
 
 
 class Poison:

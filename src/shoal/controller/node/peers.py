@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..errors import GroupError, RpcError, ShoalError
-from ..future import Future
-from ..rpc import Agent
-from ..rpc.peer import Peer
-from ..wording import in_words
-from .naming import MASTER
-from .reasons import LOST, Elsewhere, Undelivered
+from ...errors import GroupError, RpcError, ShoalError
+from ...future import Future
+from ...rpc import Agent
+from ...rpc.peer import Peer
+from ...wording import in_words
+from ..naming import MASTER
+from ..reasons import LOST, Elsewhere, Undelivered
 
 #: bytes of a tensor whose letter has read them all when it is sent
 _INSIDE = 16 << 10
@@ -299,7 +299,7 @@ def lose(session: str, index: int, epoch: int) -> None:
 
 def relay(to: str, session: str, key: _Key, why: str) -> None:
     """At the master: tell a node that something cannot come."""
-    from ..rpc import current
+    from ...rpc import current
 
     with contextlib.suppress(ShoalError):
         current().agent.peer(to, 0.0).post(deliver, session, key, why)

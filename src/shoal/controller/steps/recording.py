@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import RecordingMismatch
-from .commands import (
+from ...errors import RecordingMismatch
+from ..commands import (
     CALL,
     DEFINE,
     DROP,
@@ -32,10 +32,10 @@ from .commands import (
     SHARE,
     WAIT,
 )
+from ..issuing import Origin, issuing_line, shown
+from ..space import Space
+from ..tensor import Handle
 from .effects import memory_of, version_of
-from .issuing import Origin, issuing_line, shown
-from .space import Space
-from .tensor import Handle
 
 #: ("input", leaf), ("upload", leaf, part of it, count), ("number", dtype, value, count), ("made", count), or
 #: ("outside", space, id)

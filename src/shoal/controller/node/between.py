@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..group import ProcessGroup
-from ..spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ...group import ProcessGroup
+from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ..commands import Definition, Template
 from . import peers, teams
-from .commands import Definition, Template
 
 #: beginning of the operators' names
 NAMESPACE = "shoal_node"

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from .. import config, failure_report, rpc
-from ..errors import (
+from ... import config, failure_report, rpc
+from ...errors import (
     AuthenticationError,
     RendezvousTimeout,
     ShoalError,
@@ -23,13 +23,13 @@ from ..errors import (
     WireError,
     WorkerLost,
 )
-from ..rendezvous.place import Place, open_place
-from ..rpc.join import HANDLERS, at_place, checked_settings
-from ..wire import Deadline
-from ..wording import in_seconds
-from . import node
-from .joining import arrive
-from .naming import MASTER, node_name, worker_name
+from ...rendezvous.place import Place, open_place
+from ...rpc.join import HANDLERS, at_place, checked_settings
+from ...wire import Deadline
+from ...wording import in_seconds
+from ..joining import arrive
+from ..naming import MASTER, node_name, worker_name
+from . import sessions
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
     except WorkerLost:
         pass
     finally:
-        node.end_all()
+        sessions.end_all()
         if asked:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from ..errors import AgentClosed
-from ..rpc import current
+from ...errors import AgentClosed
+from ...rpc import current
+from ..commands import Segment
+from ..imports import import_all
 from . import accelerators, peers, teams
-from .commands import Segment
 from .execute import Tensors
-from .imports import import_all
 from .mark import Mark
 from .memory import Ended, Memory
 from .outcome import Outcome, Poison
-from .tracing import Event, Timing
+from .trace import Event, Timing
 
 #: what a batch gives: what was fetched or asked, and what failed
 Reply = tuple[list[Any], list[tuple[Any, ...]]]

@@ -33,9 +33,9 @@ from torch.nn.modules import module as of_modules
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as of_optimizers
 
+from ..issuing import is_inside
+from ..tensor import Handle, RemoteTensor
 from .effects import memory_of, version_of
-from .issuing import is_inside
-from .tensor import Handle, RemoteTensor
 
 #: types that are compared by value
 PLAIN = frozenset(

@@ -16,10 +16,7 @@ from typing import Any
 
 import torch
 
-from . import accelerators, between
-from .asking import run_asked
-from .called import answer
-from .commands import (
+from ..commands import (
     ASK,
     CALL,
     DEFINE,
@@ -47,15 +44,18 @@ from .commands import (
     Failure,
     Template,
 )
+from ..metadata import in_words, is_layout_of, told
+from ..operators import function, written_by
+from ..reasons import Elsewhere
+from . import accelerators, between
+from .asking import run_asked
 from .compiled import Run, compiled
+from .functions import answer
 from .growing import GROWING, let_grow
 from .mark import Mark
 from .memory import Memory
-from .metadata import in_words, is_layout_of, told
-from .operators import function, written_by
 from .outcome import Outcome, Poison
 from .program import Program, Recipe
-from .reasons import Elsewhere
 
 #: the beginning of the table of all kernels, in torch's error of one that is missing
 _TABLE = "\n\nMeta: registered at "

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..tensor import Handle, RemoteTensor, share
 from .guards import PLAIN
 from .recording import Name, Recording
-from .tensor import Handle, RemoteTensor, share
 
 _Build = Callable[[dict[Name, Handle], Sequence[Any]], Any]
 

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from ..backend.registry import backend_factory
-from ..errors import (
+from ...backend.registry import backend_factory
+from ...errors import (
     GroupError,
     PeerLost,
     RendezvousError,
@@ -33,15 +33,15 @@ from ..errors import (
     WireError,
     WorkerLost,
 )
-from ..group import ProcessGroup
-from ..initialize import world_group
-from ..rendezvous import Membership
-from ..rpc.directory import Worker
-from ..store import PrefixStore, Store
-from ..wire import Deadline
-from ..wording import in_words
+from ...group import ProcessGroup
+from ...initialize import world_group
+from ...rendezvous import Membership
+from ...rpc.directory import Worker
+from ...store import PrefixStore, Store
+from ...wire import Deadline
+from ...wording import in_words
+from ..reasons import LOST, Elsewhere
 from .peers import Peers
-from .reasons import LOST, Elsewhere
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 A call is either a *recording*, which runs the function and listens to the log, or a *replay*, which runs one
 of the function's *programs* on the nodes.  :mod:`.recording` compares logs, :mod:`.guards` says whether a
-program still stands for what the function would do, :mod:`.replaying` sends it, and :mod:`.program` is the
-nodes' half.
+program still stands for what the function would do, :mod:`.replaying` sends it, and :mod:`..node.program`
+is the nodes' half.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from ..errors import RecordingMismatch, UsageError
-from . import calls
+from ...errors import RecordingMismatch, UsageError
+from .. import calls
+from ..issuing import shown
+from ..space import Space
+from ..tensor import Handle, RemoteTensor
+from ..within import chosen
 from .effects import Effects, Watch
 from .guards import Grad, Guards, find
-from .issuing import shown
 from .recording import Name, Recording, difference
 from .replaying import FORGOTTEN, Replay, erase_ended
-from .space import Space
-from .tensor import Handle, RemoteTensor
 from .trees import Results, flatten
-from .within import chosen
 
 #: calls in a row that are not replayed, and as many of the same arguments, before it is an error
 CALLS = 5

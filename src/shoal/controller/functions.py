@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ShoalError, UsageError
-from .called import pickled_with, unpickled_with
 from .commands import CALL, DROP, TAKE
 from .interrupts import undisturbed
 from .metadata import metadata
+from .node.functions import pickled_with, unpickled_with
 from .space import Space
 from .tensor import RemoteTensor, wrap
 

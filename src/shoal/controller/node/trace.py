@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from .commands import Definition
-from .recent import named
+from ..commands import Definition
+from .history import named
 
 #: commands of a node, and operations of the master's, that a trace keeps: the last ones
 MOST = 200_000

@@ -1,7 +1,8 @@
-"""The process of a node that a master has started: ``python -m shoal.controller.worker INDEX URL THREADS``.
+"""The process of a node that a master has started.
 
-Its standard input begins with the secret of the job, in hexadecimal digits.  It ends with its master: when a
-connection to it ends, or, before there is one, its standard input.
+It is ``python -m shoal.controller.node.worker INDEX URL THREADS``.  Its standard input begins with the secret
+of the job, in hexadecimal digits.  It ends with its master: when a connection to it ends, or, before there is
+one, its standard input.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import threading
 
 import torch
 
-from .. import config
-from ..errors import ShoalError
-from ..rendezvous.place import open_place
-from .naming import node_name, worker_name
+from ... import config
+from ...errors import ShoalError
+from ...rendezvous.place import open_place
+from ..naming import node_name, worker_name
 from .serving import attend, end, ignore_interrupts, join
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .tensor import RemoteTensor
+from ..tensor import RemoteTensor
 
 #: functions that give a tensor's metadata, a part of it, or the tensor elsewhere
 _NOT_READING = frozenset(

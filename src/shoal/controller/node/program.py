@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .commands import SHARE, Definition
+from ..commands import SHARE, Definition
 from .compiled import Run, call_text, kinds_of
 
 

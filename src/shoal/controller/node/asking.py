@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..metadata import told
+from ..operators import function, written_by
 from .growing import let_grow
-from .metadata import told
-from .operators import function, written_by
 
 
 def run_asked(

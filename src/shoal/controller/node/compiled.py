@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..commands import Definition, Template
 from . import accelerators
-from .commands import Definition, Template
 
 #: function of the tensors, the numbers, the position in them, the scalars, and the position in those
 Run = Callable[[list[Any], Any, int, Any, int], None]

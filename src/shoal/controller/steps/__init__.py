@@ -1,0 +1,1 @@
+"""Recorded steps (``master.recorded``): the half that runs at the master."""
