@@ -143,6 +143,13 @@ def test_the_numbers_of_calls_may_stand_for_others_after_a_while(
         assert master.explain(tensor).operator == operator
 
 
+def test_a_log_that_ends_where_calls_are_forgotten_is_read(master: Master) -> None:
+    x = torch.ones(3, device=NODE).exp()
+    with master._lock:
+        master.space(0).forget()
+        assert master.explain(x).operator == "aten.exp"
+
+
 def test_a_recorded_step_is_explained_as_one(master: Master) -> None:
     @master.recorded
     def step(x: torch.Tensor) -> torch.Tensor:

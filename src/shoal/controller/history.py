@@ -19,6 +19,8 @@ KEPT = 4096
 _MADE_BY = {PUT: "a copy from the master", TAKE: "a result of a function", SHARE: "a tensor elsewhere"}
 #: commands below FIRST that make a tensor
 MAKING = frozenset({*_MADE_BY, KEEP})
+#: and those that make or free one
+_NAMING = MAKING | {FREE, RELEASE}
 
 
 class Kind(NamedTuple):
@@ -147,8 +149,8 @@ def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -
 def _search(
     issued: Issued, space: int, id: int
 ) -> tuple[tuple[str, Any, int] | None, Origin | None, bool]:  # fmt: skip
-    """The last command of a segment that made a tensor, where it was written to after that, and whether
-    the id was freed instead.
+    """The last command of a segment that made a tensor, the last write to it after that, and whether the id
+    was freed instead.
 
     The command is its operator, its origin, and how many of the segment's operations came up to it.
     """
@@ -159,12 +161,13 @@ def _search(
     for p, kind, position in issued.commands():
         if kind is None:
             number = numbers[p]
+            if number not in _NAMING:
+                continue
             target = (issued.space, numbers[p + 1]) if number != SHARE else (numbers[p + 3], numbers[p + 4])
-            if number in MAKING and target == (space, id):
-                operator, origin = issued.made.get(p, ("", None))
-                found, written, gone = (operator, origin, position), None, False
-            elif number in (FREE, RELEASE) and target == (space, id):
-                found, written, gone = None, None, True
+            if target != (space, id):
+                continue
+            gone, written = number not in MAKING, None
+            found = None if gone else (*issued.made.get(p, ("", None)), position)
             continue
         first = p + 1 + kind.operands
         if (here and id in numbers[first : first + kind.results]) or (
