@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from shoal.controller import copies
+from shoal.controller.commands import LOST
 from shoal.controller.dispatch import dispatch
-from shoal.controller.node.peers import Peers
-from shoal.controller.reasons import LOST, Elsewhere
+from shoal.controller.node.peers import Elsewhere, Peers
 from shoal.errors import NodeLost
 from tests.controller.nodes import BACKSTOP, Crew, crews, programs
 

@@ -265,21 +265,3 @@ def written_operands(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) 
                     written.append(count)
                 count += 1
     return written
-
-
-def asked(templates: Sequence[Template], operands: Sequence[RemoteTensor], scalars: Sequence[float]) -> Any:
-    """Templates with their operands filled in."""
-    left, numbers = iter(operands), iter(scalars)
-
-    def fill(template: Template) -> Template:
-        kind = template[0]
-        if kind == "tensor":
-            return "id", next(left).handle.id
-        if kind == "number":
-            value = next(numbers)
-            return "constant", int(value) if template[1] == "int" else value
-        if kind == "list":
-            return "list", [fill(each) for each in template[1]]
-        return template
-
-    return [fill(each) for each in templates]

@@ -9,7 +9,6 @@ A command is the number of a call, the ids of its operands and the ids that its 
     ("device",)             that of the first operand; the node's processor, if there is none
     ("device", index)       within the node; -1: its processor
     ("list", [templates])
-    ("id", id)              in calls that are asked: the tensor with this id
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FETCH = 2
 SEED = 3
 #: FORGET: all calls
 FORGET = 4
-#: ASK index of a payload, a template: run it now and tell of its results
+#: ASK index of a payload, an operator with templates, ids and scalars: run it now and tell of its results
 ASK = 5
 #: KEEP id, index of the tensor of what was asked last
 KEEP = 6
@@ -129,6 +128,53 @@ class Definition(NamedTuple):
     mutated: list[int]
     aliasing: bool
     differentiating: bool
+
+
+class Step(NamedTuple):
+    """A command of a program.
+
+    Attributes:
+        numbers: of the command as it was in the log.
+        operands, results: the slot of each id among the numbers, by its position there.
+        scalars: of the command.
+    """
+
+    numbers: tuple[int, ...]
+    operands: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+    scalars: bytes
+
+
+class Recipe(NamedTuple):
+    """A program, as a node learns it.
+
+    A *slot* stands for a tensor: first the inputs, then the tensors outside, then what the steps make.  The
+    tensor may be one of another space of the node.
+
+    Attributes:
+        number: of the command that runs it: its number, then the ids of the inputs, of what is given to other
+            spaces, and of the results.
+        inputs: the space of each.
+        outside: space and id of tensors that it uses and that are the same in every replay.
+        steps: the commands.
+        given: slots of what gets an id of another space in every replay, and that space.
+        results: slots of what gets an id in every replay.
+        kept: slots of what keeps its id, its space, and the id.
+        taken: those outside that nothing after it uses.
+    """
+
+    number: int
+    inputs: tuple[int, ...]
+    outside: tuple[tuple[int, int], ...]
+    steps: tuple[Step, ...]
+    given: tuple[tuple[int, int], ...]
+    results: tuple[int, ...]
+    kept: tuple[tuple[int, int, int], ...]
+    taken: tuple[tuple[int, int], ...]
+
+
+#: in the place of a failure's number: the node died
+LOST = -1
 
 
 class Failure(NamedTuple):

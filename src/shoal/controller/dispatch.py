@@ -11,8 +11,8 @@ import torch
 from ..errors import DeviceMismatch, UsageError
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
-from .calls import ASKED, Call, asked, collect, intern, templates, written_operands
-from .metadata import Metadata, metadata, told
+from .calls import ASKED, Call, collect, intern, templates, written_operands
+from .metadata import metadata, told
 from .operators import Operator, operator
 from .ordering import Streams
 from .space import Space
@@ -161,22 +161,18 @@ def _ask(
             "set master.strict to False around it"
         )
     given, named = templates(op, args, kwargs)
-    filled = asked([*given, *named.values()], operands, scalars)
-    answer = space.ask(op.name, filled[: len(given)], dict(zip(named, filled[len(given) :], strict=True)))
+    answer = space.ask(op.name, given, named, [each.handle.id for each in operands], scalars)
     # Tensors that it writes to may have another shape now: they are told of beside the result.
     result, *changed = answer[1] if op.writes else [answer]
     targets = [operands[each] for each in written_operands(op, args, kwargs)]
     position = len(changed)
-
-    def known(told: Sequence[Any]) -> Metadata:
-        return metadata(space.device, (tuple(told[0]), tuple(told[1]), *told[2:]))
 
     def rebuilt(answer: tuple[Any, ...]) -> Any:
         nonlocal position
         kind, value = answer
         if kind == "tensor":
             position += 1
-            made = wrap(space.home, space.keep(position - 1), known(value))
+            made = wrap(space.home, space.keep(position - 1), metadata(space.device, value))
             if op.aliasing and operands:
                 made.handle.storage = operands[0].handle.memory()
             elif space.ordering is not None:
@@ -187,8 +183,9 @@ def _ask(
         return tuple(rebuilt(each) for each in value) if kind == "list" else value
 
     for i, (target, (_, value)) in enumerate(zip(targets, changed, strict=True)):
-        if known(value) is not target.handle.metadata:
-            handle = Handle(space.home, space.keep(i), known(value))
+        known = metadata(space.device, value)
+        if known is not target.handle.metadata:
+            handle = Handle(space.home, space.keep(i), known)
             handle.storage = target.handle.memory()
             rebind(target, handle)
     return rebuilt(result)

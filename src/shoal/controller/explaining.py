@@ -135,9 +135,9 @@ def _poison(lines: Sequence[Line], space: int, id: int, ask: Ask) -> ShoalError 
             number, of = poison
             while of is not None:
                 line, number = line.lines[of[0]], of[1]
-                of = line.elsewhere(number)
+                of = line.failures.elsewhere(number)
             with line.lock:
                 line.reap()
-                error = line.failure(number)
+                error = line.failures.error(number)
             return error or RemoteOpError(f"node {line.index}: an operation failed", f"node{line.index}")
     return None

@@ -55,9 +55,8 @@ class Pending:
         def take() -> None:  # or what is taken would have an id, and no handle that frees it
             with space.lock:
                 for position, each in enumerate(told):
-                    known = metadata(space.device, (tuple(each[0]), tuple(each[1]), *each[2:]))
                     id = space.take(TAKE, self._number, position)
-                    tensors.append(wrap(space, id, known))
+                    tensors.append(wrap(space, id, metadata(space.device, each)))
 
         try:
             pickled, told = self._wait()

@@ -8,20 +8,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from ..errors import GroupError, NodeLost, RemoteOpError, RpcError, ShoalError
+from ..errors import GroupError, NodeLost, RpcError, ShoalError
 from ..future import Future
 from .batch import Batch, length
-from .commands import Failure, Segment
+from .commands import LOST, Failure, Segment
+from .failures import Failures
 from .history import History, Issued
 from .interrupts import undisturbed
 from .issuing import issuing_line
 from .naming import node_name
-from .on_line import OnLine, Watching
-from .reasons import LOST
 
 #: commands of the first batch after a wait; each further one takes twice as many
 FIRST = 32
@@ -39,11 +39,42 @@ _QUIET = 64
 UPLOADS = 64 << 20
 #: bytes of copies from other nodes that may be ahead of a node before the program waits for it
 COPIES = 256 << 20
-#: failures whose texts are kept
-FAILURES = 1000
 
 #: sends a batch: segments
 Send = Callable[[list[Segment]], Future[Any]]
+
+
+class OnLine(Protocol):
+    """A space, as its lines see it; :class:`.space.Space` says what each part is."""
+
+    freed: deque[Any]
+    calls: dict[Any, Any]
+    issued: int
+    awaited: int
+    missed: Counter[str]
+    lost: ShoalError | None
+    size: int
+
+    @property
+    def tensors(self) -> int: ...
+
+    def cut(self) -> None: ...
+
+    def uncut(self) -> Issued: ...
+
+    def leave(self) -> None: ...
+
+    def lose(self, why: ShoalError) -> None: ...
+
+
+class Watching(Protocol):
+    """Hears of the lines of a node; see :class:`.trace.Watch`."""
+
+    def sent(self, stream: int, batch: Batch, begun: int) -> None: ...
+
+    def acknowledged(self, batch: Batch) -> None: ...
+
+    def waiting(self) -> AbstractContextManager[None]: ...
 
 
 class Line:
@@ -61,6 +92,7 @@ class Line:
         batches: that were sent, and are not taken in.
         accelerators: how many GPUs the node has.
         within: on which of its devices tensors are made; -1: its processor.
+        failures: of the node, on all of its streams.
         history: the last operations that the node has acknowledged.
         sent: how many batches were sent.
         stream: that it is for.
@@ -73,11 +105,10 @@ class Line:
     """
 
     __slots__ = (
-        "_ahead", "_alone", "_armed", "_bytes", "_closed", "_copies", "_elsewhere", "_expected",
-        "_failures", "_origins", "_outbox", "_send", "_size", "_thread", "_unseen", "_unsent", "_uploads",
-        "_wake", "_worth",
-        "accelerators", "batches", "before", "call", "epoch", "further", "history", "index", "lines",
-        "lock", "lost", "main", "open", "opens", "ordering", "sent", "spaces", "stream", "watch",
+        "_ahead", "_armed", "_bytes", "_closed", "_copies", "_expected", "_origins", "_outbox", "_send",
+        "_size", "_thread", "_unsent", "_uploads", "_wake", "_worth",
+        "accelerators", "batches", "before", "call", "epoch", "failures", "further", "history", "index",
+        "lines", "lock", "lost", "main", "open", "opens", "ordering", "sent", "spaces", "stream", "watch",
         "within",
     )  # fmt: skip
 
@@ -122,14 +153,9 @@ class Line:
         self.ordering: Any = None
         self.further: list[Line] = []
         if main is None:
-            self._failures: dict[int, RemoteOpError] = {}
-            #: of failures of which another node knows why: that node, and the number there
-            self._elsewhere: dict[int, tuple[int, int]] = {}
-            self._unseen: deque[int] = deque(maxlen=FAILURES)
-            self._alone: deque[int] = deque(maxlen=FAILURES)
+            self.failures = Failures(index)
         else:
-            self._failures, self._elsewhere = main._failures, main._elsewhere
-            self._unseen, self._alone = main._unseen, main._alone
+            self.failures = main.failures
             self.lost = main.lost
             main.further.append(self)
         self._armed = False
@@ -257,7 +283,7 @@ class Line:
                 continue
             batch.values, failures = batch.future.value()
             for told in failures:
-                self._take_up(Failure(*told), batch)
+                self.failures.add(Failure(*told), batch)
 
     # -- sync points -----------------------------------------------------------------------------
 
@@ -269,8 +295,9 @@ class Line:
             NodeLost: the node died.
         """
         self.settle(batch)
-        if self._alone:
-            raise self._raised(self._alone[0])
+        alone = self.failures.first_alone()
+        if alone is not None:
+            raise self.failures.raised(alone)
         return [self._value(*value) for value in batch.values]
 
     def settle(self, batch: Batch) -> None:
@@ -321,11 +348,10 @@ class Line:
         """Raise what failed on the node and was not raised yet."""
         with self.lock:
             self.reap()
-            if self._unseen:
-                first, more = self._unseen[0], len(self._unseen) - 1
-                self._unseen.clear()
-                self._alone.clear()
-                raise self._raised(first, more)
+            unseen = self.failures.unseen()
+            if unseen:
+                self.failures.see_all()
+                raise self.failures.raised(unseen[0], len(unseen) - 1)
 
     def stats(self) -> dict[str, int]:
         """Counts, over all spaces of the node; the caller holds the lock."""
@@ -353,28 +379,7 @@ class Line:
 
     def unseen(self) -> list[str]:
         """The failures that were never raised, in words."""
-        return [str(self._raised(each)) for each in list(self._unseen)]
-
-    def failure(self, poison: int) -> RemoteOpError | None:
-        """The error of a failure of this node, which stays unseen; None: it is not known."""
-        return self._failures.get(poison)
-
-    def elsewhere(self, poison: int) -> tuple[int, int] | None:
-        """The node where it is known why, and the failure's number there; None: here."""
-        return self._elsewhere.get(poison)
-
-    def _take_up(self, failure: Failure, batch: Batch) -> None:
-        if failure.poison in self._failures or failure.poison in self._elsewhere:
-            return
-        self._failures.pop(failure.poison - FAILURES, None)
-        self._elsewhere.pop(failure.poison - FAILURES, None)
-        if failure.of is not None:
-            self._elsewhere[failure.poison] = failure.of
-            return
-        self._failures[failure.poison] = batch.error(self.index, failure)
-        self._unseen.append(failure.poison)
-        if failure.alone:
-            self._alone.append(failure.poison)
+        return [str(self.failures.raised(each)) for each in self.failures.unseen()]
 
     def _value(self, kind: str, value: Any) -> Any:
         if kind != "poison":
@@ -385,28 +390,16 @@ class Line:
                 if line.stream == failure.stream:  # whose batch, with other operations, may not be done yet
                     batch = next((each for each in line.batches if each.number == failure.batch), None)
                     if batch is not None:
-                        self._take_up(failure, batch)
+                        self.failures.add(failure, batch)
         raise self._raised(failure.poison)
 
-    def _raised(self, poison: int, more: int = 0) -> ShoalError:
-        of = self._elsewhere.get(poison)
-        if of is not None:
-            return self.lines[of[0]].known(of[1], self.index)
-        for noted in (self._unseen, self._alone):
-            if poison in noted:
-                noted.remove(poison)
-        known = self._failures.get(poison)
-        if known is None:
-            return RemoteOpError(
-                f"node {self.index}: an operation failed so long ago that its text is gone",
-                node_name(self.index),
-            )
-        text = f"{known} ({more} more failed after it)" if more else str(known)
-        return RemoteOpError(text, known.worker, known.traceback, known.line)
+    def _raised(self, poison: int) -> ShoalError:
+        of = self.failures.elsewhere(poison)
+        return self.failures.raised(poison) if of is None else self.lines[of[0]].known(of[1], self.index)
 
     def known(self, poison: int, by: int) -> ShoalError:
         """The failure of this node of which node ``by`` was told; waits until it is known here too."""
-        while poison != LOST and poison not in self._failures:
+        while poison != LOST and self.failures.error(poison) is None:
             with self.lock:
                 lines = (self, *self.further)
                 for line in lines:
@@ -416,7 +409,7 @@ class Line:
             if self.lost is not None or batch is None:
                 break
             line._settle(batch)
-        if poison in self._failures or (self.lost is None and poison != LOST):
+        if self.failures.error(poison) is not None or (self.lost is None and poison != LOST):
             return self._raised(poison)
         return self.lost or self.before or NodeLost(
             f"node {self.index} was lost to node {by}: their connection broke", node_name(self.index),

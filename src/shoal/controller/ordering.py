@@ -36,12 +36,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import GroupError, RpcError, ShoalError
 from ..future import Future, collect_all
 from .batch import Batch
-from .branch import Branch
 from .commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 from .interrupts import undisturbed
 from .line import Line
 from .node import sessions
-from .space import Space
+from .space import Branch, Space
 from .storage import Storage
 
 if TYPE_CHECKING:

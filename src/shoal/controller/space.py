@@ -29,7 +29,7 @@ log, since a node executes the log in order.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -181,12 +181,6 @@ class Space(Log):
             self.ordering.fenced(self)
         return id
 
-    def _answers(self, *command: int) -> list[Any]:
-        """The replies of the nodes to a command."""
-        with self.lock:
-            asked = self.send_asked(*command)
-        return [line.answers(batch)[0] for line, batch in asked]
-
     def send_asked(self, *command: int) -> list[tuple[Line, Batch]]:
         """Append and send a command that is replied to; the caller holds the lock."""
         # No look at the lines, which may send it: ids that are freed then are a batch of their own,
@@ -196,17 +190,25 @@ class Space(Log):
         # As whoever asks flushes under the lock, no other values are in the batches.
         return [(line, line.flush_asked()) for line in self.lines]
 
-    def ask(self, operator: str, args: list[Template], kwargs: dict[str, Template]) -> Any:
+    def ask(
+        self,
+        operator: str,
+        args: list[Template],
+        kwargs: dict[str, Template],
+        ids: list[int],
+        scalars: Sequence[float],
+    ) -> Any:
         """Run an operator now; what it gives, with metadata in the place of tensors.
 
         Raises:
             UsageError: its nodes give different ones.
         """
-        question = pickle.dumps((operator, args, kwargs))
+        question = pickle.dumps((operator, args, kwargs, ids, scalars))
         self._asking = operator.replace("::", ".")
         self.issued, self.awaited = self.issued + 1, self.awaited + 1
         with self.lock:
-            answers = self._answers(ASK, self._payload(question))
+            asked = self.send_asked(ASK, self._payload(question))
+        answers = [line.answers(batch)[0] for line, batch in asked]
         for line, answer in zip(self.lines, answers, strict=True):
             if answer != answers[0]:
                 first, one, other = self.lines[0].index, answer_in_words(answers[0]), answer_in_words(answer)
@@ -218,21 +220,41 @@ class Space(Log):
 
     def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor | None:
         """The state of the random generator of a node, or set it."""
-        with self.lock:
-            if state is None:
-                with self._drawing():
-                    asked = self.send_asked(STATE, self._payload(None))
-            else:
-                with self._drawing():
-                    self._command(STATE, self._payload(state))
+        with self.lock, self._drawing():
+            if state is not None:
+                self._command(STATE, self._payload(state))
                 return None
-        return [line.answers(batch)[0] for line, batch in asked][0]  # type: ignore[no-any-return]  # noqa: RUF015
+            line, batch = self.send_asked(STATE, self._payload(None))[0]
+        return line.answers(batch)[0]  # type: ignore[no-any-return]
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Use the random generators, after what other streams did with them."""
         if self.ordering is None:
             return nullcontext()
         return self.ordering.using(self, (), (), self.ordering.generators(self))
+
+
+class Branch(Space):
+    """The log of a further stream for a space, which has the tensors.
+
+    Attributes:
+        holders: how many of the program's streams it is.
+    """
+
+    __slots__ = ("holders",)
+
+    def __init__(self, home: Space, stream: int, lines: tuple[Line, ...]) -> None:
+        super().__init__(home.device, lines, home.lock, number=home.number, home=home)
+        self.stream = stream
+        self.holders = 0
+        self.freed = home.freed
+        self.ordering = home.ordering
+        home.further.append(self)
+
+    @property
+    def tensors(self) -> int:
+        """They are counted with its home."""
+        return 0
 
 
 def apart(*homes: Space) -> AbstractContextManager[None]:

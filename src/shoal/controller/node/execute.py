@@ -42,11 +42,12 @@ from ..commands import (
     WIDTHS,
     Definition,
     Failure,
+    Recipe,
     Template,
+    filled,
 )
 from ..metadata import in_words, is_layout_of, told
 from ..operators import function, written_by
-from ..reasons import Elsewhere
 from . import accelerators, between
 from .asking import run_asked
 from .compiled import Run, compiled
@@ -55,7 +56,8 @@ from .growing import GROWING, let_grow
 from .mark import Mark
 from .memory import Memory
 from .outcome import Outcome, Poison
-from .program import Program, Recipe
+from .peers import Elsewhere
+from .program import Program
 
 #: the beginning of the table of all kernels, in torch's error of one that is missing
 _TABLE = "\n\nMeta: registered at "
@@ -77,14 +79,37 @@ class Tensors:
         self._space = space
         self._progress = memory.progress(space, stream)
         self.tensors = memory.tensors(space)
-        self.calls: dict[int, tuple[Run, int, int]] = {}
         self._definitions: dict[int, Definition] = {}
         self.plain: dict[int, tuple[Definition, Any]] = {}  # those whose results proved to be as predicted
         self._programs: dict[int, Program] = {}
         self._payloads: Sequence[Any] = ()
         self._asked: list[torch.Tensor] = []
         self._called: dict[int, list[torch.Tensor]] = {}
-        self._forget()
+        commands = {
+            FREE: _free,
+            PUT: self._put,
+            FETCH: self._fetch,
+            ITEM: self._item,
+            SEED: self._seed,
+            FORGET: self._forget_calls,
+            ASK: self._ask,
+            KEEP: self._keep,
+            STATE: self._state,
+            DEFINE: self._define,
+            SHARE: self._share,
+            PROGRAM: self._program,
+            ERASE: self._erase,
+            CALL: self._call,
+            TAKE: self._take,
+            DROP: self._drop,
+            WAIT: self._wait,
+            RELEASE: self._release,
+            MARK: self._mark,
+            EXPECT: self._expect,
+        }
+        self.calls: dict[int, tuple[Run, int, int]] = {
+            number: (run, WIDTHS[number], 0) for number, run in commands.items()
+        }
 
     def run(self, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]) -> None:
         """Execute a segment.
@@ -238,32 +263,6 @@ class Tensors:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def define(self, definition: Definition) -> None:
-        """Learn a call."""
-        operator = function(definition.operator)
-        if definition.operator in GROWING:
-            operator = partial(self._grow, operator)
-        if not definition.differentiating:
-            operator = torch.no_grad()(operator)
-        run, scalars = compiled(definition, operator, self.device)
-        width = 1 + definition.operands + len(definition.results) + len(definition.mutated)
-        outputs = 1 + definition.operands
-
-        def first(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-            run(t, a, p, s, q)
-            if self._check(definition, t, a[p + outputs : p + width]):
-                self.calls[definition.number] = (again, width, scalars)
-            else:
-                self.calls[definition.number] = (run, width, scalars)
-                self.plain[definition.number] = (definition, operator)
-
-        def again(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-            run(t, a, p, s, q)
-            self._check(definition, t, a[p + outputs : p + width])
-
-        self._definitions[definition.number] = definition
-        self.calls[definition.number] = (first, width, scalars)
-
     def _grow(self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         let_grow(tensor, self._all())
         return operator(tensor, *args, **kwargs)
@@ -305,36 +304,31 @@ class Tensors:
 
     # -- commands ------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        self._definitions.clear()
-        self.plain.clear()
-        self._programs.clear()
-        commands = {
-            FREE: _free,
-            PUT: self._put,
-            FETCH: self._fetch,
-            ITEM: self._item,
-            SEED: self._seed,
-            FORGET: self._forget_calls,
-            ASK: self._ask,
-            KEEP: self._keep,
-            STATE: self._state,
-            DEFINE: self._define,
-            SHARE: self._share,
-            PROGRAM: self._program,
-            ERASE: self._erase,
-            CALL: self._call,
-            TAKE: self._take,
-            DROP: self._drop,
-            WAIT: self._wait,
-            RELEASE: self._release,
-            MARK: self._mark,
-            EXPECT: self._expect,
-        }
-        self.calls = {number: (run, WIDTHS[number], 0) for number, run in commands.items()}
-
     def _define(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        self.define(Definition(*pickle.loads(self._payloads[a[p + 1]])))
+        definition = Definition(*pickle.loads(self._payloads[a[p + 1]]))
+        operator = function(definition.operator)
+        if definition.operator in GROWING:
+            operator = partial(self._grow, operator)
+        if not definition.differentiating:
+            operator = torch.no_grad()(operator)
+        run, scalars = compiled(definition, operator, self.device)
+        width = 1 + definition.operands + len(definition.results) + len(definition.mutated)
+        outputs = 1 + definition.operands
+
+        def first(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+            run(t, a, p, s, q)
+            if self._check(definition, t, a[p + outputs : p + width]):
+                self.calls[definition.number] = (again, width, scalars)
+            else:
+                self.calls[definition.number] = (run, width, scalars)
+                self.plain[definition.number] = (definition, operator)
+
+        def again(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+            run(t, a, p, s, q)
+            self._check(definition, t, a[p + outputs : p + width])
+
+        self._definitions[definition.number] = definition
+        self.calls[definition.number] = (first, width, scalars)
 
     def _forget_calls(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         for number in (*self._definitions, *self._programs):
@@ -409,14 +403,19 @@ class Tensors:
             accelerators.set_random_state(state)
 
     def _ask(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
-        operator, args, kwargs = pickle.loads(self._payloads[a[p + 1]])
-        operands: list[Any] = []
-        given = [self._given(each, operands) for each in args]
-        keyed = {name: self._given(each, operands) for name, each in kwargs.items()}
+        operator, args, kwargs, ids, scalars = pickle.loads(self._payloads[a[p + 1]])
+        operands = [t[id] for id in ids]
         poison = next((each for each in operands if isinstance(each, Poison)), None)
         if poison is not None:
             self._outcome.spoilt(poison)
             return
+
+        def device(template: Template) -> torch.device:
+            if len(template) > 1:
+                return accelerators.device(template[1])
+            return operands[0].device if operands else self.device
+
+        given, keyed = filled(args, kwargs, operands, scalars, device)
         try:
             self._asked, answer = run_asked(operator, given, keyed, self._all)
         except Exception as error:
@@ -454,19 +453,6 @@ class Tensors:
 
     def _drop(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         self._called.pop(a[p + 1], None)
-
-    def _given(self, template: Template, operands: list[Any]) -> Any:
-        kind = template[0]
-        if kind == "id":
-            operands.append(self.tensors[template[1]])
-            return operands[-1]
-        if kind == "list":
-            return [self._given(each, operands) for each in template[1]]
-        if kind != "device":
-            return template[1]
-        if len(template) > 1:
-            return accelerators.device(template[1])
-        return operands[0].device if operands else self.device
 
     def _keep(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._asked[a[p + 2]]

@@ -30,8 +30,8 @@ from ...future import Future
 from ...rpc import Agent
 from ...rpc.peer import Peer
 from ...wording import in_words
+from ..commands import LOST
 from ..naming import MASTER
-from ..reasons import LOST, Elsewhere, Undelivered
 
 #: bytes of a tensor whose letter has read them all when it is sent
 _INSIDE = 16 << 10
@@ -42,6 +42,24 @@ _LENT = 256 << 10
 _Key = tuple[int, int, int]
 #: name and epoch of the worker that is a node
 Member = tuple[str, int]
+
+
+class Elsewhere(Exception):
+    """A tensor that another node should have sent, or a collective that it takes part in, failed there.
+
+    Attributes:
+        node: where the failure is known.
+        number: of it there, or LOST.
+    """
+
+    def __init__(self, node: int, number: int) -> None:
+        super().__init__(f"node {node} has failed")
+        self.node = node
+        self.number = number
+
+
+class Undelivered(Exception):
+    """A tensor that another node sent did not come."""
 
 
 class Peers:

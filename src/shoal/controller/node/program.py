@@ -12,11 +12,11 @@ import math
 from array import array
 from collections.abc import Sequence
 from types import CodeType, TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..commands import SHARE, Definition
+from ..commands import SHARE, Definition, Recipe, Step
 from .compiled import Run, call_text, kinds_of
 
 
@@ -41,49 +41,6 @@ class Node(Protocol):
     def tensors_of(self, space: int) -> list[Any]: ...
 
     def hold(self, space: int, id: int, value: Any) -> None: ...
-
-
-class Step(NamedTuple):
-    """A command of a program.
-
-    Attributes:
-        numbers: of the command as it was in the log.
-        operands, results: the slot of each id among the numbers, by its position there.
-        scalars: of the command.
-    """
-
-    numbers: tuple[int, ...]
-    operands: tuple[tuple[int, int], ...]
-    results: tuple[tuple[int, int], ...]
-    scalars: bytes
-
-
-class Recipe(NamedTuple):
-    """A program, as a node learns it.
-
-    A *slot* stands for a tensor: first the inputs, then the tensors outside, then what the steps make.  The
-    tensor may be one of another space of the node.
-
-    Attributes:
-        number: of the command that runs it: its number, then the ids of the inputs, of what is given to other
-            spaces, and of the results.
-        inputs: the space of each.
-        outside: space and id of tensors that it uses and that are the same in every replay.
-        steps: the commands.
-        given: slots of what gets an id of another space in every replay, and that space.
-        results: slots of what gets an id in every replay.
-        kept: slots of what keeps its id, its space, and the id.
-        taken: those outside that nothing after it uses.
-    """
-
-    number: int
-    inputs: tuple[int, ...]
-    outside: tuple[tuple[int, int], ...]
-    steps: tuple[Step, ...]
-    given: tuple[tuple[int, int], ...]
-    results: tuple[int, ...]
-    kept: tuple[tuple[int, int, int], ...]
-    taken: tuple[tuple[int, int], ...]
 
 
 class Program:
@@ -153,7 +110,6 @@ class _Source:
     """Makes the text of a program's function."""
 
     def __init__(self, recipe: Recipe, node: Node) -> None:
-        self._recipe = recipe
         self._node = node
         self._names: dict[str, Any] = {"device": node.device, "int": int}
         self._tables: dict[int, str] = {}

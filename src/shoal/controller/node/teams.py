@@ -40,8 +40,8 @@ from ...rpc.directory import Worker
 from ...store import PrefixStore, Store
 from ...wire import Deadline
 from ...wording import in_words
-from ..reasons import LOST, Elsewhere
-from .peers import Peers
+from ..commands import LOST
+from .peers import Elsewhere, Peers
 
 T = TypeVar("T")
 

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from ..commands import FIRST
+from ..commands import FIRST, Recipe, Step
 from ..dispatch import upload
 from ..history import Kind
 from ..interrupts import undisturbed
 from ..issuing import Origin
 from ..metadata import Metadata
-from ..node.program import Recipe, Step
 from ..space import Space, apart
 from ..storage import Storage, merged
 from ..tensor import Handle, RemoteTensor
