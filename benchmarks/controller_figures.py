@@ -6,6 +6,7 @@ imports none of them.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -169,6 +170,7 @@ def measure(library: Library, work: Work) -> Figures:
     """The figures of one library."""
     figures: Figures = {}
     for row in ROWS_OF_FIGURES:
+        gc.collect()  # or one collection, of all of torch, falls among the few operations of a row
         figures |= row(library, work)
     return figures
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -146,6 +147,7 @@ def test_what_nodes_write_comes_as_whole_lines(
     python_starts: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     master = shoal.init_master_worker(workers=2)
+    assert master.call([0, 1], gc.get_freeze_count)[0] > 100_000, "garbage collections look at all of torch"
     agent = master._workers.agent
     count = 2000
     written = [peer.call(_write, count) for peer in agent.peers()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -95,6 +96,7 @@ def serve_rank(place: Place, rank: int, timeout: float) -> NoReturn:
         RendezvousTimeout: rank 0 does not become the master.
     """
     ignore_interrupts()
+    keep_modules()
     agent = join(place, worker_name(node_name(rank - 1)))
     try:
         attend(agent, rank - 1, timeout)
@@ -121,6 +123,7 @@ def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
     Raises:
         ShoalError: the place was not there within ``SHOAL_TIMEOUT`` seconds, or does not let this worker in.
     """
+    keep_modules()
     seconds = config.TIMEOUT.get()
     say(f"waits for a master at {url}")
     served, gone = False, Deadline(seconds)
@@ -171,6 +174,11 @@ def ignore_interrupts() -> None:
     """A Ctrl-C ends what the master waits for, and not its nodes."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def keep_modules() -> None:
+    """Spare garbage collections what is there now: they would look at all of torch, amid the operations."""
+    gc.freeze()
 
 
 def end() -> NoReturn:

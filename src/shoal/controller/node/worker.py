@@ -18,12 +18,13 @@ from ... import config
 from ...errors import ShoalError
 from ...rendezvous.place import open_place
 from ..naming import node_name, worker_name
-from .serving import attend, end, ignore_interrupts, join
+from .serving import attend, end, ignore_interrupts, join, keep_modules
 
 
 def main(index: int, url: str, threads: int) -> None:
     """Serve the master until it ends."""
     ignore_interrupts()
+    keep_modules()
     secret = bytes.fromhex(os.read(0, 4096).decode())
     threading.Thread(target=_end_with_input, name="shoal-node-input", daemon=True).start()
     torch.set_num_threads(threads)
