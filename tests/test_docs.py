@@ -43,6 +43,17 @@ def test_every_test_that_a_page_names_is_there() -> None:
     assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
 
 
+def test_the_design_page_says_what_each_module_of_the_master_worker_mode_is() -> None:
+    section = (
+        (ROOT / "docs" / "design.md")
+        .read_text()
+        .partition("## The master-worker mode")[2]
+        .partition("\n## ")[0]
+    )
+    modules = {each.stem for each in (ROOT / "src" / "shoal" / "controller").rglob("*.py")} - {"__init__"}
+    assert not {each for each in modules if f"`{each}`" not in section}
+
+
 def test_every_source_that_the_architecture_names_is_there() -> None:
     folders = "src", "cpp", "tests"
     sources = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
