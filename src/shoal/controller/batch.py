@@ -1,4 +1,4 @@
-"""What is sent to a node at once."""
+"""A batch: the segments that are sent to a node at once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Batch:
             time.sleep(_PAUSE)
 
     def error(self, node: int, failure: Failure) -> RemoteOpError:
-        """What the program is told of a failure of its commands."""
+        """The error that the program gets for a failure of one of its commands."""
         where = shown(self._issued(failure))
         text = (
             f"node {node}: {failure.operator}({failure.operands}) failed: {failure.error}\n"

@@ -1,4 +1,4 @@
-"""What a line needs of its node for further streams: calls beside the log, and their mailboxes."""
+"""The calls of a line to its node beside the log, and the mailboxes of further streams."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def _called(peer: Peer, session: str, fn: Callable[..., Any], *args: Any) -> Fut
 
 
 def _opened(peer: Peer, session: str, index: int, stream: int) -> Send:
-    """What sends the batches of a further stream."""
+    """A function that sends the batches of a further stream."""
     mailbox = peer.call(sessions.open_stream, session, stream, index).wait()
     return partial(peer.over_line(mailbox, sessions.run), session, stream)

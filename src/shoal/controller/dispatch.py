@@ -129,7 +129,7 @@ def _returned(
 def _rebuilt(
     returned: tuple[Any, ...], made: Sequence[RemoteTensor], operands: Sequence[RemoteTensor]
 ) -> Any:
-    """What a call returns; no closure, as one that calls itself would hold the tensors in a cycle."""
+    """The return value of a call; no closure, as one that calls itself would hold the tensors in a cycle."""
     kind, value = returned
     if kind == "new":
         return made[value]

@@ -179,7 +179,7 @@ class Line:
             self.arm()
 
     def arm(self) -> None:
-        """See to it that what is issued from now on is sent, also if nothing comes after it."""
+        """Have commands that are issued from now on sent, also if none comes after them."""
         if not self._armed:
             self._armed = True
             self._wake.set()
@@ -217,7 +217,7 @@ class Line:
             self.flush()
 
     def carry(self, bytes: int) -> None:
-        """So much goes to the node next; wait for it if it has too much to take already."""
+        """Count bytes that go to the node next; wait for it if it has too many to take already."""
         while self._uploads and self._uploads + bytes > UPLOADS and self.lost is None:
             if not self.batches:
                 self.flush()
@@ -228,7 +228,7 @@ class Line:
         self._unsent += bytes
 
     def expect(self, bytes: int) -> None:
-        """So much will come from other nodes; wait for this node if it is too much."""
+        """Count bytes that will come from other nodes; wait for this node if these are too many."""
         self._expected += bytes
         self._copies += 1
         if self._expected > COPIES:
@@ -417,7 +417,7 @@ class Line:
         )  # fmt: skip
 
     def lose(self, why: BaseException | str) -> None:
-        """The node cannot be used any more, nor can what it is part of."""
+        """Let the node, and the places that it is in, raise NodeLost from now on."""
         if self.main is not self:
             self.main.lose(why)
         elif self.lost is None and not self._closed:
@@ -434,7 +434,7 @@ class Line:
     # -- the end ---------------------------------------------------------------------------------
 
     def finish(self, seconds: float) -> None:
-        """Let the node do what was issued, if that takes no longer."""
+        """Give the node some seconds for what was issued."""
         deadline = time.monotonic() + seconds
         with self.lock:
             batches = [line.flush() for line in (self, *self.further)]
@@ -447,7 +447,7 @@ class Line:
                 line.reap()
 
     def close(self, why: ShoalError) -> None:
-        """End the thread; what is used afterwards raises ``why``."""
+        """End the thread; tensors that are used afterwards raise ``why``."""
         for line in self.further:
             line.close(why)
         with self.lock:

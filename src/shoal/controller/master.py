@@ -344,8 +344,8 @@ class Master(Seeing):
 
         Args:
             place: of the batches.  On several nodes a tensor of a batch is one on the place, whose parts the
-                nodes' loaders give: they must be alike, and the shortest loader ends the loop.  What is no
-                tensor is what the first node's loader gave.
+                nodes' loaders give: they must be alike, and the shortest loader ends the loop.  Of the first
+                node's loader is whatever is no tensor.
             make_loader: ``make_loader(index, count)``, called on each node with its position in the place and
                 the number of nodes, gives the batches: tuples, lists, dictionaries of tensors and others.
 

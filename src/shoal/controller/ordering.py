@@ -10,9 +10,9 @@ so the master waits for nothing.
   appended then; by an EXPECT of batches sent before; a ``receive`` for its ``send``; and a collective
   for what its members' default streams have before it, and all of these come to it in this order
   (:meth:`Streams.apart`).  So the oldest of all commands that are not done waits for none.
-- That one is at its node, or will be without the program's help.  What a WAIT or an EXPECT waits for is sent
-  before these are appended, and each line sends the rest of its log by itself, as soon as its node is through
-  with what it has (:mod:`.line`).
+- That one is at its node, or will be without the program's help.  The commands that a WAIT or an EXPECT waits
+  for are sent before it is appended, and each line sends the rest of its log by itself, as soon as its node
+  is through with what it has (:mod:`.line`).
 - No wait is under a lock that another one needs: nodes wait in the threads of their streams, and the master
   tells of batches in the callbacks of their replies.
 - The random generator of a node is a storage that every operation writes to that draws numbers: so they

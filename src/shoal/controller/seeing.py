@@ -1,4 +1,4 @@
-"""What a master tells of its nodes and their tensors."""
+"""The calls of a master that tell of its nodes and their tensors, and change nothing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ The words of the mode's order, and how they hang together:
   numbers mean.  Each line of the space gets the segment into its outbox.
 - A *batch* is the segments of an outbox, sent as one call; the reply acknowledges it.
 
-A command that concerns several spaces is a command in the log of each.  What a node answers (``FETCH``,
+A command that concerns several spaces is a command in the log of each.  An answer of a node (``FETCH``,
 ``ASK``, ``STATE``) comes with the reply of the batch, so it belongs to a line.
 
 All of this happens under the master's lock.  An id is free for another tensor as soon as its FREE is in the
@@ -73,7 +73,7 @@ class Space(Log):
         return id
 
     def expect(self, bytes: int) -> None:
-        """So much will come from other nodes; wait for these if it is too much."""
+        """Count bytes that will come from other nodes; wait for its nodes if these are too many."""
         for line in self.lines:
             line.expect(bytes)
         if self.listener is not None:
@@ -152,14 +152,14 @@ class Space(Log):
         return named("node", (line.index for line in self.lines))
 
     def ambiguous(self) -> UsageError:
-        """For who wants one tensor of a place of several nodes."""
+        """The error for a program that wants one tensor of a place of several nodes."""
         return UsageError(
             f"a tensor on {self.device} has elements on each of {self.nodes}: "
             f"x.on({self.lines[0].index}) is one node's part, and mean(x) of its place the mean of all"
         )
 
     def asked(self, command: int, payload: Any, *numbers: int) -> Callable[[], Any]:
-        """Send a command that its one node replies to; what waits for that and gives it."""
+        """Send a command that its one node replies to; a function that waits for the reply and returns it."""
         with self.lock:
             if self.ordering is not None:
                 self.ordering.fence(self)
@@ -174,7 +174,7 @@ class Space(Log):
             self._command(*command)
 
     def take(self, command: int, *numbers: int) -> int:
-        """Give a tensor that a command names an id; that."""
+        """Append a command that makes a tensor; the tensor's id."""
         id = self.new_id()
         self._command(command, id, *numbers)
         if self.ordering is not None:
@@ -198,7 +198,7 @@ class Space(Log):
         ids: list[int],
         scalars: Sequence[float],
     ) -> Any:
-        """Run an operator now; what it gives, with metadata in the place of tensors.
+        """Run an operator now; its results, with metadata in the place of tensors.
 
         Raises:
             UsageError: its nodes give different ones.

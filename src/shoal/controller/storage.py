@@ -11,7 +11,7 @@ Space: TypeAlias = Any
 
 
 class Past:
-    """What was done to a memory, as far as other streams must know.
+    """The uses of a memory, as far as other streams must know of them.
 
     Attributes:
         written: the log of the last command that wrote to it, and its position after that; None: of the
@@ -45,7 +45,7 @@ class Storage:
 
     @property
     def past(self) -> Past:
-        """What was done to it, kept once there are several streams."""
+        """The uses of this memory, kept once there are several streams."""
         if self._past is None:
             self._past = Past()
         return self._past
@@ -54,7 +54,7 @@ class Storage:
 def merged(storages: Sequence[Storage]) -> Storage:
     """One storage in the place of several, which may be the same memory.
 
-    What was done to them must be behind whatever comes, as it is after :meth:`Ordering.apart`.
+    All that was issued on them must be before whatever comes, as it is after :meth:`Ordering.apart`.
     """
     first, *others = dict.fromkeys(storages)
     for each in others:

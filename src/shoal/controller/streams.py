@@ -49,8 +49,8 @@ def _home(place: Place) -> Space:
 class Stream:
     """A queue of operations of a node, beside the node's default stream.
 
-    In ``with stream:`` operations on tensors of its node go to it, those of the calling thread.  What an
-    operation needs of other streams it waits for by itself, on the node.
+    In ``with stream:`` operations on tensors of its node go to it, those of the calling thread.  An
+    operation waits by itself, on the node, for what it needs of other streams.
 
     Args:
         place: the node: ``"node:0"``, an index, or whatever has a ``device``; None: node 0.

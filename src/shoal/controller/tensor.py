@@ -70,8 +70,8 @@ class Handle:
 class RemoteTensor(torch.Tensor):
     """A tensor that lives on a node.
 
-    Operations on it return at once.  What needs its elements here waits for them: ``item tolist cpu numpy
-    bool float print``.
+    Operations on it return at once.  ``item tolist cpu numpy bool float print`` need its elements here, and
+    wait for them.
 
     Attributes:
         handle: of the tensor on the node; a detached tensor has the same one.

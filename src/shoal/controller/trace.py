@@ -55,7 +55,7 @@ class _Sent:
 
 
 class Watch:
-    """What the master does with the lines of a node, while a trace runs.
+    """The batches and the waits of the master with a node, while a trace runs.
 
     Attributes:
         index: of the node.
@@ -88,6 +88,7 @@ class Watch:
 
 
 class _Waiting:
+    # no generator: the program's line would be one of contextlib
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._begun, self._origin = time.monotonic_ns(), issuing_line()

@@ -1,8 +1,8 @@
 """Devices within nodes: -1 is a node's processor, and its GPUs count from 0, as ``Tensor.get_device`` does.
 
-A node is one device of torch, so ``x.device`` says the node only.  What is made on ``node:i`` is on the
-device that its worker was started with (``shoal worker --device``), its processor if none was said, unless
-:class:`node` chooses another one.  Results are where the operands are.
+A node is one device of torch, so ``x.device`` says the node only.  A tensor that is made on ``node:i`` is on
+the device that its worker was started with (``shoal worker --device``), its processor if none was said,
+unless :class:`node` chooses another one.  Results are where the operands are.
 """
 
 from __future__ import annotations

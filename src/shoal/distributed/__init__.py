@@ -179,16 +179,16 @@ __all__ = [
 
 #: the words of the master-worker mode, and the module of ``shoal.controller`` that has each
 _OF_MASTERS = {
-    "BFloat16Tensor": "typed",
-    "BoolTensor": "typed",
-    "ByteTensor": "typed",
-    "CharTensor": "typed",
-    "DoubleTensor": "typed",
-    "FloatTensor": "typed",
-    "HalfTensor": "typed",
-    "IntTensor": "typed",
-    "LongTensor": "typed",
-    "ShortTensor": "typed",
+    "BFloat16Tensor": "spellings",
+    "BoolTensor": "spellings",
+    "ByteTensor": "spellings",
+    "CharTensor": "spellings",
+    "DoubleTensor": "spellings",
+    "FloatTensor": "spellings",
+    "HalfTensor": "spellings",
+    "IntTensor": "spellings",
+    "LongTensor": "spellings",
+    "ShortTensor": "spellings",
     "init_master_worker": "spellings",
     "node": "within",
 }

@@ -20,7 +20,7 @@ def _kind() -> str | None:
 
 
 def count() -> int:
-    """How many there are."""
+    """How many GPUs there are."""
     return torch.accelerator.device_count() if _kind() is not None else 0
 
 
@@ -51,7 +51,7 @@ def chosen() -> int:
 
 
 def device(index: int) -> torch.device:
-    """One of them; -1: the processor."""
+    """The GPU of this index; -1: the processor."""
     return torch.device("cpu") if index < 0 else torch.device(_kind() or "cuda", index)
 
 

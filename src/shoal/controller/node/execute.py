@@ -1,7 +1,7 @@
 """A node's half of a space: its tensors, and the calls that were interned.
 
-An interned call is compiled to a small function over the list of tensors.  What fails leaves *poison* in the
-place of its results, and whatever is computed of poison is the same poison: the rest goes on.
+An interned call is compiled to a small function over the list of tensors.  A call that fails leaves *poison*
+in the place of its results, and whatever is computed of poison is the same poison: the rest goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the streams of a session share on a node: the tensors, how far each stream is, and what it waits for.
+"""The part of a session that its streams share on a node: tensors, the progress of each stream, and waits.
 
 A position in a log is how many numbers of it come before.  Each stream says after every command how far it is
 in the logs that it executes, once there is a second stream; one that waits for a position is woken then.
@@ -146,7 +146,7 @@ class Memory:
                 tensors[id] = None
 
     def tell(self, number: int) -> None:
-        """What a stream expects has come."""
+        """Let a stream that expects a number go on."""
         with self._telling:
             self._told[number] = True
             self._telling.notify_all()

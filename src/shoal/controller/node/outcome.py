@@ -1,4 +1,4 @@
-"""What a batch gives beside tensors: values, and failures."""
+"""The reply of a batch: values that were fetched or asked, and failures."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Outcome:
         self.begin(0)
 
     def spoilt(self, poison: Poison) -> None:
-        """What was fetched or asked cannot be given."""
+        """Reply that a value which was fetched or asked could not be computed."""
         self.values.append(("poison", tuple(poison.failure)))
 
     def begin(self, batch: int) -> None:
-        """Another batch."""
+        """Forget the reply of the batch before."""
         self.batch = batch
         self.values: list[Any] = []
         self.failures: list[Failure] = []

@@ -85,7 +85,7 @@ class _Session:
         return made.mailbox
 
     def time(self, timing: Timing | None) -> Timing | None:
-        """Note the times of all commands there; those that come now are the first.  Where they were noted."""
+        """Note the times of commands from now on there, or nowhere; where they were noted before."""
         before, self.timing = self.timing, timing
         for each in list(self.streams.values()):
             each.outcome.timing = timing
@@ -102,7 +102,7 @@ _sessions: dict[str, _Session] = {}
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """What the nodes of this process did last, for a dump."""
+    """The last commands of the nodes of this process, for a dump."""
     told = []
     for name, each in list(_sessions.items()):
         for number, stream in list(each.streams.items()):
@@ -165,7 +165,7 @@ def run(session: str, stream: int, segments: Sequence[Segment]) -> Reply:
 
 
 def tell(session: str, number: int) -> None:
-    """What a stream expects under this number has come."""
+    """Let a stream that expects this number go on."""
     _sessions[session].memory.tell(number)
 
 

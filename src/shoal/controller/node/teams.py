@@ -6,7 +6,7 @@ left is to connect.
 
 Before each collective the members exchange a row each: which collective of the set it is, and whether the
 tensors that it takes can be had.  So a tensor that could not be computed at one member poisons the results of
-all, with the same cause, and the group stays.  What fails in a collective itself ends the group, for all
+all, with the same cause, and the group stays.  A failure in a collective itself ends the group, for all
 members, and the next collective makes the next *generation* of it.  A member may have come to the end of a
 collective that failed at another one, in which case the rows say so: whoever is behind gives up, and the
 others exchange rows again.

@@ -20,7 +20,7 @@ Event = tuple[int, int, int, int, str, int, int]
 
 
 class Running(Protocol):
-    """What runs in a stream; see :class:`.outcome.Outcome`."""
+    """The batch that a stream executes; see :class:`.outcome.Outcome`."""
 
     stream: int
     batch: int

@@ -279,7 +279,7 @@ class Replay:
         return held
 
     def _showing(self, leaves: Sequence[Any], results: Results) -> dict[Name, list[Any]]:
-        """What shows memory that others show too: an argument, what is there before, or another result."""
+        """Tensors that show memory of others: of an argument, a tensor outside, or another result."""
         storages: dict[Storage, list[Any]] = {}  # a handle, the position of an argument, or a name
         static = set(self._held.values())
         for handle in self._handles:
