@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def _traced(master: Master, path: Path) -> dict[str, Any]:
 
 def test_a_trace_has_all_that_happened_with_its_lines(master: Master, tmp_path: Path) -> None:
     told = _traced(master, tmp_path / "t.json")
-    assert [each.name for each in tmp_path.iterdir()] == ["t.json"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json"]
     events = told["traceEvents"]
     names = {each["args"]["name"] for each in events if each["ph"] == "M"}
     assert {"master", "node 0", "node 1", "node 2", threading.current_thread().name} <= names
@@ -143,7 +144,11 @@ def test_clocks_of_other_machines_are_measured(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "no" / "t.json", "No such file"), (tmp_path, "it is a directory")):
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which a trace must not take the place of
+    for path, why in (
+        (tmp_path / "no" / "t.json", "No such file"), (tmp_path, "it is a directory"),
+        (tmp_path / "pipe", "it is no file"),
+    ):  # fmt: skip
         with (
             pytest.raises(shoal.UsageError, match=rf"trace: .* cannot be written: {why}"),
             master.trace(path),
@@ -158,7 +163,7 @@ def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) 
     with pytest.raises(ValueError, match="of the program"), master.trace(tmp_path / "t.json"):
         raise ValueError("of the program")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert [each.name for each in tmp_path.iterdir()] == ["t.json"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["pipe", "t.json"]
     assert all(line.watch is None for line in master._lines)
 
 

@@ -133,8 +133,9 @@ class Trace:
         if not _running.acquire(blocking=False):
             raise UsageError("trace: another one is being made, whose with block has not ended")
         try:
-            if self._path.is_dir():
-                raise IsADirectoryError(0, "it is a directory")
+            if self._path.exists() and not self._path.is_file():
+                # The trace takes the place of what is there, which must not be /dev/null.
+                raise OSError(0, "it is a directory" if self._path.is_dir() else "it is no file")
             self._file = self._draft.open("w")
         except OSError as error:
             _running.release()
