@@ -191,7 +191,8 @@ TRANSPORT: Variable[str] = Variable(
 )  # fmt: skip
 HEARTBEAT_TIMEOUT: Variable[float] = Variable(
     "SHOAL_HEARTBEAT_TIMEOUT", _SECONDS, _seconds, 10.0,
-    "Seconds of silence after which another host counts as lost.",
+    "Seconds of silence after which another host counts as lost, and after which a master gives up a node "
+    "that a signal has stopped.",
 )  # fmt: skip
 SHARED_MEMORY_LIMIT: Variable[int | None] = Variable(
     "SHOAL_SHARED_MEMORY_LIMIT", "a positive number of bytes such as 1073741824 or 1G", _bytes, None,

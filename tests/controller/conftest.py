@@ -26,7 +26,9 @@ class Shared:
     def master(self) -> Master:
         """It, open."""
         if self._master is None:
-            self._master = shoal.init_master_worker(workers=3)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SHOAL_HEARTBEAT_TIMEOUT", "1000")  # tests stop nodes, and machines are busy
+                self._master = shoal.init_master_worker(workers=3)
         return self._master
 
     def close(self) -> None:

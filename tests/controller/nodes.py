@@ -92,6 +92,13 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until it does nothing any more."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
+
+
 def joins(tell: Connection, url: str, secret: str = "") -> None:
     """``shoal worker URL``."""
     os.environ["SHOAL_SECRET"] = secret

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import shoal
 from shoal.errors import NodeLost, RemoteOpError, UsageError
+from tests.controller import nodes
 from tests.controller.nodes import BACKSTOP, Crew, Program, crews, programs, wait_until_gone, wait_until_lost
 
 start = pytest.fixture(programs)
@@ -190,9 +193,12 @@ def test_streams_of_a_replaced_node_are_lost_and_those_of_the_new_one_work(crew:
     event.wait(kept)  # holds nobody
     with pytest.raises(NodeLost, match="node 1 was lost"):
         y.tolist()
+    for stream in old:
+        with pytest.raises(NodeLost, match="node 1 was lost"), stream:
+            raise AssertionError("what the program issues here would go to the default stream")
     new, wide = shoal.Stream("node:1"), shoal.Stream(team)
     assert new not in old
-    for stream in (kept, new, wide, *old):  # the old ones concern nothing any more
+    for stream in (kept, new, wide):
         with stream:
             x.add_(1)
             z = x.to("node:1")
@@ -205,5 +211,70 @@ def test_streams_of_a_replaced_node_are_lost_and_those_of_the_new_one_work(crew:
             both.add_(1)
         assert z.tolist() == [x[0].item() * 2 + 1] * 3
         assert both.on(1).tolist() == [4, 4]
-    assert x.tolist() == [9] * 3
+    assert x.tolist() == [7] * 3
+    with new:
+        crew.kill(1)
+        crew.joining()
+        master.replace(1, BACKSTOP)
+        with pytest.raises(NodeLost, match="node 1 was lost"):
+            torch.ones(3, device="node:1")
+    assert torch.ones(3, device="node:1").tolist() == [1] * 3
+    with pytest.raises(NodeLost, match="node 1 was lost"):
+        wide.query()
     master.synchronize()
+
+
+def test_the_error_of_a_lost_node_tells_what_it_had_not_done(crew: Crew) -> None:
+    x, y = (torch.ones(4, device=f"node:{each}") for each in (0, 1))
+    side = shoal.Stream("node:0")
+    z = x * 5
+    y * 6
+    crew.master.synchronize()
+    nodes.stop(crew.master.pids[0])
+    x.add_(1)
+    for _ in range(3):
+        x.mul_(2)
+    with side:
+        z.sub_(3)
+    for line in (crew.master._lines[0], *crew.master._lines[0].further):
+        line.flush()
+    os.kill(crew.master.pids[0], signal.SIGKILL)
+    with pytest.raises(NodeLost) as caught:
+        x.tolist()
+    why, first, second = str(caught.value).splitlines()
+    assert why.startswith("node 0 was lost: ")
+    assert re.fullmatch(
+        r"it had not acknowledged aten\.add_\.Tensor, issued at .*: x\.add_\(1\); 3 operations came after it",
+        first,
+    )
+    assert re.fullmatch(
+        r"stream \d+ of it had not acknowledged aten\.sub_\.Tensor, issued at .*: z\.sub_\(3\)", second
+    )
+    os.kill(crew.master.pids[1], signal.SIGKILL)
+
+    def ask_for_ever() -> None:
+        while True:
+            y.tolist()
+
+    with pytest.raises(NodeLost, match=r"all operations that it was sent, at last aten\.mul.*: y \* 6$"):
+        ask_for_ever()
+
+
+def test_errors_of_a_lost_node_keep_nothing_of_those_who_met_them(crew: Crew) -> None:
+    x, y = torch.ones(4, device="node:0"), torch.ones(4, device="node:1")
+    crew.kill(0)
+    met: list[weakref.ref[torch.Tensor]] = []
+
+    def meet(use: Callable[[], object]) -> None:
+        mine = torch.ones(4)
+        met.append(weakref.ref(mine))
+        use()
+
+    for use in (
+        x.tolist, x.sum, crew.master.synchronize, lambda: x.to("node:1"), lambda: y.to("node:0"),
+        lambda: shoal.Stream("node:0"), lambda: x + y, x.nonzero,
+    ):  # fmt: skip
+        with pytest.raises(NodeLost):
+            meet(use)
+    gc.collect()
+    assert [each() for each in met] == [None] * len(met)

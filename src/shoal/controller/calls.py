@@ -15,6 +15,7 @@ import torch
 from ..errors import DeviceMismatch, UnsupportedOperation
 from .commands import FIRST, Definition, Template
 from .history import Kind
+from .losses import anew
 from .metadata import Told, metadata
 from .operators import Operator
 from .space import Space
@@ -192,7 +193,7 @@ def intern(
         Exception: what torch raises for such arguments.
     """
     if space.lost is not None:
-        raise space.lost
+        raise anew(space.lost)
     others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))
@@ -202,7 +203,7 @@ def intern(
         raise DeviceMismatch(f"{op.name}: its tensors are on {space.device} and on {elsewhere}: {advice}")
     for each in operands:
         if each.handle.space is not space and each.handle.space.lost is not None:
-            raise each.handle.space.lost  # it was on the node that was there before
+            raise anew(each.handle.space.lost)  # it was on the node that was there before
     given, named = templates(op, args, kwargs)
     known = [each.handle.metadata for each in operands]
     from .prediction import predict  # not at a node, which needs none

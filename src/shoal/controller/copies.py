@@ -14,6 +14,7 @@ from ..errors import NodeLost
 from . import current
 from .dispatch import dispatch
 from .interrupts import undisturbed
+from .losses import anew
 from .node import between
 from .space import Space, apart
 from .tensor import RemoteTensor
@@ -64,7 +65,7 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
         with space.lock:
             for each in (space, source):
                 if each.lost is not None:
-                    raise each.lost
+                    raise anew(each.lost)
             space.expect(dense.nbytes)
             awaited = routes, session, list(dense.shape), list(dense.stride())
             with apart(source, space):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -83,6 +84,8 @@ class Processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # which ends it, if the end of the connection did not
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGCONT)  # it may be stopped
         deadline = Deadline(_END)
         for process in ending:
             try:

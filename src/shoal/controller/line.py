@@ -21,6 +21,7 @@ from .failures import Failures
 from .history import History, Issued
 from .interrupts import undisturbed
 from .issuing import issuing_line
+from .losses import anew, unfinished
 from .naming import node_name
 
 #: commands of the first batch after a wait; each further one takes twice as many
@@ -264,22 +265,23 @@ class Line:
         """Send what is in the log, with commands that are replied to."""
         batch = self.flush()
         if batch is None:
-            raise self.lost or ShoalError(f"node {self.index}: nothing was sent")
+            raise anew(self.lost or ShoalError(f"node {self.index}: nothing was sent"))
         batch.origin = issuing_line()
         return batch
 
     def reap(self) -> None:
         """Take in the replies that have come."""
         while self.batches and self.batches[0].future.done():
+            error = self.batches[0].future.exception()
+            if error is not None:
+                self.lose(error)  # which tells of this batch
             batch = self.batches.popleft()
             self._ahead -= batch.size
             self._uploads -= batch.bytes
             self.history.add(batch.origins)
             if self.main.watch is not None:
                 self.main.watch.acknowledged(batch)
-            error = batch.future.exception()
             if error is not None:
-                self.lose(error)
                 continue
             batch.values, failures = batch.future.value()
             for told in failures:
@@ -307,7 +309,7 @@ class Line:
             self._worth = FIRST  # the node is idle
             self.reap()
             if self.lost is not None:
-                raise self.lost
+                raise anew(self.lost)
 
     def _settle(self, batch: Batch) -> None:
         watch = self.main.watch
@@ -328,7 +330,8 @@ class Line:
             except (RpcError, GroupError) as error:
                 with self.lock:
                     self.lose(error)
-                raise (self.lost or error) from error
+                    self.reap()  # or the error would keep the frames of who waited here
+                raise anew(self.lost or error) from error
             if each is batch:
                 return
 
@@ -341,7 +344,7 @@ class Line:
                 line.settle(batch)
         with self.lock:
             if self.lost is not None:
-                raise self.lost
+                raise anew(self.lost)
         self.raise_unseen()
 
     def raise_unseen(self) -> None:
@@ -411,18 +414,20 @@ class Line:
             line._settle(batch)
         if self.failures.error(poison) is not None or (self.lost is None and poison != LOST):
             return self._raised(poison)
-        return self.lost or self.before or NodeLost(
-            f"node {self.index} was lost to node {by}: their connection broke", node_name(self.index),
-            (self.index,),
-        )  # fmt: skip
+        lost = f"node {self.index} was lost to node {by}: their connection broke"
+        return anew(self.lost or self.before or NodeLost(lost, node_name(self.index), (self.index,)))
 
     def lose(self, why: BaseException | str) -> None:
         """Let the node, and the places that it is in, raise NodeLost from now on."""
         if self.main is not self:
             self.main.lose(why)
         elif self.lost is None and not self._closed:
-            name = node_name(self.index)
-            self._end(NodeLost(f"node {self.index} was lost: {why}", name, (self.index,)))
+            text = f"node {self.index} was lost: {why}{self._unfinished()}"
+            self._end(NodeLost(text, node_name(self.index), (self.index,)))
+
+    def _unfinished(self) -> str:
+        told = (unfinished(line.batches, line.history, line.stream) for line in (self, *self.further))
+        return "".join(f"\n{each}" for each in told if each)
 
     def _end(self, why: ShoalError) -> None:
         for line in self.further:

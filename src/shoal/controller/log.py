@@ -20,6 +20,7 @@ from .history import MAKING, Issued, Kind
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
 from .line import Line
+from .losses import anew
 from .metadata import forget
 from .storage import Ordering, Storage
 
@@ -307,7 +308,7 @@ class Log:
             undisturbed(self._become_open)
         if self.lost is not None:  # perhaps since a moment: whoever loses a line holds no lock
             self._open = False
-            raise self.lost
+            raise anew(self.lost)
 
     def _become_open(self) -> None:
         for line in self.lines:

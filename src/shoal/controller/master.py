@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import config
 from ..backend.registry import backend_factory
 from ..errors import ForkedProcess, NodeLost, UsageError, WorkerLost
 from ..future import Future
@@ -36,6 +37,7 @@ from .place import Named, Place, indices_of
 from .roster import Roster
 from .seeing import Seeing
 from .space import Space
+from .standstills import Standstills
 from .start import Worker, Workers
 from .steps.recorded import Recorded
 from .swapping import Swapping
@@ -128,6 +130,9 @@ class Master(Seeing):
         self._places: dict[tuple[int, ...], Place] = {}
         self._streams: Streams | None = None
         workers.agent.on_lost(self._lost)
+        self._standstills = Standstills(
+            workers.agent, self._roster.names, self._give_up, config.HEARTBEAT_TIMEOUT.get()
+        )
         try:
             deadline = Deadline(timeout)
             for index in range(workers.count):
@@ -425,11 +430,20 @@ class Master(Seeing):
         for line in self._lines:
             why = f"node {line.index} is closed: its master was"
             line.close(NodeLost(why, node_name(line.index), (line.index,)))
+        self._standstills.close()
         self._workers.close()
         return unseen
 
-    def _lost(self, name: str) -> None:
-        line = self._roster.lose(name, _ENDED)
+    def _give_up(self, name: str, why: str) -> None:
+        """A worker cannot be used any more, though the connection to it is there."""
+        self._lost(name, why)
+        agent = self._workers.agent
+        connection = agent.links.existing(name)
+        if connection is not None:  # which ends what is waited for
+            agent.endpoint.post.drop(connection.number, why)
+
+    def _lost(self, name: str, why: str = _ENDED) -> None:
+        line = self._roster.lose(name, why)
         if line is None:
             return  # each of its connections ends, and it need not be a node
         for fn in list(self._on_lost):

@@ -39,6 +39,7 @@ from .batch import Batch
 from .commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 from .interrupts import undisturbed
 from .line import Line
+from .losses import anew
 from .node import sessions
 from .space import Branch, Space
 from .storage import Storage
@@ -91,7 +92,7 @@ class Streams:
         while self._returned:
             self._returned.popleft().holders -= 1
         if home.lost is not None:
-            raise home.lost
+            raise anew(home.lost)
         there = self._by_home.setdefault(home, [])
         log = min(there, key=lambda log: log.holders, default=None)
         if log is None or (log.holders and len(there) < MOST):
@@ -108,7 +109,7 @@ class Streams:
                 sends.append(main.opens(self._stream))
             except (RpcError, GroupError) as error:
                 main.lose(error)
-                raise (main.lost or error) from error
+                raise anew(main.lost or error) from error
         lines = [
             Line(
                 main.index, main.lock, send, main.lines, main.epoch, main.accelerators, main.within,
@@ -125,9 +126,16 @@ class Streams:
         self._returned.append(log)
 
     def current(self, home: Space) -> Space:
-        """The log to which this thread's commands for a space go."""
+        """The log to which this thread's commands for a space go.
+
+        Raises:
+            NodeLost: that was of a node in whose place this one is.
+        """
         chosen: list[Space] = getattr(self._chosen, "logs", [])
-        return next((log for log in reversed(chosen) if log.home is home), home)
+        log = next((log for log in reversed(chosen) if log.index == home.index), home)
+        if log.home is not home and log.home.lost is not None:
+            raise anew(log.home.lost)
+        return log
 
     def innermost(self) -> Space | None:
         """The log that this thread chose last, if any."""
@@ -140,9 +148,13 @@ class Streams:
             self._chosen.logs = []
         self._chosen.logs.append(log)
 
-    def leave(self) -> None:
-        """Undo the last :meth:`enter` of this thread."""
-        self._chosen.logs.pop()
+    def leave(self, log: Space) -> None:
+        """Undo this thread's last :meth:`enter` of a log, whatever it has entered since."""
+        chosen: list[Space] = getattr(self._chosen, "logs", [])
+        for at in range(len(chosen) - 1, -1, -1):
+            if chosen[at] is log:
+                del chosen[at]
+                return
 
     # -- commands; the caller holds the lock -------------------------------------------------------
 
@@ -217,15 +229,15 @@ class Streams:
     @contextmanager
     def by_default(self, homes: Iterable[Space]) -> Iterator[None]:
         """Let this thread's commands for spaces go to their default streams."""
-        entered = 0
+        entered: list[Space] = []
         try:
             for home in homes:
                 self.enter(home)
-                entered += 1
+                entered.append(home)
             yield
         finally:
-            for _ in range(entered):
-                self.leave()
+            for home in reversed(entered):
+                self.leave(home)
 
     def generators(self, log: Space) -> list[Storage]:
         """In the place of the random generators of its nodes."""

@@ -61,6 +61,11 @@ class Roster:
                     self._post(peer, peers.lose, each, epoch)
             return peer.name in self._gone
 
+    def names(self) -> list[str]:
+        """Of the workers that are nodes, and live."""
+        with self._lock:
+            return list(self.living)
+
     def lose(self, name: str, why: str) -> Line | None:
         """A worker has died; the line of the node that it was, if it was one and it is not known yet."""
         with self._lock:

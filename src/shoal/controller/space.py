@@ -55,6 +55,7 @@ from .history import Issued
 from .interrupts import undisturbed
 from .line import Line
 from .log import Log
+from .losses import anew
 from .metadata import answer_in_words
 
 
@@ -121,7 +122,7 @@ class Space(Log):
     def share(self, id: int, other: Space) -> int:
         """Name a tensor of another space here too, on the nodes of this one; its id here."""
         if other.lost is not None and not set(self.lines) <= set(other.lines):
-            raise other.lost
+            raise anew(other.lost)
         new = self.new_id()
         self._command(SHARE, other.number, id, self.number, new)
         return new

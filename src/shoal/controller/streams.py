@@ -22,6 +22,7 @@ from . import current
 from .batch import Batch
 from .commands import MARK, WAIT
 from .line import Line
+from .losses import anew
 from .metadata import metadata
 from .node import sessions
 from .ordering import Streams
@@ -52,6 +53,8 @@ class Stream:
     In ``with stream:`` operations on tensors of its node go to it, those of the calling thread.  An
     operation waits by itself, on the node, for what it needs of other streams.
 
+    A stream is lost with its node: ``with stream:`` raises NodeLost, also when the node was replaced.
+
     Args:
         place: the node: ``"node:0"``, an index, or whatever has a ``device``; None: node 0.
 
@@ -79,11 +82,13 @@ class Stream:
 
     def __enter__(self) -> Stream:
         _not_recorded(self.log)
+        if self.log.lost is not None:
+            raise anew(self.log.lost)
         self._streams.enter(self.log)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._streams.leave()
+        self._streams.leave(self.log)
 
     def synchronize(self) -> None:
         """Wait until all is done that was issued to it.
@@ -180,7 +185,7 @@ class Event:
         _not_recorded(log)
         with log.lock:
             if log.lost is not None:
-                raise log.lost
+                raise anew(log.lost)
             if self._timing or any(line.accelerators for line in log.lines):
                 id = log.new_id()
                 with streams.using(log, [], []):
@@ -220,7 +225,7 @@ class Event:
         for line, batch in self._recorded[2]:
             if not batch.future.done():
                 if line.main.lost is not None:
-                    raise line.main.lost
+                    raise anew(line.main.lost)
                 return False
         self._settle()
         return all(asked.wait() for asked in _passed(self._recorded[0], self._mark, False))

@@ -106,8 +106,19 @@ def process_is_gone(process: str) -> bool:
     if state is None:
         # It ended, or /proc hides the processes of other users.
         return not _exists(int(pid))
-    found, ended = state
+    found, ended, _ = state
     return ended or found != start
+
+
+def process_is_stopped(process: str) -> bool:
+    """Whether ``process`` (of :class:`Here`, on this machine) does nothing since a signal such as SIGSTOP;
+    False when unknown, and for one that a debugger holds.
+    """
+    namespace, pid, start = process.rsplit("/", 2)
+    if namespace != _pid_namespace():
+        return False
+    state = _state(int(pid))
+    return state is not None and state[0] == start and state[2]
 
 
 def start_of(pid: int) -> str:
@@ -126,15 +137,17 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _state(pid: int) -> tuple[str, bool] | None:
-    """Start time of a process in ticks, and whether it has ended and was not yet waited for."""
+def _state(pid: int) -> tuple[str, bool, bool] | None:
+    """Start time of a process in ticks, whether it has ended and was not yet waited for, and whether a signal
+    has stopped it.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     # The second field is the program's name, in brackets, and may hold spaces and brackets itself.
     fields = text.rpartition(")")[2].split()
-    return fields[19], fields[0] in "ZXx" and int(fields[17]) <= 1
+    return fields[19], fields[0] in "ZXx" and int(fields[17]) <= 1, fields[0] == "T"
 
 
 def resolve(host: str, port: int) -> list[str]:

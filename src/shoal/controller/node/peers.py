@@ -18,7 +18,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,7 @@ class Peers:
         self._changed = threading.Condition()
         self._arrived: dict[_Key, Any] = {}
         self._closed = False
+        self._on_lost: list[Callable[[int], None]] = []
 
     # -- sending ---------------------------------------------------------------------------------
 
@@ -232,6 +233,12 @@ class Peers:
         with self._changed:
             self._bury(index, epoch + 1)
             self._changed.notify_all()
+        for fn in self._on_lost:
+            fn(index)
+
+    def on_lost(self, fn: Callable[[int], None]) -> None:
+        """Call ``fn(index)`` when a worker that was a node has died."""
+        self._on_lost.append(fn)
 
     def lost(self, members: Collection[int], base: int) -> int | None:
         """The node that died last, of a set since the sum of their epochs was ``base``; None: none did."""

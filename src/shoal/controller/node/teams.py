@@ -90,6 +90,7 @@ class Teams:
         self._peers = peers
         self._backend = backend
         self._teams: dict[tuple[int, ...], _Team] = {}
+        peers.on_lost(self._lost)
 
     def run(
         self,
@@ -126,6 +127,14 @@ class Teams:
             self._ended(team, GroupError(in_words(error)))
             raise
 
+    def _lost(self, index: int) -> None:
+        """A node is lost, which may be there and be stopped: nobody waits for it in a collective."""
+        for team in list(self._teams.values()):
+            group = team.group
+            if index in team.members and group is not None and self._missing(team) is not None:
+                with contextlib.suppress(ShoalError):
+                    group.abort(f"node {index} was lost")
+
     def close(self) -> None:
         """Close all groups."""
         for team in self._teams.values():
@@ -145,6 +154,9 @@ class Teams:
         """The group, when all members have come to collective ``mine`` with their tensors."""
         while True:
             group = team.group or self._open(team)
+            missing = self._missing(team)  # after this, _lost() aborts the group
+            if missing is not None:
+                raise self._ended(team, GroupError(str(missing)))
             table = group.empty(len(team.members), 3, dtype=torch.int64)
             try:
                 group.all_gather_single(table, torch.tensor([mine, *poison])).wait()
