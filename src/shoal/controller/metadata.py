@@ -7,41 +7,52 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnsupportedOperation
 
-#: shape, stride, offset, dtype, whether it is conjugated or negated lazily, and the device within the node:
-#: as master and nodes tell them
-Told = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, bool, bool, int]
+
+class Told(NamedTuple):
+    """Metadata as master and nodes tell one another, without the node.
+
+    Attributes:
+        shape, stride, offset, dtype: of the tensor.
+        conj, neg: whether it is conjugated or negated lazily.
+        within: the device within the node; -1: its processor.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+    within: int = -1
 
 
 class Metadata:
     """Shape, stride, storage offset, dtype and device of a tensor on a node; made by :func:`metadata`.
 
     Attributes:
+        told: all but the node, as it goes to a node or came from there.
         within: the device within the node; -1: its processor.
         lazy: whether the tensor is a conjugated or negated view, which torch resolves when it is read.
         make: makes a tensor of the master with it; :mod:`.tensor` says it when the first one is made.
     """
 
     __slots__ = (
-        "__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride",
+        "__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride", "told",
         "within",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, told: Told) -> None:
         self.device = device
+        self.told = told
         self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within = told
         self.lazy = self.conj or self.neg
         self.make: Callable[[], Any] | None = None
-
-    @property
-    def told(self) -> Told:
-        """As it goes to a node, or came from there."""
-        return self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -72,15 +83,15 @@ def forget(device: torch.device) -> None:
 
 def in_words(told: Told) -> str:
     """``float32[2, 3]``."""
-    return f"{str(told[3]).removeprefix('torch.')}{list(told[0])}"
+    return f"{str(told.dtype).removeprefix('torch.')}{list(told.shape)}"
 
 
 def is_layout_of(given: Told, expected: Told) -> bool:
     """Whether strides differ only in dimensions of one element, where they say nothing."""
-    if (given[0], *given[2:]) != (expected[0], *expected[2:]):
+    if given._replace(stride=()) != expected._replace(stride=()):
         return False
-    return 0 in given[0] or all(
-        n == 1 or a == b for n, a, b in zip(given[0], given[1], expected[1], strict=True)
+    return 0 in given.shape or all(
+        n == 1 or a == b for n, a, b in zip(given.shape, given.stride, expected.stride, strict=True)
     )
 
 
@@ -118,4 +129,4 @@ def told(tensor: torch.Tensor) -> Told:
     device = tensor.device
     within = -1 if device.type == "cpu" else device.index
     offset = int(tensor.storage_offset())
-    return shape, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), within
+    return Told(shape, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), within)

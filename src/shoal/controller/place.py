@@ -119,8 +119,8 @@ class Place(Collectives, Sequence[torch.device]):
         if differs is not None:
             raise UsageError(
                 f"the parts of a tensor on {self.device} must be alike: that on {there[0].device} is "
-                f"{there[0].handle.metadata}, strides {told[0][1]}, and that on {there[differs].device} "
-                f"{there[differs].handle.metadata}, strides {told[differs][1]}"
+                f"{there[0].handle.metadata}, strides {told[0].stride}, and that on {there[differs].device} "
+                f"{there[differs].handle.metadata}, strides {told[differs].stride}"
             )
         if len(there) == 1:
             return there[0]

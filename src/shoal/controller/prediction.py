@@ -70,8 +70,8 @@ class Prediction(NamedTuple):
 
     def on(self, gpu: int) -> Prediction:
         """The same with all that it makes on a GPU of the node."""
-        results = [(*each[:-1], gpu) for each in self.results]
-        mutated = {at: (*each[:-1], gpu) for at, each in self.mutated.items()}
+        results = [each._replace(within=gpu) for each in self.results]
+        mutated = {at: each._replace(within=gpu) for at, each in self.mutated.items()}
         return self._replace(results=results, mutated=mutated)
 
 
@@ -184,7 +184,7 @@ def _predict(
         mutated = {
             position: told(fake)
             for position, (fake, known) in enumerate(zip(fakes, operands, strict=True))
-            if told(fake)[:-1] != known.told[:-1]
+            if told(fake)._replace(within=known.within) != known.told
         }
         if torch.Tag.out in operator.tags and (mutated or any(not each.numel() for each in given_back)):
             # How the kernel lays out a tensor that it makes larger, only the kernel knows; and of some

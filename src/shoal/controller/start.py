@@ -110,11 +110,6 @@ class Workers:
             raise
         return place
 
-    @property
-    def joinable(self) -> bool:
-        """Whether workers can join that were not started for this master."""
-        return self._launched or self._url is not None
-
     def first(self, index: int, deadline: Deadline) -> Worker:
         """The worker that was started as node ``index``.
 
@@ -130,7 +125,7 @@ class Workers:
             UsageError: nobody can join.
             RendezvousTimeout: nobody came.
         """
-        if not self.joinable:
+        if not self._launched and self._url is None:
             raise UsageError(
                 "nobody can join this master: give init_master_worker the url= at which `shoal worker` joins"
             )

@@ -23,7 +23,7 @@ from .batch import Batch
 from .commands import MARK, WAIT
 from .line import Line
 from .losses import anew
-from .metadata import metadata
+from .metadata import Told, metadata
 from .node import sessions
 from .ordering import Streams
 from .space import Space
@@ -32,7 +32,7 @@ from .tensor import Handle
 #: a device, what has one, an index, or None: node 0
 Place = Any
 
-_MARK = (), (), 0, torch.bool, False, False, -1
+_MARK = Told((), (), 0, torch.bool)
 
 
 def _home(place: Place) -> Space:

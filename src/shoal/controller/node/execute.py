@@ -284,20 +284,19 @@ class Tensors:
             if given == expected:
                 continue
             if is_layout_of(given, expected):
-                t[i] = t[i].as_strided(*expected[:3])
+                t[i] = t[i].as_strided(expected.shape, expected.stride, expected.offset)
                 restrided = True
                 continue
-            if (
-                (given[0], given[3]) != (expected[0], expected[3])
-                or given[4:] != expected[4:]
-                or definition.aliasing
-            ):
+            laid_out_alike = given._replace(stride=expected.stride, offset=expected.offset)
+            if laid_out_alike != expected or definition.aliasing:
                 raise Unexpected(
-                    f"{definition.operator} made {_shown(t[i])} with strides {given[1]}, offset {given[2]}, "
-                    f"and the master counts on {in_words(expected)} with strides {expected[1]} and offset "
-                    f"{expected[2]}"
+                    f"{definition.operator} made {_shown(t[i])} with strides {given.stride}, "
+                    f"offset {given.offset}, and the master counts on {in_words(expected)} with strides "
+                    f"{expected.stride} and offset {expected.offset}"
                 )
-            made = torch.empty_strided(expected[0], expected[1], dtype=expected[3], device=t[i].device)
+            made = torch.empty_strided(
+                expected.shape, expected.stride, dtype=expected.dtype, device=t[i].device
+            )
             t[i] = made.copy_(t[i])
             restrided = True
         return restrided

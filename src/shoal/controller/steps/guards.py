@@ -218,22 +218,20 @@ class Guards:
             old = same.get(_place(c, k))
             if old is not v and not (type(old) is type(v) is RemoteTensor):
                 return f"{path} was another before the call"
-        found = {id(t): rest for t, *rest, _ in before.tensors}
-        for tensor, *now, path in self.tensors:
-            if found.get(id(tensor), now) != now:
-                return f"{path} is another tensor after the call, or has other hooks or requires_grad"
-        copies = {id(held): copy for held, copy, _ in before._copies}
-        for held, copy, path in self._copies:
-            if copies.get(id(held), copy) != copy:
-                return f"{path} has other elements after the call"
-        arrays = {id(held): content for held, content, _ in before._arrays}
-        for held, content, path in self._arrays:
-            if arrays.get(id(held), content) != content:
-                return f"{path} has other elements after the call"
-        versions = {id(t): rest for t, *rest, _ in before._versions}
-        for value, *now, path in self._versions:
-            if versions.get(id(value), now) != now:
-                return f"{path}, a tensor of the master, was changed by the call"
+        kinds: list[tuple[Iterable[Any], Iterable[Any], str]] = [
+            (
+                before.tensors, self.tensors,
+                " is another tensor after the call, or has other hooks or requires_grad",
+            ),
+            (before._copies, self._copies, " has other elements after the call"),
+            (before._arrays, self._arrays, " has other elements after the call"),
+            (before._versions, self._versions, ", a tensor of the master, was changed by the call"),
+        ]  # fmt: skip
+        for were, are, change in kinds:
+            known = {id(each): rest for each, *rest, _ in were}
+            for each, *now, path in are:
+                if known.get(id(each), now) != now:
+                    return f"{path}{change}"
         return None
 
     # -- finding ---------------------------------------------------------------------------------
