@@ -54,6 +54,14 @@ def test_a_tensor_is_explained_by_the_line_and_operator_that_made_it(master: Mas
         master.explain(torch.ones(1))
 
 
+def test_each_tensor_that_an_operation_writes_to_is_known_to_be_changed(master: Master) -> None:
+    x, y, z = (torch.ones(3, device=NODE) for _ in range(3))
+    torch._foreach_add_([x, y], 1.0), (line := here())
+    assert [master.explain(each).changed == line for each in (x, y, z)] == [True, True, False]
+    torch.add(x, y, out=z), (line := here())
+    assert [master.explain(each).changed == line for each in (x, y, z)] == [False, False, True]
+
+
 def test_what_no_operation_made_is_explained_too(master: Master) -> None:
     place = master.place([0, 2])
     made: list[tuple[torch.Tensor, str, str]] = [

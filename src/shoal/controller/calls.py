@@ -227,7 +227,9 @@ def intern(
             list(predicted.mutated), op.aliasing, op.opaque is None or torch.is_grad_enabled(),
         )  # fmt: skip
         space.define(tuple(definition))
-        space.kinds[call.number] = Kind(op.name.replace("::", "."), len(operands), call.count)
+        space.kinds[call.number] = Kind(
+            op.name.replace("::", "."), len(operands), call.count, tuple(call.written)
+        )
         if op.name == "aten::empty_strided":
             space.blanks.add(call.number)
     space.calls[tuple(key)] = call

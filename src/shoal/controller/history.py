@@ -29,12 +29,14 @@ class Kind(NamedTuple):
     Attributes:
         operator: ``aten.add.Tensor``.
         operands, results: how many.
+        written: positions of the operands that it writes to.
         given: spaces of results that are in other ones, whose ids are the last operands.
     """
 
     operator: str
     operands: int
     results: int
+    written: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
 
 
@@ -175,11 +177,6 @@ def _search(
             and (space, id) in zip(kind.given, numbers[first - len(kind.given) : first], strict=True)
         ):
             found, written, gone = (kind.operator, issued[position], position + 1), None, False
-        elif here and kind.operands and numbers[p + 1] == id and _writes(kind.operator):
+        elif here and any(numbers[p + 1 + at] == id for at in kind.written):
             written = issued[position]
     return found, written, gone
-
-
-def _writes(operator: str) -> bool:
-    parts = operator.split(".")
-    return len(parts) > 1 and parts[1].endswith("_")

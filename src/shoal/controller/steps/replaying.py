@@ -378,7 +378,11 @@ class Replay:
         )
         space.calls[part.key] = part
         space.kinds[number] = Kind(
-            "a recorded step", len(inputs) + len(given), len(results), tuple(homes[name] for name in given)
+            "a recorded step",
+            len(inputs) + len(given),
+            len(results),
+            (),
+            tuple(homes[name] for name in given),
         )
         return part
 
