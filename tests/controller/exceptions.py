@@ -34,14 +34,6 @@ WITHOUT_ELEMENTS = {
     "new_empty_strided",
 }
 
-#: those that the sweep leaves out where they are used in such a way
-IN_WAYS = {
-    (
-        "quantile",
-        "forward",
-    ): "after others torch failed an assertion of its own, and not alone: not explained",
-}
-
 #: the entries of ``module_db``, likewise
 MODULES = {
     "nn.LazyConv2d": "in training two tensors differed once in a sweep, and not alone: not explained",

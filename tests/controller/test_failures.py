@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -86,10 +88,34 @@ def test_synchronize_raises_what_nobody_has_seen_once(master: Master) -> None:
 
 
 def test_an_assertion_that_fails_on_the_node_is_raised_at_the_next_wait(master: Master) -> None:
-    root = torch.linalg.cholesky(-torch.eye(2, device=NODE))
-    with pytest.raises(shoal.RemoteOpError, match="not positive-definite"):
-        root.sum().item()
-    assert torch.ones(1, device=NODE).item() == 1
+    x = torch.ones(1, device=NODE)
+    torch._assert_async(x == 2)
+    with pytest.raises(shoal.RemoteOpError, match="_assert_async"):
+        x.item()
+    assert x.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda x: torch.linalg.cholesky(-x), "not positive-definite"),
+        (lambda x: torch.linalg.solve(x * 0, x), "singular"),
+    ],
+)
+def test_what_did_not_pass_its_check_is_poison(master: Master, make: Any, match: str) -> None:
+    x = torch.eye(2, device=NODE)
+    step = master.recorded(lambda each: make(each) * 2)
+    right = torch.eye(2, device=NODE) * (-1 if "definite" in match else 1)
+    for call in (lambda each: make(each) * 2, step, step, step, step):
+        made = call(x)
+        for each in (made, made + 1):
+            for _ in range(2):
+                with pytest.raises(shoal.RemoteOpError, match=match):
+                    each.cpu()
+    assert step.replays
+    if "definite" in match:
+        assert step(right)[0, 0].item() == 2
+    assert x.sum().item() == 2
 
 
 def test_an_operation_that_is_asked_raises_at_once(master: Master) -> None:

@@ -46,6 +46,7 @@ class Call:
         in_place: whether it returns its first operand, which is its first argument.
         returned: else, what it returns, as :class:`Prediction` has it.
         count: how many ids it needs.
+        proves: whether its last result says whether it could make the others.
         memory: of the results and of the mutated, as :class:`Prediction` has it.
         shows: the operand whose memory its one new tensor shows; None: it has its own, or there are several.
         written: positions of the operands that it writes to.
@@ -53,15 +54,15 @@ class Call:
     """
 
     __slots__ = (
-        "count", "in_place", "memory", "mutated", "number", "random", "results", "returned", "shows",
-        "single", "written",
+        "count", "in_place", "memory", "mutated", "number", "proves", "random", "results", "returned",
+        "shows", "single", "written",
     )  # fmt: skip
 
     def __init__(self, number: int, device: torch.device, predicted: Prediction | None) -> None:
         self.number = number
         self.memory = [] if predicted is None else predicted.memory
         self.written: list[int] = []
-        self.random = False
+        self.random = self.proves = False
         results, mutated = ([], {}) if predicted is None else (predicted.results, predicted.mutated)
         self.results = [metadata(device, each) for each in results]
         self.mutated = [(at, metadata(device, each)) for at, each in mutated.items()]
@@ -218,6 +219,7 @@ def intern(
         if call.single and call.memory[0] < len(operands):
             call.shows = call.memory[0]
         call.written, call.random = written_operands(op, args, kwargs), op.random
+        call.proves = op.name.endswith("_ex")
         expected: list[Told | None] = [each.told for each in call.results]
         if op.opaque is not None:
             expected[op.opaque] = None

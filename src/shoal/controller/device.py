@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.fx.experimental import proxy_tensor
 
 from ..errors import UnsupportedOperation
 from . import composite, current
@@ -18,6 +19,7 @@ from .metadata import NESTED, QUANTISED, SPARSE, not_dense
 from .operators import fused_on_nodes, named, special
 from .space import Space
 from .streams import Event, Stream, current_stream, default_stream
+from .tensor import RemoteTensor
 
 NAME = "node"
 
@@ -150,7 +152,16 @@ def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
     raise not_dense("this tensor", form)
 
 
-special(f"aten::{_COMPRESSED}")(partial(_refuse, SPARSE))
+def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
+    """Instead of in memory that is pinned, of which a device in Python has none."""
+    return x.clone()
+
+
+special(
+    f"aten::{_COMPRESSED}",
+    *(f"aten::_validate_sparse_{form}_tensor_args" for form in ("compressed", "csr", "csc", "bsr", "bsc")),
+)(partial(_refuse, SPARSE))
+special("aten::_nested_view_from_jagged")(partial(_refuse, NESTED))
 
 
 def _index(device: object) -> int:
@@ -181,9 +192,11 @@ def register() -> None:
                 f"this process has the device {named!r} already, and torch has room for one such device: "
                 "nodes need a process without it"
             )
-        from . import saved, transfer
+        from . import checks, saved, sequences, transfer  # noqa: F401  # some only have special operators
 
         saved.register()
+        known: Any = proxy_tensor.HANDLED_TYPES
+        proxy_tensor.HANDLED_TYPES = (*known, RemoteTensor)
         _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks(), DeviceGuard())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
@@ -194,6 +207,8 @@ def register() -> None:
         for name in composite.NAMES:
             kernels.impl(name, partial(_composed, name), "AutogradPrivateUse1")
         kernels.impl(_COMPRESSED, partial(_refuse, SPARSE), "PrivateUse1")
+        kernels.impl("_pin_memory", _copied_here, "CPU")
+        kernels.impl("_local_scalar_dense", partial(_run, "aten::_local_scalar_dense"), "PrivateUse1")
         for name in fused_on_nodes():
             kernels.impl(name, partial(_run, name), "PrivateUse1")
         _libraries.extend((fallback, kernels))

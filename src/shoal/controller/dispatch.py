@@ -120,6 +120,8 @@ def _returned(
             handle.storage = storages[shown]
         handles.append(handle)
     made = [share(handle) for handle in handles[: len(call.results)]]
+    if call.proves:
+        made[-1].handle.proved = handles[: len(made) - 1]
     for handle, (at, _) in zip(handles[len(made) :], call.mutated, strict=True):
         rebind(operands[at], handle)
 

@@ -24,8 +24,10 @@ _WHOLE = frozenset(
         "out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"
     )
 )  # fmt: skip
-#: modules that register operators of torch's own, and are imported where one is used first
-_REGISTERING = {"torch_nn": "torch.nn.modules.linear_cross_entropy"}
+#: modules that register operators, and are imported where one is used first
+_REGISTERING = {
+    "torch_nn": "torch.nn.modules.linear_cross_entropy", "shoal_check": "shoal.controller.node.checks"
+}  # fmt: skip
 
 #: func, args, kwargs -> result
 Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DeviceMismatch
 from .commands import Template, filled
@@ -88,6 +90,32 @@ def predict(
         DeviceMismatch: its tensors are on devices within the node that do not go together.
         Exception: what torch raises for such arguments.
     """
+    # Modes of the program, like one that traces, see what the program issues, and not what is asked here.
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_tangents():
+        return _predicted(operator, args, kwargs, operands, scalars)
+
+
+@contextlib.contextmanager
+def _without_tangents() -> Iterator[None]:
+    """Keep torch from looking for tangents of fake tensors where it writes these into the text of an error.
+
+    It does so when overloads are tried, and in forward mode that failed.
+    """
+    level = forward_ad._current_level
+    forward_ad._current_level = -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = level
+
+
+def _predicted(
+    operator: Any,
+    args: Sequence[Template],
+    kwargs: dict[str, Template],
+    operands: Sequence[Metadata],
+    scalars: Sequence[float],
+) -> Prediction | None:
     in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
     if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
         return None

@@ -19,7 +19,23 @@ from .metadata import Metadata
 _CHOOSY = frozenset(["mvlgamma"])
 #: others whose success depends on no elements
 _OTHERS = frozenset(
-    ["mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "addr", "baddbmm", "copy", "fill", "masked_fill"]
+    [
+        *(
+            "mm",
+            "mv",
+            "bmm",
+            "dot",
+            "vdot",
+            "addmm",
+            "addmv",
+            "addr",
+            "baddbmm",
+            "copy",
+            "fill",
+            "masked_fill",
+        ),
+        *("_softmax", "_log_softmax"),
+    ]
 )
 #: likewise, and they name lengths
 _SIZED = frozenset(["view"])

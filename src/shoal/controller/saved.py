@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedOperation
 from . import current
 from .dispatch import upload
 from .operators import special
@@ -32,6 +33,16 @@ class _Read(torch.UntypedStorage):
         """On which torch makes the tensors of this memory."""
         return self.node
 
+    def _set_from_file(self, *args: Any) -> None:
+        """Read the bytes, as torch does of files in its old form when it has made the tensors."""
+        super()._set_from_file(*args)  # type: ignore[no-untyped-call]
+        if self.there is not None:
+            self.there.copy_(self.bytes())
+
+    def bytes(self) -> torch.Tensor:
+        """They, as a tensor here."""
+        return torch.empty(0, dtype=torch.uint8).set_(self)
+
 
 def _restore(storage: Any, location: str) -> Any:
     """Take what torch has read, if it is for a node; torch makes tensors of it with ``set_``."""
@@ -44,14 +55,19 @@ def _restore(storage: Any, location: str) -> Any:
     return read
 
 
-@special("aten::set_.source_Storage_storage_offset")
+@special("aten::set_.source_Storage_storage_offset", "aten::set_.source_Storage")
 def _set(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor, storage, *layout = args
-    if type(tensor) is not RemoteTensor or type(storage) is not _Read:
+    if type(tensor) is not RemoteTensor:
         return NotImplemented
+    if type(storage) is not _Read or not layout:
+        raise UnsupportedOperation(
+            f"a tensor on {tensor.device} cannot be made of a storage, whose memory is in another process: "
+            "use views such as x.as_strided, x.cpu() for the elements, and files of torch.save with "
+            "torch.load(file, map_location=...)"
+        )
     if storage.there is None:
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        storage.there = upload(tensor.handle.space, flat)
+        storage.there = upload(tensor.handle.space, storage.bytes())
     offset, shape, *stride = layout
     known = storage.there.view(tensor.dtype).as_strided(shape, stride[0] if stride else (), offset)
     rebind(tensor, known.handle)  # type: ignore[attr-defined]

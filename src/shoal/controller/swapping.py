@@ -1,43 +1,70 @@
 """Modules that move to nodes: their parameters stay the same objects, as optimisers and tied weights need it.
 
-Torch can swap what a parameter is (``torch.__future__.set_swap_module_params_on_conversion``), and would then
-also swap when a module loads its state, which fails for parameters that something has a weak reference to,
-as recurrent layers have, and leaves views of a parameter with the old elements.  State is copied instead, as
-torch does by default.
+A parameter of the master and one of a node are of two classes, so torch would put a new one into the module.
+Where a parameter goes to a node, or comes from one, it is swapped with what it becomes; elsewhere modules
+move as torch moves them.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 import torch
+from torch import nn
 
-_thread = threading.local()
+from ..errors import UsageError
+from .tensor import RemoteTensor
+
+#: of a tensor of a module, what it is to become
+_Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Swapping:
-    """Lets modules swap their parameters where they move, until it is closed."""
+    """Lets modules swap their parameters where they move to nodes or from there, until it is closed."""
 
     def __init__(self) -> None:
-        self._swaps = torch.__future__.get_swap_module_params_on_conversion
-        self._load = load = torch.nn.Module._load_from_state_dict
+        self._apply = apply = nn.Module._apply
 
-        def load_by_copying(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-            before = getattr(_thread, "loads", False)
-            _thread.loads = True
-            try:
-                load(module, *args, **kwargs)
-            finally:
-                _thread.loads = before
+        def apply_swapping(module: nn.Module, fn: _Fn, recurse: bool = True) -> nn.Module:
+            swapped = fn if type(fn) is _Swapped else _Swapped(fn)
+            return cast(nn.Module, apply(module, swapped, recurse))  # type: ignore[no-untyped-call]
 
-        def swaps() -> bool:
-            return self._swaps() if getattr(_thread, "loads", False) else True
-
-        torch.__future__.get_swap_module_params_on_conversion = swaps
-        torch.nn.Module._load_from_state_dict = load_by_copying  # type: ignore[method-assign, assignment]
+        nn.Module._apply = apply_swapping  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Let modules move and load as they did."""
-        torch.__future__.get_swap_module_params_on_conversion = self._swaps
-        torch.nn.Module._load_from_state_dict = self._load  # type: ignore[method-assign]
+        """Let modules move as they did."""
+        nn.Module._apply = self._apply  # type: ignore[method-assign]
+
+
+class _Swapped:
+    """A function of a module's tensors that swaps parameters itself."""
+
+    def __init__(self, fn: _Fn) -> None:
+        self._fn = fn
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._fn(tensor)
+        if (type(made) is RemoteTensor) is (type(tensor) is RemoteTensor):
+            return made
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"a parameter that is not initialized yet cannot move to {made.device}: give the lazy module "
+                "one input here first"
+            )
+        if not isinstance(tensor, nn.Parameter):
+            return made
+        gradient, tensor.grad = tensor.grad, None
+        try:
+            becomes = nn.Parameter(made, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, becomes)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            tensor.grad = gradient
+            raise UsageError(
+                f"a parameter of shape {list(tensor.shape)} cannot move from {tensor.device} to "
+                f"{made.device} while a weak reference, a graph, or a module of TorchScript holds it: move a "
+                f"module before its first forward pass, and before it becomes one of TorchScript ({error})"
+            ) from error
+        if gradient is not None:
+            tensor.grad = self._fn(gradient)
+        return tensor.data

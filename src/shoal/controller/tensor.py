@@ -39,7 +39,10 @@ class Handle:
         storage: which memory it shows; None: its own, of which no other tensor was made.
     """
 
-    __slots__ = ("id", "metadata", "space", "storage")
+    __slots__ = ("id", "metadata", "proved", "space", "storage")
+
+    #: what an operator made beside a tensor that says whether it succeeded; only such tensors have it
+    proved: Sequence[Handle]
 
     def __init__(self, space: Space, id: int, metadata: Metadata) -> None:
         self.space = space
@@ -218,6 +221,12 @@ class RemoteTensor(torch.Tensor):
             )
         return fetch(self).numpy()
 
+    def __dlpack_device__(self) -> Any:
+        raise UsageError(f"the memory of a tensor on {self.device} is in another process: use x.cpu()")
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.__dlpack_device__()
+
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
@@ -239,16 +248,21 @@ class RemoteTensor(torch.Tensor):
             extra.append(f"grad_fn=<{self.grad_fn.name()}>")
         elif self.requires_grad:
             extra.append("requires_grad=True")
-        return f"{text[:-1]}, {', '.join(extra)})"
+        text = f"{text[:-1]}, {', '.join(extra)})"
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not self.is_leaf:
-            raise UsageError("a tensor with a graph cannot be pickled: pickle x.detach()")
         # It is one of the CPU wherever it is read, in the form that torch.load takes with weights_only.
         here = fetch(self).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             here = torch.nn.Parameter(here, self.requires_grad)
         return here.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> torch.Tensor:
+        copy = share(self.handle).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
@@ -260,10 +274,10 @@ class RemoteTensor(torch.Tensor):
         with torch.no_grad():
             copy = self.clone()
         copy.requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
         memo[id(self)] = copy
-        if self.grad is not None:
+        if getattr(self, "_is_param", False):
+            copy._is_param = True  # and no gradient, as torch copies parameters
+        elif self.grad is not None:
             copy.grad = copying.deepcopy(self.grad, memo)
         return copy
 

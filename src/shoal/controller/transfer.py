@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UnsupportedOperation, UsageError
 from ..future import Future, collect_all
 from . import current
 from .copies import copied
@@ -31,6 +31,17 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @special("aten::is_pinned")
 def _is_pinned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return False
+
+
+@special("aten::_pin_memory")
+def _pin(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOperation(f"a tensor on {args[0].device} cannot be pinned: only tensors of the CPU can")
+
+
+@special("aten::is_set_to")
+def _is_set_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    one, other = (each.handle for each in args)
+    return one.metadata is other.metadata and one.memory() is other.memory()
 
 
 @special("aten::_to_copy")
