@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -12,112 +13,81 @@ from torch.nn import functional as F
 
 from shoal.controller import Master
 from tests.controller.compare import differences
+from tests.controller.networks import NETWORKS, with_dropout
 
 NODE = "node:0"
 STEPS = 12
-#: what a batch is made of, and the loss of a network for it
-_Batches = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+#: of the long form
+MANY = 60
 
 
-class DigitsNetwork(nn.Module):
-    """Two convolutions over pictures of 8 by 8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-        )  # fmt: skip
-        self.head = nn.Sequential(nn.Dropout(0.25), nn.Linear(64, 10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(x))  # type: ignore[no-any-return]
-
-    @staticmethod
-    def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        digits = torch.randint(0, 10, (16,))
-        pictures = torch.randn(16, 1, 8, 8) + (digits / 5 - 1).reshape(-1, 1, 1, 1)
-        return pictures, digits
-
-
-class LanguageModel(nn.Module):
-    """A decoder of two layers whose output has the weights of its embedding."""
-
-    WORDS, WIDTH, LENGTH = 23, 16, 12
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(self.WORDS, self.WIDTH)
-        self.places = nn.Parameter(torch.randn(self.LENGTH, self.WIDTH) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            self.WIDTH, 4, 32, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.out = nn.Linear(self.WIDTH, self.WORDS, bias=False)
-        self.out.weight = self.words.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        hidden = self.words(x) + self.places[: x.shape[1]]
-        return self.out(self.layers(hidden, mask=mask, is_causal=True)).flatten(0, 1)  # type: ignore[no-any-return]
-
-    @classmethod
-    def batch(cls) -> tuple[torch.Tensor, torch.Tensor]:
-        text = torch.arange(cls.LENGTH + 1) * torch.randint(1, 5, (6, 1)) % cls.WORDS
-        return text[:, :-1], text[:, 1:].flatten()
-
-
-class Recurrent(nn.Module):
-    """Two layers of LSTM over sequences of which one is shorter, and a GRU over what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 8, num_layers=2, batch_first=True, dropout=0.2, bidirectional=True)
-        self.gru = nn.GRU(16, 8, batch_first=True)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.lstm(x)
-        _, last = self.gru(hidden)
-        return self.head(last[-1])  # type: ignore[no-any-return]
-
-    @staticmethod
-    def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(5, 7, 3)
-        return x, x.sum((1, 2)).abs().long() % 4
+def _saved_and_loaded(network: nn.Module, others: list[Any], device: str) -> None:
+    """Save everything, spoil the network, and load what was saved."""
+    file = io.BytesIO()
+    torch.save([each.state_dict() for each in (network, *others)], file)
+    file.seek(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    for each, state in zip((network, *others), torch.load(file, map_location=device), strict=True):
+        each.load_state_dict(state)
 
 
 def _train(
-    make: Callable[[], nn.Module], batch: _Batches, device: str
-) -> tuple[list[torch.Tensor], nn.Module]:
+    make: Any, device: str, rate: Any, master: Master | None, steps: int, dropout: float
+) -> tuple[list[Any], nn.Module, dict[str, Any]]:
+    """Losses and norms of a curve, the network, the optimiser's state; with a master, of recorded steps."""
     torch.manual_seed(0)
-    network = make().to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.02, fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    losses = []
-    for step in range(STEPS):
-        torch.manual_seed(step)
-        x, y = (each.to(device) for each in batch())
-        torch.manual_seed(step)
+    network = with_dropout(make(), dropout).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = F.cross_entropy(network(x), y)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
+        return loss, norm
+
+    call: Any = step if master is None else master.recorded(step)
+    batches = [make.batch() for _ in range(steps)]
+    torch.manual_seed(1)
+    curve = []
+    for number, (x, y) in enumerate(batches):
+        loss, norm = call(x.to(device), y.to(device))
+        curve.append((loss.detach(), norm))
         schedule.step()
-        losses.append(loss.detach())
-    return losses, network
+        if number == steps // 2:
+            _saved_and_loaded(network, [optimizer, schedule], device)
+    assert master is None or call.replays >= steps - 8
+    return curve, network, optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("make", [DigitsNetwork, LanguageModel, Recurrent])
-def test_a_network_learns_on_a_node_what_it_learns_here(master: Master, make: type) -> None:
-    here, network = _train(make, make.batch, "cpu")  # type: ignore[attr-defined]
-    there, remote = _train(make, make.batch, NODE)  # type: ignore[attr-defined]
-    assert not differences(master, here, there)
+def _compared(master: Master, make: Any, recorded: bool, steps: int = STEPS, dropout: float = 0.1) -> None:
+    """A rate that a scheduler changes is a number, and for a recorded step a tensor of the node."""
+    rates = [torch.tensor(0.02, device=each) if recorded else 0.02 for each in ("cpu", NODE)]
+    here, network, state = _train(make, "cpu", rates[0], None, steps, dropout)
+    there, remote, moved = _train(make, NODE, rates[1], master if recorded else None, steps, dropout)
+    assert not differences(master, [each for each, _ in here], [each for each, _ in there])
+    assert not differences(master, (here, state), (there, moved))
     assert not differences(master, dict(network.state_dict()), dict(remote.state_dict()))
-    assert here[-1] < here[0]
     assert len(list(remote.parameters())) == len(list(network.parameters()))  # tied ones stay tied
 
-    x, _ = make.batch()  # type: ignore[attr-defined]
+    x, _ = make.batch()
     with torch.no_grad():
         assert not differences(master, deepcopy(network).eval()(x), deepcopy(remote).eval()(x.to(NODE)))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("make", NETWORKS)
+def test_a_network_learns_on_a_node_what_it_learns_here(master: Master, make: type, recorded: bool) -> None:
+    _compared(master, make, recorded)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("make", NETWORKS)
+def test_a_long_curve_is_the_same(master: Master, make: type, recorded: bool, dropout: float) -> None:
+    _compared(master, make, recorded, MANY, dropout)
