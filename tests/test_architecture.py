@@ -117,8 +117,9 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
     assert circles(import_graph(package)) == [["parts.a", "parts.b", "parts.c"]]
 
 
-def test_only_the_native_backend_training_and_the_post_import_the_core() -> None:
-    assert _importers_of("shoal._core") <= {"shoal.backend.native", "shoal.parallel.core", "shoal.rpc.post"}
+def test_only_the_native_backend_training_the_post_and_the_handler_of_interrupts_import_the_core() -> None:
+    importers = {"backend.native", "controller.interrupts", "parallel.core", "rpc.post"}
+    assert _importers_of("shoal._core") <= {f"shoal.{each}" for each in importers}
 
 
 def test_no_module_takes_public_names_from_the_package_itself() -> None:

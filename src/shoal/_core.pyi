@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import Lock
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, dtype
@@ -539,6 +540,21 @@ class Post:
         descriptor is left, but that of the arena, which goes with this object.  Blocks without the GIL.
         A second call does nothing.
         """
+
+# -- cpp/bind/interrupt.cc ----------------------------------------------------------------------
+
+def guard_interrupts(
+    handler: Callable[[int, FrameType | None], Any], marks: dict[CodeType, bool]
+) -> Callable[[int, FrameType | None], Any]:
+    """A handler of SIGINT that calls this one where an exception may be raised, and else a moment later.
+
+    Args:
+        marks: by the code of functions whether the signal waits for their end; of several that run, the
+            innermost one decides.
+    """
+
+def guarded_handler(handler: object) -> Callable[[int, FrameType | None], Any] | None:
+    """The handler that such a one calls; None: it is none."""
 
 # -- cpp/kernels --------------------------------------------------------------------------------
 

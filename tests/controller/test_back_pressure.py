@@ -157,6 +157,25 @@ def test_a_ctrl_c_ends_the_wait_for_a_slow_node_and_the_program_goes_on(
     assert master.stats()[0]["tensors"] <= before + 1  # what was interrupted left no tensor
 
 
+def test_a_ctrl_c_in_the_wait_of_what_names_a_tensor_leaves_no_name(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.zeros(2, device=master.place([0, 1]).device)
+    master.synchronize()
+    before = master.stats()[0]["tensors"]
+
+    def wait(_: line.Line) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(line.Line, "look", wait)
+        for _ in range(40):  # a look at the lines comes after some commands
+            with contextlib.suppress(KeyboardInterrupt):
+                whole.on(0)
+    master.synchronize()
+    assert master.stats()[0]["tensors"] == before
+
+
 @pytest.mark.stress
 def test_a_slow_node_costs_the_master_no_more_memory_than_the_limits_let_it(master: Master) -> None:
     def resident() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .interrupts import spared
+from .interrupts import uncut
 
 #: has ``prepared`` in threads that were: what to restore; and the ``error`` that ended a backward pass
 of_thread = threading.local()
@@ -40,17 +40,15 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
     answers with that error pending: it is kept aside here, and the backward pass raises it.
     """
 
+    @uncut
     def type_(self) -> Any:
-        """The type of the device."""
+        """The type of the device; asked where C++ may raise nothing."""
         try:
             _raise_pending()
         except BaseException as error:
             of_thread.error = error
         return torch._C._autograd.DeviceType.PrivateUse1
 
-
-#: C++ calls it where no error may be raised: a Ctrl-C in it would abort the process
-_GUARDED = [DeviceGuard.type_.__code__]
 
 #: any function of Python's, called so: ctypes raises an error that is pending after it
 _raise_pending = ctypes.pythonapi.PyErr_Occurred
@@ -67,7 +65,7 @@ def wrap_engine(in_use: Callable[[], bool]) -> None:
         prepare_thread()
         of_thread.error = None
         try:
-            return spared(_GUARDED, lambda: engine(*args, **kwargs))
+            return engine(*args, **kwargs)
         except SystemError:
             if of_thread.error is not None:
                 raise of_thread.error from None

@@ -10,6 +10,7 @@ from ..future import Future
 from ..rpc.call import reads_arguments
 from .commands import Failure
 from .history import Issued
+from .interrupts import waiting
 from .issuing import Origin, shown
 from .naming import node_name
 
@@ -46,6 +47,7 @@ class Batch:
         self.bytes = 0
         self.values: list[Any] = []
 
+    @waiting
     def wait_until_read(self) -> None:
         """Wait until the memory of its payloads may be changed: where it is lent, that is at once."""
         while not self.future.done() and reads_arguments(self.future):

@@ -15,6 +15,7 @@ from ..errors import UnsupportedOperation
 from . import composite, current
 from .autograd import DeviceGuard, wrap_engine
 from .dispatch import dispatch
+from .interrupts import uncut
 from .metadata import NESTED, QUANTISED, SPARSE, not_dense
 from .operators import fused_on_nodes, named, special
 from .space import Space
@@ -42,12 +43,15 @@ _libraries: list[Any] = []
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
     """The answers to what torch's C++ asks of the device."""
 
+    @uncut
     def is_available(self) -> bool:
         return current.opened() is not None
 
+    @uncut
     def has_primary_context(self, device_index: int) -> bool:
         return True
 
+    @uncut
     def is_built(self) -> bool:
         return True
 

@@ -12,6 +12,7 @@ from ..errors import DeviceMismatch, UsageError
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
 from .calls import ASKED, Call, collect, intern, templates, written_operands
+from .interrupts import uncut
 from .metadata import metadata, told
 from .operators import Operator, operator
 from .ordering import Streams
@@ -57,15 +58,21 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             call = intern(space, op, key, args, kwargs, operands, scalars)
         if call is ASKED:
             return _ask(space, op, args, kwargs, operands, scalars)
-        ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
-        if call.single:
-            handle = Handle(space, ids[0], call.results[0])
-            if call.shows is not None:
-                handle.storage = operands[call.shows].handle.memory()
-            return share(handle)
-        if call.in_place:
-            return operands[0]
-        return _returned(space, call, ids, operands, Storage)
+        return _issued(space, call, operands, scalars)
+
+
+@uncut
+def _issued(space: Space, call: Call, operands: Sequence[RemoteTensor], scalars: list[float]) -> Any:
+    """Issue an interned call; the tensors that it returns."""
+    ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
+    if call.single:
+        handle = Handle(space, ids[0], call.results[0])
+        if call.shows is not None:
+            handle.storage = operands[call.shows].handle.memory()
+        return share(handle)
+    if call.in_place:
+        return operands[0]
+    return _returned(space, call, ids, operands, Storage)
 
 
 def _on_stream(
@@ -91,11 +98,24 @@ def _on_stream(
         written = storages + (streams.generators(log) if op.random else [])
         with streams.using(log, [each.handle.id for each in operands], storages, written):
             return _ask(log, op, args, kwargs, operands, scalars)
+    return _issued_to(log, call, operands, storages, scalars)
+
+
+@uncut
+def _issued_to(
+    log: Space,
+    call: Call,
+    operands: Sequence[RemoteTensor],
+    storages: Sequence[Storage],
+    scalars: list[float],
+) -> Any:
+    """Issue an interned call to a stream; the tensors that it returns."""
+    streams = cast(Streams, log.ordering)
     ids = streams.issue(log, call, [each.handle.id for each in operands], storages, scalars)
     if call.in_place:
         return operands[0]
     if call.single and call.shows is None:
-        handle = Handle(space, ids[0], call.results[0])
+        handle = Handle(log.home, ids[0], call.results[0])
         handle.storage = streams.made(log)
         return share(handle)
     return _returned(log, call, ids, operands, partial(streams.made, log))
@@ -143,6 +163,7 @@ def _rebuilt(
     return parts if kind == "list" else tuple(parts)
 
 
+@uncut
 def _ask(
     space: Space,
     op: Operator,
@@ -283,25 +304,33 @@ def upload(
     if not as_it_is:
         source = source.clone()
     with space.lock:
-        streams = space.ordering
-        log = space if streams is None else streams.current(space)
-        known = metadata(space.device, told(source))
-        # A blank one depends on what the last command was, a matter of time, and a recording must not.
-        blank = to is not None and to.handle.metadata is known and log.is_blank(to.handle.id)
-        if to is not None and blank and space.listener is None:
-            log.put(source, to.handle.id)
-            made = to
-        else:
-            made = wrap(space, log.put(source), known)
-        if streams is not None:
-            made.handle.storage = streams.made(log)
-        if space.listener is not None:
-            space.listener.uploaded(space, made.handle.id, value)
+        log = space if space.ordering is None else space.ordering.current(space)
+        made = _uploaded(space, log, source, value, to)
         if as_it_is:
             log.flush()
         sent = [batch for line in log.lines for batch in line.batches] if as_it_is and waits else []
     for batch in sent:
         batch.wait_until_read()
+    return made
+
+
+@uncut
+def _uploaded(
+    space: Space, log: Space, source: torch.Tensor, value: torch.Tensor, to: RemoteTensor | None
+) -> RemoteTensor:
+    """Put ``source``, a copy of ``value``, on a node by one of its logs; the caller holds the lock."""
+    known = metadata(space.device, told(source))
+    # A blank one depends on what the last command was, a matter of time, and a recording must not.
+    blank = to is not None and to.handle.metadata is known and log.is_blank(to.handle.id)
+    if to is not None and blank and space.listener is None:
+        log.put(source, to.handle.id)
+        made = to
+    else:
+        made = wrap(space, log.put(source), known)
+    if space.ordering is not None:
+        made.handle.storage = space.ordering.made(log)
+    if space.listener is not None:
+        space.listener.uploaded(space, made.handle.id, value)
     return made
 
 

@@ -19,7 +19,7 @@ from .batch import Batch, length
 from .commands import LOST, Failure, Segment
 from .failures import Failures
 from .history import History, Issued
-from .interrupts import undisturbed
+from .interrupts import undisturbed, waiting
 from .issuing import issuing_line
 from .losses import anew, unfinished
 from .naming import node_name
@@ -319,6 +319,7 @@ class Line:
             with watch.waiting():
                 self._await(batch)
 
+    @waiting
     def _await(self, batch: Batch) -> None:
         with self.lock:  # the node may wait for what others have not been sent yet
             for line in self.lines:

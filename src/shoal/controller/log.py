@@ -197,9 +197,14 @@ class Log:
             self._free()
         return self._ids.pop() if self._ids else self._new_id()
 
-    def _command(self, *numbers: int) -> None:
+    def _command(self, *numbers: int, made: Sequence[int] = ()) -> None:
+        """Append a command, which makes tensors with these ids."""
         self._append(numbers)
-        self._appended()
+        try:
+            self._appended()
+        except BaseException:  # a Ctrl-C while the program waits for the node
+            self.freed.extend(made)  # they get no handles
+            raise
 
     def _append(self, numbers: tuple[int, ...]) -> None:
         self._last = _NONE

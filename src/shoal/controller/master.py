@@ -22,7 +22,7 @@ from ..future import Future
 from ..keywords import checked_count, checked_seconds
 from ..wire import Deadline
 from ..wording import counted
-from . import current, device, sending
+from . import current, device, interrupts, sending
 from .autograd import restore_thread
 from .calls import misses_of
 from .connecting import connect, disconnect
@@ -98,6 +98,7 @@ def init_master_worker(
     workers_of_master = Workers(count, None if url == "env://" else url, secret, seconds)
     master = Master(workers_of_master, seconds, backend, modules)
     current.set_master(master)
+    interrupts.protect()
     sending.give()
     return master
 
@@ -405,7 +406,10 @@ class Master(Seeing):
             current.set_master(None)
             sending.take_away()
             restore_thread()  # others do so when they begin a backward pass
-        unseen = self._end()
+        try:
+            unseen = self._end()
+        finally:
+            interrupts.unprotect()
         if slow := misses_of(self._spaces.values()):
             warnings.warn(slow, stacklevel=2)
         if unseen:

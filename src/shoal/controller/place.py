@@ -15,10 +15,11 @@ import torch
 from ..errors import UsageError
 from .collectives import Collectives
 from .commands import FETCH
+from .interrupts import uncut
 from .metadata import metadata
 from .space import Space
 from .storage import Storage
-from .tensor import RemoteTensor, elements, wrap
+from .tensor import Handle, RemoteTensor, elements, wrap
 
 #: names of nodes: an index, a device, or any number of these
 Named: TypeAlias = "int | str | torch.device | Iterable[Named]"
@@ -124,24 +125,29 @@ class Place(Collectives, Sequence[torch.device]):
             )
         if len(there) == 1:
             return there[0]
-        space = self.space
-        with space.lock:
-            handles = [each.handle for each in there]
-            given = [(each.space, each.id, each.memory()) for each in handles]
-            if space.ordering is None:
-                joined, id = Storage(), space.new_id()
-                for part, each, _ in given:
-                    part.give(each, space, id)
-            else:
-                id, joined = space.ordering.join(space, given)
-            for _, _, storage in given:
-                storage.joined = joined
-            made = wrap(space, id, metadata(space.device, told[0]))
-            made.handle.storage = joined
-            return made
+        with self.space.lock:
+            return _joined(self.space, [each.handle for each in there])
 
     def __repr__(self) -> str:
         return f"<shoal.controller.Place of {self.space.nodes}: {self.device}>"
+
+
+@uncut
+def _joined(space: Space, handles: Sequence[Handle]) -> RemoteTensor:
+    """One tensor on a place of one on each of its nodes; the caller holds the lock."""
+    given = [(each.space, each.id, each.memory()) for each in handles]
+    known = metadata(space.device, handles[0].metadata.told)
+    if space.ordering is None:
+        made, joined = wrap(space, space.new_id(), known), Storage()
+        for part, each, _ in given:
+            part.give(each, space, made.handle.id)
+    else:
+        id, joined = space.ordering.join(space, given)
+        made = wrap(space, id, known)
+    for _, _, storage in given:
+        storage.joined = joined
+    made.handle.storage = joined
+    return made
 
 
 def indices_of(named: Named, space: Callable[[int], Space]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import DeviceMismatch
 from .commands import Template, filled
+from .interrupts import uncut
 from .metadata import SPARSE, Metadata, Told, not_dense, told
 from .rehearsal import rehearse
 
@@ -77,6 +78,7 @@ class Prediction(NamedTuple):
         return self._replace(results=results, mutated=mutated)
 
 
+@uncut  # torch's fake tensors work no more when an error ends them in certain moments
 def predict(
     operator: Any,
     args: Sequence[Template],

@@ -70,7 +70,7 @@ class Space(Log):
         for line in self.lines:
             line.carry(tensor.nbytes)
         id = self.new_id() if blank is None else blank
-        self._command(PUT, id, self._payload(tensor))
+        self._command(PUT, id, self._payload(tensor), made=[id] if blank is None else [])
         return id
 
     def expect(self, bytes: int) -> None:
@@ -116,7 +116,7 @@ class Space(Log):
     def keep(self, position: int) -> int:
         """Keep a tensor of what was asked last; its id."""
         id = self.new_id()
-        self._command(KEEP, id, position)
+        self._command(KEEP, id, position, made=[id])
         return id
 
     def share(self, id: int, other: Space) -> int:
@@ -124,7 +124,7 @@ class Space(Log):
         if other.lost is not None and not set(self.lines) <= set(other.lines):
             raise anew(other.lost)
         new = self.new_id()
-        self._command(SHARE, other.number, id, self.number, new)
+        self._command(SHARE, other.number, id, self.number, new, made=[new])
         return new
 
     def give(self, id: int, other: Space, new: int) -> None:
@@ -177,7 +177,7 @@ class Space(Log):
     def take(self, command: int, *numbers: int) -> int:
         """Append a command that makes a tensor; the tensor's id."""
         id = self.new_id()
-        self._command(command, id, *numbers)
+        self._command(command, id, *numbers, made=[id])
         if self.ordering is not None:
             self.ordering.fenced(self)
         return id

@@ -15,6 +15,7 @@ from ..future import Future
 from .autograd import prepare_thread
 from .batch import Batch
 from .commands import FETCH, ITEM
+from .interrupts import uncut
 from .line import Line
 from .metadata import Metadata, metadata
 from .storage import Storage
@@ -44,6 +45,7 @@ class Handle:
     #: what an operator made beside a tensor that says whether it succeeded; only such tensors have it
     proved: Sequence[Handle]
 
+    @uncut
     def __init__(self, space: Space, id: int, metadata: Metadata) -> None:
         self.space = space
         self.id = id
@@ -59,6 +61,7 @@ class Handle:
             storage = self.storage = storage.joined
         return storage
 
+    @uncut
     def __del__(self) -> None:
         try:  # in whatever thread the garbage collector runs: nothing else
             id, self.id = self.id, -1  # it can still be found, and another tensor may have its id in a moment
@@ -116,15 +119,7 @@ class RemoteTensor(torch.Tensor):
         if space is handle.space:
             return share(handle)
         with space.lock:
-            known = metadata(space.device, handle.metadata.told)
-            if space.ordering is None:
-                made = wrap(space, space.share(handle.id, handle.space), known)
-            else:
-                made = wrap(
-                    space, space.ordering.share(handle.id, handle.memory(), handle.space, space), known
-                )
-            made.handle.storage = handle.memory()
-            return made
+            return _part(handle, space)
 
     def get_device(self) -> int:
         """The device within the node; -1: its processor."""
@@ -307,6 +302,19 @@ def _shown(tensor: RemoteTensor) -> torch.Tensor:
 def wrap(space: Space, id: int, known: Metadata) -> RemoteTensor:
     """A tensor with this id on a node."""
     return share(Handle(space, id, known))
+
+
+@uncut
+def _part(handle: Handle, space: Space) -> RemoteTensor:
+    """One node's part of a tensor of a place; the caller holds the lock."""
+    known = metadata(space.device, handle.metadata.told)
+    if space.ordering is None:
+        id = space.share(handle.id, handle.space)
+    else:
+        id = space.ordering.share(handle.id, handle.memory(), handle.space, space)
+    made = wrap(space, id, known)
+    made.handle.storage = handle.memory()
+    return made
 
 
 def share(handle: Handle) -> RemoteTensor:

@@ -222,7 +222,7 @@ def reads_arguments(future: Future[Any]) -> bool:
 class _Source:
     """A call, as its future sees it."""
 
-    __slots__ = ("_call", "_endpoint", "_letter", "_line", "_number", "_shown", "_timeout")
+    __slots__ = ("_call", "_endpoint", "_letters", "_line", "_number", "_shown", "_timeout")
 
     def __init__(
         self, endpoint: Endpoint, line: Line, call: Call, number: int, shown: str, timeout: float | None
@@ -233,10 +233,10 @@ class _Source:
         self._number = number
         self._shown = shown
         self._timeout = timeout
-        self._letter: Letter | None = None
+        self._letters: list[Letter] = []
 
     def __del__(self) -> None:
-        if self._letter is None:  # nobody has looked at what the reply brings
+        if not self._letters:  # nobody has looked at what the reply brings
             self._line.agent.references.unread(self._line, self._call)
 
     def wait(self, timeout: float | None) -> bool:
@@ -289,10 +289,10 @@ class _Source:
 
     def reply(self) -> Letter:
         """The reply, which can be taken once, and is kept for a :meth:`result` that Ctrl-C cuts off."""
-        letter = self._letter
-        if letter is None:
-            letter = self._letter = self._call.reply()
-        return letter
+        if not self._letters:
+            # One call of C takes and keeps it: between two a Ctrl-C would lose it.
+            self._letters.extend(map(Call.reply, (self._call,)))
+        return self._letters[0]
 
     def result(self) -> Any:
         """The value of the call, which was answered, or what its function raised."""

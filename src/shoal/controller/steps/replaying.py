@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from ..commands import FIRST, Recipe, Step
 from ..dispatch import upload
 from ..history import Kind
-from ..interrupts import undisturbed
+from ..interrupts import uncut, undisturbed
 from ..issuing import Origin
 from ..metadata import Metadata
 from ..space import Space, apart
@@ -63,6 +63,7 @@ class Part(NamedTuple):
         """Whether its nodes know it; the caller holds the lock."""
         return self.space.lost is None and self.space.calls.get(self.key) is self
 
+    @uncut
     def issue(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> None:
         """Append it to the log; ``made`` has what came before and gets its results."""
         space = self.space
