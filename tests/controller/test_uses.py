@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import shoal
-from shoal.controller import Master
+from shoal.controller import Master, device
 from tests.controller.compare import differences, is_remote
 
 NODE = "node:0"
@@ -184,6 +184,10 @@ REFUSED: dict[str, tuple[_Use, type[Exception], str]] = {
     "pinning": (lambda d: _x(d).pin_memory(), shoal.UnsupportedOperation, "cannot be pinned"),
     "storages": (lambda d: _x(d).storage().tolist(), shoal.UnsupportedOperation, r"use views .*x\.cpu\(\)"),
     "DLPack": (lambda d: torch.from_dlpack(_x(d)), shoal.UsageError, r"another process: use x\.cpu\(\)"),
+    "compressed tensors": (
+        lambda d: torch.sparse_csr_tensor([0, 1], [0], [1.0], device=d),
+        shoal.UnsupportedOperation, "nodes hold dense tensors",
+    ),
     "a dimension that is not there": (lambda d: _x(d).softmax(5), IndexError, "Dimension out of range"),
 }  # fmt: skip
 
@@ -203,3 +207,14 @@ def test_modules_move_here_as_ever_while_a_master_is_open(master: Master) -> Non
     assert nn.LazyLinear(2).to(torch.float64).weight.dtype == torch.float64
     with torch.autocast("node", enabled=False):
         assert _x(NODE).sum().item() == pytest.approx(6)
+
+
+def test_a_process_that_cannot_have_nodes_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_libraries", [])  # as if no master had been made here
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+        with pytest.raises(shoal.UnsupportedOperation, match="has the device 'npu' already"):
+            device.register()
+    monkeypatch.delattr("torch.utils.backend_registration._setup_privateuseone_for_python_backend")
+    with pytest.raises(shoal.UnsupportedOperation, match=r"needs torch 2\.13"):
+        device.register()

@@ -161,9 +161,16 @@ def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
     return x.clone()
 
 
+_COMPRESSING = {
+    "compressed": "comp_plain", "csr": "crow_col", "csc": "ccol_row", "bsr": "crow_col", "bsc": "ccol_row"
+}  # fmt: skip
 special(
     f"aten::{_COMPRESSED}",
-    *(f"aten::_validate_sparse_{form}_tensor_args" for form in ("compressed", "csr", "csc", "bsr", "bsc")),
+    *(
+        f"aten::sparse_{form}_tensor.{given}_value{size}"
+        for form, given in _COMPRESSING.items()
+        for size in ("", "_size")
+    ),
 )(partial(_refuse, SPARSE))
 special("aten::_nested_view_from_jagged")(partial(_refuse, NESTED))
 
