@@ -160,8 +160,9 @@ def is_interrupted(tell: Connection, kinds: list[str], count: int) -> None:
                     while armed:  # Python drops what is raised in a finalizer
                         STEPS[kind](work)
                 except KeyboardInterrupt:
-                    # Torch's optimisers, on any device, leave it off if an error meets the end of a step.
+                    # Torch's optimisers, on any device, may leave it off, and half of a state.
                     torch.set_grad_enabled(True)
+                    work.adam.state.clear()
             work.check()
             left = work.forget()
             tell.send("as before" if left == before else f"{before} tensors, {left} afterwards")
