@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
-import pytest
+import nbclient
+import nbformat
 
 from tests.support.programs import run_program
 
@@ -29,11 +29,7 @@ def test_the_cells_run_as_a_script(tmp_path: Path) -> None:
     assert "False" not in output
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="nbclient is not installed")
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
-    import nbclient
-    import nbformat
-
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     output = "".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", []))
