@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import UsageError, WorkerLost
 from ..future import Future
 from . import current
 from .batch import Batch
@@ -268,8 +268,12 @@ class Event:
                 f"the events are of {first.space.device} and {second.space.device}, whose clocks differ"
             )
         line = min(common, key=lambda line: line.index)
-        answer = line.call(sessions.elapsed, first.space.number, first.id, second.space.number, second.id)
-        return float(answer.wait())
+        given = first.space.number, first.id, second.space.number, second.id
+        try:
+            return float(line.call(sessions.elapsed, *given).wait())
+        except WorkerLost as error:
+            line.main.lose(error)
+            raise anew(line.main.lost or error) from error
 
     def __repr__(self) -> str:
         where = "not recorded" if self._recorded is None else f"of {self._recorded[0].device}"
