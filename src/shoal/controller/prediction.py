@@ -78,6 +78,20 @@ class Prediction(NamedTuple):
         return self._replace(results=results, mutated=mutated)
 
 
+@contextlib.contextmanager
+def _without_tangents() -> Iterator[None]:
+    """Keep torch from looking for tangents of fake tensors where it writes these into the text of an error.
+
+    It does so when overloads are tried, and in forward mode that failed.
+    """
+    level = forward_ad._current_level
+    forward_ad._current_level = -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = level
+
+
 @uncut  # torch's fake tensors work no more when an error ends them in certain moments
 def predict(
     operator: Any,
@@ -94,52 +108,28 @@ def predict(
     """
     # Modes of the program, like one that traces, see what the program issues, and not what is asked here.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_tangents():
-        return _predicted(operator, args, kwargs, operands, scalars)
-
-
-@contextlib.contextmanager
-def _without_tangents() -> Iterator[None]:
-    """Keep torch from looking for tangents of fake tensors where it writes these into the text of an error.
-
-    It does so when overloads are tried, and in forward mode that failed.
-    """
-    level = forward_ad._current_level
-    forward_ad._current_level = -1
-    try:
-        yield
-    finally:
-        forward_ad._current_level = level
-
-
-def _predicted(
-    operator: Any,
-    args: Sequence[Template],
-    kwargs: dict[str, Template],
-    operands: Sequence[Metadata],
-    scalars: Sequence[float],
-) -> Prediction | None:
-    in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
-    if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
-        return None
-    gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
-    if not gpus:
+        in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
+        if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
+            return None
+        gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
+        if not gpus:
+            try:
+                found = _predict(operator, args, kwargs, operands, scalars, True)
+            except Exception:
+                rehearse(operator, args, kwargs, operands, scalars, exactly=True)  # its error is the true one
+                raise
+            rehearse(operator, args, kwargs, operands, scalars)
+            return found
         try:
+            return _predict(operator, args, kwargs, operands, scalars, False)
+        except FakeTensorDeviceMismatchError as error:
+            raise DeviceMismatch(
+                f"{operator}: {error} These are devices within a node: move the tensors to one of them, with "
+                ".cuda(k), or .within(-1) for the processor"
+            ) from None
+        except RuntimeError:  # of a kernel of GPUs, which torch for processors lacks, or of such arguments
             found = _predict(operator, args, kwargs, operands, scalars, True)
-        except Exception:
-            rehearse(operator, args, kwargs, operands, scalars, exactly=True)  # its error is the true one
-            raise
-        rehearse(operator, args, kwargs, operands, scalars)
-        return found
-    try:
-        return _predict(operator, args, kwargs, operands, scalars, False)
-    except FakeTensorDeviceMismatchError as error:
-        raise DeviceMismatch(
-            f"{operator}: {error} These are devices within a node: move the tensors to one of them, with "
-            ".cuda(k), or .within(-1) for the processor"
-        ) from None
-    except RuntimeError:  # of a kernel of GPUs, which torch for processors lacks, or of such arguments
-        found = _predict(operator, args, kwargs, operands, scalars, True)
-        return None if found is None else found.on(gpus[-1])
+            return None if found is None else found.on(gpus[-1])
 
 
 def _is_of_node_only(operator: Any) -> bool:

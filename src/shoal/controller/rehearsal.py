@@ -18,25 +18,10 @@ from .metadata import Metadata
 #: pointwise operators that refuse some elements
 _CHOOSY = frozenset(["mvlgamma"])
 #: others whose success depends on no elements
-_OTHERS = frozenset(
-    [
-        *(
-            "mm",
-            "mv",
-            "bmm",
-            "dot",
-            "vdot",
-            "addmm",
-            "addmv",
-            "addr",
-            "baddbmm",
-            "copy",
-            "fill",
-            "masked_fill",
-        ),
-        *("_softmax", "_log_softmax"),
-    ]
-)
+_OTHERS = frozenset([
+    "mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "addr", "baddbmm", "copy", "fill", "masked_fill",
+    "_softmax", "_log_softmax",
+])  # fmt: skip
 #: likewise, and they name lengths
 _SIZED = frozenset(["view"])
 #: elements that the memory of all operands may have for a rehearsal in their own shapes and strides
