@@ -29,7 +29,7 @@ while os.getppid() == int(sys.argv[1]):
 
 
 class Work:
-    """What is interrupted."""
+    """The steps that are interrupted, by their kinds."""
 
     def __init__(self, master: Master) -> None:
         torch.manual_seed(0)

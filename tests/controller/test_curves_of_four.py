@@ -49,7 +49,7 @@ def _stepping(
 
 
 def _with_ddp(network: nn.Module, batches: list[Any]) -> list[Any]:
-    """What each rank finds: its losses, and the parameters in the end."""
+    """The losses of each rank, and its parameters in the end."""
 
     def rank(group: shoal.ProcessGroup) -> Any:
         model = shoal.DistributedDataParallel(copy.deepcopy(network), group=group)

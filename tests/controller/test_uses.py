@@ -1,4 +1,4 @@
-"""What programs do with tensors beside operators: on a node it gives what it gives here, or says why not."""
+"""Uses of tensors beside operators: each gives on a node what it gives here, or says why not."""
 
 from __future__ import annotations
 

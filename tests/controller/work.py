@@ -163,7 +163,7 @@ def load_saved(master: Master, victim: torch.device, other: torch.device) -> Non
 
 
 def replay_on_place(master: Master, victim: torch.device, other: torch.device) -> None:
-    """Of a step with collectives, and with copies between nodes."""
+    """Replay a step with collectives, and with copies between nodes."""
     team = master.nodes
 
     @master.recorded

@@ -157,7 +157,7 @@ def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
 
 
 def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
-    """Instead of in memory that is pinned, of which a device in Python has none."""
+    """A copy in plain memory: a device in Python has none that is pinned."""
     return x.clone()
 
 

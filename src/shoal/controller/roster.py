@@ -62,7 +62,7 @@ class Roster:
             return peer.name in self._gone
 
     def names(self) -> list[str]:
-        """Of the workers that are nodes, and live."""
+        """The names of the workers that are nodes and live."""
         with self._lock:
             return list(self.living)
 

@@ -40,7 +40,7 @@ class _Read(torch.UntypedStorage):
             self.there.copy_(self.bytes())
 
     def bytes(self) -> torch.Tensor:
-        """They, as a tensor here."""
+        """The bytes, as a tensor here."""
         return torch.empty(0, dtype=torch.uint8).set_(self)
 
 
