@@ -20,6 +20,13 @@ def anew(error: ShoalError) -> ShoalError:
     return copy.copy(error)
 
 
+def lost_by(line: Any, error: ShoalError) -> ShoalError:
+    """The error to raise where a call to the node of a line failed, which counts as lost from now on."""
+    with line.lock:
+        line.main.lose(error)
+        return anew(line.main.lost or error)
+
+
 def unfinished(batches: Iterable[Batch], history: History, stream: int) -> str:
     """The first operation that a stream of a node had not acknowledged, in a line; of the default stream the
     last one that it had, if there is none.

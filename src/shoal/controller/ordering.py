@@ -39,7 +39,7 @@ from .batch import Batch
 from .commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 from .interrupts import undisturbed
 from .line import Line
-from .losses import anew
+from .losses import anew, lost_by
 from .node import sessions
 from .space import Branch, Space
 from .storage import Storage
@@ -108,8 +108,7 @@ class Streams:
             try:
                 sends.append(main.opens(self._stream))
             except (RpcError, GroupError) as error:
-                main.lose(error)
-                raise anew(main.lost or error) from error
+                raise lost_by(main, error) from error
         lines = [
             Line(
                 main.index, main.lock, send, main.lines, main.epoch, main.accelerators, main.within,

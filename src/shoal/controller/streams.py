@@ -22,7 +22,7 @@ from . import current
 from .batch import Batch
 from .commands import MARK, WAIT
 from .line import Line
-from .losses import anew
+from .losses import anew, lost_by
 from .metadata import Told, metadata
 from .node import sessions
 from .ordering import Streams
@@ -272,8 +272,7 @@ class Event:
         try:
             return float(line.call(sessions.elapsed, *given).wait())
         except WorkerLost as error:
-            line.main.lose(error)
-            raise anew(line.main.lost or error) from error
+            raise lost_by(line, error) from error
 
     def __repr__(self) -> str:
         where = "not recorded" if self._recorded is None else f"of {self._recorded[0].device}"
