@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GroupError, NodeLost, RpcError, ShoalError
 from ..future import Future
@@ -23,6 +22,7 @@ from .interrupts import undisturbed, waiting
 from .issuing import issuing_line
 from .losses import anew, unfinished
 from .naming import node_name
+from .parties import OnLine, Watching
 
 #: commands of the first batch after a wait; each further one takes twice as many
 FIRST = 32
@@ -43,39 +43,6 @@ COPIES = 256 << 20
 
 #: sends a batch: segments
 Send = Callable[[list[Segment]], Future[Any]]
-
-
-class OnLine(Protocol):
-    """A space, as its lines see it; :class:`.space.Space` says what each part is."""
-
-    freed: deque[Any]
-    calls: dict[Any, Any]
-    issued: int
-    awaited: int
-    missed: Counter[str]
-    lost: ShoalError | None
-    size: int
-
-    @property
-    def tensors(self) -> int: ...
-
-    def cut(self) -> None: ...
-
-    def uncut(self) -> Issued: ...
-
-    def leave(self) -> None: ...
-
-    def lose(self, why: ShoalError) -> None: ...
-
-
-class Watching(Protocol):
-    """Hears of the lines of a node; see :class:`.trace.Watch`."""
-
-    def sent(self, stream: int, batch: Batch, begun: int) -> None: ...
-
-    def acknowledged(self, batch: Batch) -> None: ...
-
-    def waiting(self) -> AbstractContextManager[None]: ...
 
 
 class Line:
@@ -198,6 +165,11 @@ class Line:
     @property
     def _waiting(self) -> int:
         return self._size if self.open is None else self._size + self.open.size
+
+    @property
+    def idle(self) -> bool:
+        """Whether the node has acknowledged all that was issued."""
+        return not self.batches and not self._waiting
 
     def unacknowledged(self) -> list[Issued]:
         """The segments that the node has not acknowledged, the newest first."""
@@ -461,6 +433,11 @@ class Line:
             self._closed = True
         self._wake.set()
         self._thread.join()
+
+    def end(self) -> None:
+        """End the thread, and wait for nothing: the stream is not used any more."""
+        self._closed = True
+        self._wake.set()
 
     def _flush_late(self) -> None:
         """Send what stays in the log, after a moment.

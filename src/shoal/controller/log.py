@@ -59,6 +59,7 @@ class Log:
         blanks: the numbers of those that make tensors without elements.
         kinds: what the numbers of interned calls stand for.
         lost: why it cannot be used any more; None: it can.
+        over: whether it is lost, and nothing of it is left on nodes that live.
         within: on which device of its nodes tensors are made; -1: the processor, also where they differ.
         issued, awaited: operations so far, and those that only the nodes know the results of.
         missed: calls that were new, so far, by their operators.
@@ -75,7 +76,7 @@ class Log:
         "_asking", "_high", "_ids", "_last", "_numbers", "_open", "_origins", "_past", "_payloads",
         "_scalars", "_sync", "_ticks", "awaited", "blanks", "calls", "device", "freed", "further", "home",
         "index", "issued", "kinds", "lines", "listener", "lock", "lost", "missed", "number", "ordering",
-        "parts", "rested", "resting", "size", "stream", "within",
+        "over", "parts", "rested", "resting", "size", "stream", "within",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +121,7 @@ class Log:
         self.rested: list[int] = []
         self.further: list[Any] = []
         self.lost: ShoalError | None = None
+        self.over = False
         within = {line.within for line in lines}
         self.within = within.pop() if len(within) == 1 else -1
         for line in lines:
@@ -380,3 +382,18 @@ class Log:
         """How many tensors it has."""
         unused = len(self.rested) + len(self.resting) + sum(len(each._ids) for each in (self, *self.further))
         return self._high - unused - len(self.freed)
+
+    def used(self) -> bool:
+        """Whether one of its nodes lives and may have something of it, or do something for it."""
+        if self.over:
+            return False
+        lines = [line for log in (self, *self.further) for line in log.lines if line.lost is None]
+        left = self.tensors or self.freed or not all(line.idle for line in lines)
+        return bool(lines and left)
+
+    def end(self) -> None:
+        """It is lost and not used any more: what the program lets go of is not kept."""
+        self.over = True
+        for log in (self, *self.further):
+            log.freed = deque(maxlen=0)
+        self.resting.clear()

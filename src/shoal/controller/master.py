@@ -26,6 +26,7 @@ from . import current, device, interrupts, sending
 from .autograd import restore_thread
 from .calls import misses_of
 from .connecting import connect, disconnect
+from .forgetting import forget_spaces, forget_what_is_over
 from .functions import call
 from .imports import checked as imports_of_nodes
 from .line import Line
@@ -194,8 +195,7 @@ class Master(Seeing):
 
     def _renew(self, index: int) -> None:
         """Begin the places anew that have a node which was replaced; the caller holds the lock."""
-        for line in self._lines:
-            line.spaces = [each for each in line.spaces if each.lost is None or each.tensors]
+        forget_what_is_over(self._lines, self._streams)
         for indices, place in self._places.items():
             if index in indices:
                 place.space = self._spaces[place.space.index] = self._new_space(
@@ -233,6 +233,8 @@ class Master(Seeing):
             line = Line(index, self._lock, send, self._lines, epoch, gpus, within)
             connect(line, peer, self.name, self._streams)
             ended = self._lines[index : index + 1]
+            for each in ended:
+                forget_spaces(each)
             line.before = ended[0].lost if ended else None
             space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
             self._lines[index : index + 1] = [line]

@@ -89,8 +89,7 @@ class Streams:
         Raises:
             NodeLost: one of its nodes is lost.
         """
-        while self._returned:
-            self._returned.popleft().holders -= 1
+        self._take_back()
         if home.lost is not None:
             raise anew(home.lost)
         there = self._by_home.setdefault(home, [])
@@ -100,6 +99,10 @@ class Streams:
             there.append(log)
         log.holders += 1
         return log
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._returned.popleft().holders -= 1
 
     def _new(self, home: Space) -> Branch:
         self._stream += 1
@@ -119,6 +122,24 @@ class Streams:
         log = Branch(home, self._stream, tuple(lines))
         self._logs.append(log)
         return log
+
+    def forget(self) -> None:
+        """Forget nodes that were replaced, and what is over; the caller holds the lock."""
+        self._take_back()
+        self._logs = [each for each in self._logs if not each.home.over]
+        self._by_home = {home: logs for home, logs in self._by_home.items() if home.lost is None}
+        self._begun = {home: at for home, at in self._begun.items() if home.lost is None}
+        self._fences = {
+            line: fence
+            for line, fence in self._fences.items()
+            if line.lost is None and not fence[0].home.over
+        }
+        self._generators = {line: each for line, each in self._generators.items() if line.lost is None}
+        self._seen = {
+            (log, other): at
+            for (log, other), at in self._seen.items()
+            if not (log.home.over or other.home.over)
+        }
 
     def give_back(self, log: Branch) -> None:
         """Somebody has the stream of this log no more; in whatever thread the garbage collector runs."""
@@ -324,7 +345,9 @@ class Streams:
 
     def _is_ahead(self, log: Space, other: Space, position: int) -> bool:
         """Whether a log has not waited yet for a position of another stream's."""
-        return other.stream != log.stream and self._seen.get((log, other), -1) < position
+        if other.stream == log.stream or other.home.over:
+            return False
+        return self._seen.get((log, other), -1) < position
 
     def expect(
         self, log: Space, batches: Iterable[tuple[Line, Batch]], passed: Callable[[], list[Future[Any]]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from ..errors import ShoalError
 from ..rpc import Agent, Peer
 from .line import Line
 from .node import peers
+
+#: workers that died and are remembered, for those that die while they become nodes
+_REMEMBERED = 1000
 
 
 class Roster:
@@ -33,7 +37,8 @@ class Roster:
         self._session = session
         self._agent = agent
         self._lock = threading.Lock()
-        self._gone: set[str] = set()
+        #: the last workers that died
+        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
         #: the latest worker of each node, with its epoch
         self._latest: dict[int, tuple[Peer, int]] = {}
 
@@ -69,7 +74,7 @@ class Roster:
     def lose(self, name: str, why: str) -> Line | None:
         """A worker has died; the line of the node that it was, if it was one and it is not known yet."""
         with self._lock:
-            self._gone.add(name)
+            self._gone.append(name)
             line = self.living.pop(name, None)
             if line is not None:
                 line.lose(why)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,6 +162,15 @@ class Memory:
             self._telling.wait_for(lambda: number in self._told or self.ended)
             if self._told.pop(number, None) is None:
                 raise Ended
+
+    def forget(self, space: int, streams: Sequence[int]) -> None:
+        """Nobody uses a space any more, nor waits for it, nor these streams."""
+        with self.lock:
+            self._lists.pop(space, None)
+            self._progress = {key: each for key, each in self._progress.items() if key[0] != space}
+            self._releases = {key: left for key, left in self._releases.items() if key[0] != space}
+        for stream in streams:
+            self._enqueues.pop(stream, None)
 
     def end(self) -> None:
         """End all waits."""

@@ -57,6 +57,10 @@ class _Stream:
                 tensors.run(numbers, scalars, high, payloads)
         return outcome.values, [tuple(failure) for failure in outcome.failures]
 
+    def forget(self, space: int) -> None:
+        """Nothing of a space comes any more."""
+        self._spaces.pop(space, None)
+
     def end(self) -> None:
         """Take no more batches."""
         self._executor.release(self.mailbox)
@@ -162,6 +166,16 @@ def run(session: str, stream: int, segments: Sequence[Segment]) -> Reply:
         return _sessions[session].streams[stream].run(segments)
     except Ended:
         raise AgentClosed("the session has ended, and what a stream waited for does not come") from None
+
+
+def forget(session: str, space: int, streams: Sequence[int]) -> None:
+    """Forget a space, of which nothing comes any more, and end streams of it."""
+    held = _sessions[session]
+    for number in streams:
+        held.streams.pop(number).end()
+    for each in list(held.streams.values()):
+        each.forget(space)
+    held.memory.forget(space, streams)
 
 
 def tell(session: str, number: int) -> None:

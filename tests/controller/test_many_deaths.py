@@ -1,0 +1,86 @@
+"""A master whose nodes die again and again: neither it nor the nodes that live grow."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+
+import psutil
+import pytest
+import torch
+
+import shoal
+from shoal.controller import history
+from shoal.errors import NodeLost
+from tests.controller.nodes import BACKSTOP, Crew, crews, programs
+from tests.support.holdings import grown, holdings
+
+start = pytest.fixture(programs)
+crew = pytest.fixture(crews)
+SHORT = os.environ.get("STRESS") == "short"
+
+
+#: of the master, beside objects of dead nodes, which calls that are remembered hold for a while
+_TABLES = ("threads", "descriptors", "shoal.controller.ordering.Streams", "shoal.controller.master.Master")
+#: keep something of the last thousand connections, or workers, that ended; or of the calls that a node knows,
+#: which are forgotten at 65,536: copies to a node that was replaced are other calls, on other channels
+_BOUNDED = (
+    "shoal.rpc.", "shoal.store.", "shoal.controller.roster.Roster._gone",
+    "shoal.controller.calls.Call", "shoal.controller.history.", "shoal.controller.space.Space.calls",
+    "shoal.controller.space.Space.kinds", "shoal.controller.commands.Definition",
+    "shoal.controller.metadata.Told", "shoal.controller.node.execute.Tensors",
+    "shoal.controller.node.memory.Progress", "shoal.controller.node.history.",
+)  # fmt: skip
+
+
+def _round(crew: Crew, number: int) -> None:
+    """Use all that nodes have, lose one of them, and replace it."""
+    master, team = crew.master, crew.master.nodes
+    victim = 1 + number % 2
+    side, near, wide = shoal.Stream(f"node:{victim}"), shoal.Stream("node:0"), shoal.Stream(team)
+    x, y = (torch.ones(64, 64, device=f"node:{each}", requires_grad=True) for each in (0, victim))
+    both = team.replicate(torch.ones(8))
+    with side, near:
+        z = (x.to(y.device) @ y).sum()
+        z.backward()  # type: ignore[no-untyped-call]
+    event = side.record_event()
+    event.wait(near)
+    team.all_reduce_(both)
+    with wide:
+        both.add_(1)
+    assert master.call(victim, float, 3) == 3
+    assert both.on(0).tolist() == [4] * 8  # type: ignore[attr-defined]
+    dead = next(each for each in crew.workers if each.pid == master.pids[victim])
+    crew.kill(victim)
+    for use in (y.tolist, both.sum, lambda: x.to(y.device)):
+        with pytest.raises(NodeLost):
+            use()
+    crew.workers.remove(dead)
+    dead.close()
+    crew.joining()
+    master.replace(victim, BACKSTOP)
+    del side, near, wide, event, x, y, z, both
+    gc.collect()  # or more streams are made than are used at once, by chance
+
+
+def _held(crew: Crew) -> tuple[Counter[str], Counter[str], int]:
+    """What the master holds and what node 0 does, and its memory."""
+    crew.master.synchronize()
+    there = crew.master.call(0, holdings)
+    return holdings(), there, psutil.Process(crew.master.pids[0]).memory_info().rss
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(20 if SHORT else 100, marks=pytest.mark.stress)])
+def test_nothing_grows_with_deaths(crew: Crew, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    monkeypatch.setattr(history, "KEPT", 50)
+    for number in range(rounds):
+        _round(crew, number)
+    before = _held(crew)
+    for number in range(rounds):
+        _round(crew, number)
+    after = _held(crew)
+    here, there = (grown(*each, rounds) for each in zip(before[:2], after[:2], strict=True))
+    assert not [name for name in here if name.startswith(_TABLES)], here
+    assert not [name for name in there if not name.startswith(_BOUNDED)], there
+    print(f"node 0 has grown by {(after[2] - before[2]) >> 10} KiB in {rounds} deaths")
