@@ -60,8 +60,12 @@ def _round(crew: Crew, number: int) -> None:
     dead.close()
     crew.joining()
     master.replace(victim, BACKSTOP)
-    del side, near, wide, event, x, y, z, both
-    gc.collect()  # or more streams are made than are used at once, by chance
+
+
+def _rounds(crew: Crew, count: int) -> None:
+    for number in range(count):
+        _round(crew, number)
+        gc.collect()  # or more streams are made than are used at once, by chance
 
 
 def _held(crew: Crew) -> tuple[Counter[str], Counter[str], int]:
@@ -71,14 +75,12 @@ def _held(crew: Crew) -> tuple[Counter[str], Counter[str], int]:
     return holdings(), there, psutil.Process(crew.master.pids[0]).memory_info().rss
 
 
-@pytest.mark.parametrize("rounds", [6, pytest.param(20 if SHORT else 100, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(10 if SHORT else 100, marks=pytest.mark.stress)])
 def test_nothing_grows_with_deaths(crew: Crew, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     monkeypatch.setattr(history, "KEPT", 50)
-    for number in range(rounds):
-        _round(crew, number)
+    _rounds(crew, rounds)
     before = _held(crew)
-    for number in range(rounds):
-        _round(crew, number)
+    _rounds(crew, rounds)
     after = _held(crew)
     here, there = (grown(*each, rounds) for each in zip(before[:2], after[:2], strict=True))
     assert not [name for name in here if name.startswith(_TABLES)], here

@@ -110,8 +110,13 @@ class Worker:
 
     def kill(self) -> None:
         """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, signalled: int) -> None:
+        """Send it a signal, if it has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # nobody has told yet
+                os.kill(self.pid, signalled)
 
     def _ended(self, timeout: float | None) -> int | None:
         if self._code is None and select.select([self._nursery], [], [], timeout)[0]:

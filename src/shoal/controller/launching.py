@@ -37,8 +37,9 @@ class Processes:
         self._threads = max(1, len(os.sched_getaffinity(0)) // count)
         self._secret = secret
         self._output = Output()
-        #: the latest process of each node
+        #: the latest process of each node, and the nodes whose process has not joined
         self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._awaited: set[int] = set()
 
     def start(self, index: int) -> None:
         """Start a process that becomes node ``index``, in the place of an earlier one if there was one."""
@@ -51,6 +52,7 @@ class Processes:
             env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(_path())},
         )
         self._started[index] = process
+        self._awaited.add(index)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -65,13 +67,18 @@ class Processes:
         """Whether node ``index`` was started here."""
         return index in self._started
 
+    def joined(self, index: int) -> None:
+        """The process of node ``index`` has joined."""
+        self._awaited.discard(index)
+
     def check(self, index: int) -> None:
-        """Raise LaunchError if the process of node ``index`` has ended."""
-        code = self._started[index].poll()
-        if code is not None:
-            raise LaunchError(
-                f"the process of node {index} ended with {code} before it joined: its output says why"
-            )
+        """Raise LaunchError if the process of node ``index`` has ended, or one that has not joined."""
+        for each in (index, *sorted(self._awaited)):
+            code = self._started[each].poll()
+            if code is not None:
+                raise LaunchError(
+                    f"the process of node {each} ended with {code} before it joined: its output says why"
+                )
 
     def close(self) -> None:
         """End all processes, when they have lost their master."""
@@ -79,15 +86,18 @@ class Processes:
         self._output.close(_END)
 
     def _end(self, indices: list[int]) -> None:
-        ending = [process for index in indices if (process := self._started.pop(index, None)) is not None]
-        for process in ending:
+        ending = [(index, self._started.pop(index)) for index in indices if index in self._started]
+        for index, process in ending:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # which ends it, if the end of the connection did not
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGCONT)  # it may be stopped
+            if index in self._awaited:
+                self._awaited.remove(index)
+                process.kill()  # it has nothing, and may read its input only after some seconds
+            else:
+                process.send_signal(signal.SIGCONT)  # it may be stopped
         deadline = Deadline(_END)
-        for process in ending:
+        for _, process in ending:
             try:
                 process.wait(deadline.remaining())
             except subprocess.TimeoutExpired:

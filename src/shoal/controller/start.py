@@ -160,7 +160,10 @@ class Workers:
             arrival = self._arrivals.take(fits, min(_LOOK, deadline.remaining()))
             if arrival is not None:
                 with contextlib.suppress(UnknownWorker, WorkerLost):  # it has ended meanwhile
-                    return Worker(self.agent.peer(arrival.name), arrival)
+                    worker = Worker(self.agent.peer(arrival.name), arrival)
+                    if started and self._processes is not None:
+                        self._processes.joined(index)
+                    return worker
             elif started and self._processes is not None:
                 self._processes.check(index)
             if deadline.expired:
