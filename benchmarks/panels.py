@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
+
+#: panels beside each other
+ROW = 5
 
 
 def draw(medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
@@ -14,10 +18,14 @@ def draw(medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [what for what in medians["shoal"] if "p10" not in what and "p99" not in what]
-    figure, panels = pyplot.subplots(
-        1, len(shown), figsize=(2.8 * len(shown), 3), layout="constrained", squeeze=False
+    columns = min(len(shown), ROW)
+    rows = math.ceil(len(shown) / columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(2.8 * columns, 3 * rows), layout="constrained", squeeze=False
     )
-    for axes, what in zip(panels[0], shown, strict=True):
+    for axes in grid.flat[len(shown) :]:
+        axes.remove()
+    for axes, what in zip(grid.flat, shown, strict=False):
         bars = {name: figures[what] for name, figures in medians.items() if what in figures}
         colours = ["#1f77b4" if name.startswith("shoal") else "#7f7f7f" for name in bars]
         drawn = axes.bar(range(len(bars)), list(bars.values()), color=colours)
