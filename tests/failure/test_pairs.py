@@ -274,24 +274,39 @@ def test_a_receive_that_is_cancelled_leaves_its_message_to_the_next(transport: s
 
 
 @TRANSPORTS
-def test_a_message_that_was_taken_back_has_never_been(transport: str) -> None:
-    def rank(pairs: ProcessGroup) -> None:
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_message_that_was_taken_back_has_never_been(transport: str, awaited: bool) -> None:
+    """One that is awaited may be through before it is taken back, and then it is not."""
+
+    def rank(pairs: ProcessGroup) -> bool:
         if pairs.rank == 1:
             future = pairs.send(torch.ones(SIZES[-1]), 0)
-            assert future.cancel()
-            with pytest.raises(OperationCancelled, match=r"^send to rank 0 "):
-                future.wait(PATIENCE)
+            taken_back = future.cancel()
+            assert taken_back or awaited
+            if taken_back:
+                with pytest.raises(OperationCancelled, match=r"^send to rank 0 "):
+                    future.wait(PATIENCE)
+            if not awaited:
+                meet(pairs)
             pairs.send(torch.full((4,), 2.0), 0).wait(PATIENCE)
             meet(pairs)
             small = pairs.send(torch.ones(1), 0, tag=5)
             assert not small.cancel()  # it is on its way
             small.wait(PATIENCE)
-        else:
-            assert pairs.recv(None, 1).wait(PATIENCE).tolist() == [2.0] * 4
+            return taken_back
+        if not awaited:
             meet(pairs)
-            assert pairs.recv(None, 1, tag=5).wait(PATIENCE).tolist() == [1.0]
+        first = pairs.recv(None, 1).wait(PATIENCE)
+        never_been = first.tolist() == [2.0] * 4
+        if not never_been:
+            assert torch.equal(first, torch.ones(SIZES[-1]))
+            assert pairs.recv(None, 1).wait(PATIENCE).tolist() == [2.0] * 4
+        meet(pairs)
+        assert pairs.recv(None, 1, tag=5).wait(PATIENCE).tolist() == [1.0]
+        return never_been
 
-    in_pairs(rank, transport=transport)
+    never_been, taken_back = in_pairs(rank, transport=transport)
+    assert never_been == taken_back
 
 
 def test_a_cancelled_message_breaks_no_group_of_the_usual_scope_either() -> None:
