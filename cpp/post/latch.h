@@ -1,11 +1,13 @@
 // A latch: one thread waits for it, another opens it, once.  Opening it costs a system call only if somebody
-// sleeps.
+// sleeps; who waits looks for a moment before, and leaves the core meanwhile to whoever wants it.
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstdint>
@@ -27,6 +29,8 @@ class Latch {
 
   // Blocks until the latch is open, or `deadline` (ns) has passed, or a signal came; whether it is open.
   bool wait(std::int64_t deadline) {
+    for (const std::int64_t until = std::min(deadline, now_ns() + kLook); now_ns() < until; sched_yield())
+      if (is_open()) return true;
     std::uint32_t seen = kShut;
     if (!word_.compare_exchange_strong(seen, kAwaited, std::memory_order_acq_rel) && seen == kOpen)
       return true;
@@ -39,6 +43,9 @@ class Latch {
   }
 
  private:
+  // What a short call takes and its caller does before the next one.  To wake a core that has gone to sleep
+  // can take as long.
+  static constexpr std::int64_t kLook = 100'000;  // ns
   static constexpr std::uint32_t kShut = 0, kAwaited = 1, kOpen = 2;
   void futex(int what, std::uint32_t value, const timespec* limit) {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word_), what, value, limit, nullptr, 0);
