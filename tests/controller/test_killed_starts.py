@@ -91,7 +91,7 @@ def _kill_in_starts(started: list[Any], trials: int) -> None:
 
 
 def test_a_start_in_which_a_process_is_killed_ends_or_its_node_is_lost(started: list[Any]) -> None:
-    _kill_in_starts(started, 4)
+    _kill_in_starts(started, 3)
 
 
 @pytest.mark.stress
@@ -127,7 +127,7 @@ def _kill_who_joins(start: Start, url: str, trials: int) -> None:
 
 
 def test_workers_that_are_killed_while_they_join_hold_nobody_up(start: Start, url: str) -> None:
-    _kill_who_joins(start, url, 3)
+    _kill_who_joins(start, url, 2)
 
 
 @pytest.mark.stress

@@ -19,8 +19,9 @@ def holdings() -> Counter[str]:
     found: Counter[str] = Counter()
     for each in gc.get_objects():
         kind = type(each)
-        if kind.__module__.startswith("shoal."):
-            name = f"{kind.__module__}.{kind.__qualname__}"
+        module: object = kind.__module__
+        if isinstance(module, str) and module.startswith("shoal."):  # some classes have a descriptor there
+            name = f"{module}.{kind.__qualname__}"
             found[name] += 1
             _count(found, name, _attributes(each))
     for name, module in list(sys.modules.items()):
