@@ -58,7 +58,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent]]:
     """``owner`` and ``holder``, both in this process, which forget a lost worker soon."""
     handlers.noted.clear()
     for each in (holds, call):
-        monkeypatch.setattr(each, "LEASE", 0.2)
+        monkeypatch.setattr(each, "LEASE", 2.0)
     with Agents() as stage:
         yield stage.join("owner", timeout=PATIENCE), stage.join("holder", timeout=PATIENCE)
 
