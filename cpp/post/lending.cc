@@ -5,11 +5,11 @@
 #include <sys/vfs.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 
 #include "base/clock.h"
+#include "kernels/reduce.h"
 
 namespace shoal {
 namespace {
@@ -22,6 +22,7 @@ constexpr std::int64_t kWarm = 2 * kSecond;     // as long pages stay that nobod
 constexpr std::int64_t kLongestPause = 64 * kSecond;
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kStream = 16 << 20;  // bytes from which a copy bypasses the caches
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
@@ -57,7 +58,7 @@ std::unique_ptr<Lender::Loan> Lender::lend(int peer, const std::byte* data, std:
   } catch (const OutOfMemory&) {
     return nullptr;
   }
-  std::memcpy(arena_.mapping().base() + place + kHeader, data, bytes);
+  kernels::copy(arena_.mapping().base() + place + kHeader, data, bytes, bytes >= kStream);
   std::lock_guard lock(mutex_);
   const std::uint64_t number = ++loans_;
   word(place).store(number, std::memory_order_release);
