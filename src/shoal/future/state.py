@@ -113,14 +113,19 @@ class FutureState(Generic[T]):
 
     def _block(self, timeout: float | None) -> bool:
         """Wait until some other thread has completed the future; False when time ran out."""
-        event = threading.Event()
+        # No threading.Event: a Ctrl-C between two lines of its wait() raises RuntimeError.
+        woken = threading.Lock()
+        woken.acquire()
 
         def wake(_: FutureState[T]) -> None:
-            event.set()
+            if woken.locked():
+                woken.release()
 
         self._subscribe(wake)
         try:
-            return event.wait(None if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+            return woken.acquire(
+                timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
+            )
         finally:
             self._unsubscribe(wake)
 
