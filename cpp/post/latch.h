@@ -43,8 +43,7 @@ class Latch {
   }
 
  private:
-  // What a short call takes and its caller does before the next one.  To wake a core that has gone to sleep
-  // can take as long.
+  // A short call and its caller's work before the next one take less; waking an idle core can take as long.
   static constexpr std::int64_t kLook = 100'000;  // ns
   static constexpr std::uint32_t kShut = 0, kAwaited = 1, kOpen = 2;
   void futex(int what, std::uint32_t value, const timespec* limit) {

@@ -101,7 +101,7 @@ def test_many_starts_in_which_a_process_is_killed(started: list[Any]) -> None:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """Of a store that outlives masters."""
+    """The address of a store that outlives masters."""
     with TCPStoreServer(secret=SECRET.encode()) as server:
         yield server.url
 

@@ -69,7 +69,7 @@ def _rounds(crew: Crew, count: int) -> None:
 
 
 def _held(crew: Crew) -> tuple[Counter[str], Counter[str], int]:
-    """What the master holds and what node 0 does, and its memory."""
+    """Count the objects of the master and of node 0; the memory of node 0, in bytes."""
     crew.master.synchronize()
     there = crew.master.call(0, holdings)
     return holdings(), there, psutil.Process(crew.master.pids[0]).memory_info().rss

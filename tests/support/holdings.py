@@ -33,7 +33,7 @@ def holdings() -> Counter[str]:
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int], least: int) -> dict[str, int]:
-    """What has grown by so much."""
+    """Names whose counts have risen by ``least`` or more, and by how much."""
     rise = {name: count - before.get(name, 0) for name, count in after.items()}
     return {name: by for name, by in sorted(rise.items()) if by >= least}
 

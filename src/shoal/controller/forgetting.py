@@ -1,4 +1,4 @@
-"""What a lost node leaves at the master and at the nodes that live, forgotten when a node is replaced.
+"""Lost places and their streams are forgotten here, and at the nodes that live, when a node is replaced.
 
 The caller of each function holds the master's lock.
 """

@@ -392,7 +392,7 @@ class Log:
         return bool(lines and left)
 
     def end(self) -> None:
-        """It is lost and not used any more: what the program lets go of is not kept."""
+        """Mark a lost space as over: ids that the program frees from now on are dropped."""
         self.over = True
         for log in (self, *self.further):
             log.freed = deque(maxlen=0)

@@ -1,4 +1,4 @@
-"""What a line sees of the spaces whose commands it carries, and of a trace."""
+"""Protocols of the spaces whose commands a line carries, and of a trace."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Memory:
                 raise Ended
 
     def forget(self, space: int, streams: Sequence[int]) -> None:
-        """Nobody uses a space any more, nor waits for it, nor these streams."""
+        """Forget a space, and streams, that nobody uses or waits for any more."""
         with self.lock:
             self._lists.pop(space, None)
             self._progress = {key: each for key, each in self._progress.items() if key[0] != space}

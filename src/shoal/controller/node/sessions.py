@@ -58,7 +58,7 @@ class _Stream:
         return outcome.values, [tuple(failure) for failure in outcome.failures]
 
     def forget(self, space: int) -> None:
-        """Nothing of a space comes any more."""
+        """Forget a space, whose commands have all come."""
         self._spaces.pop(space, None)
 
     def end(self) -> None:
