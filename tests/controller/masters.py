@@ -179,37 +179,40 @@ def cannot_start(tell: Connection) -> None:
 
 def is_interrupted(tell: Connection) -> None:
     """Press Ctrl-C again and again while operations are issued and waited for."""
-    master = shoal.init_master_worker(workers=2)
-    x = torch.ones(3, device="node:0")
-    counted = torch.zeros(2, device=master.nodes.device)
     armed: list[bool] = []
     done = threading.Event()
 
     def interrupt(signalled: int, frame: FrameType | None) -> None:
-        # Python drops what is raised in a finalizer.
-        if armed and frame is not None and frame.f_code.co_name != "__del__":
+        if armed:
             armed.clear()  # the next one waits until this one was caught
             raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)  # before there is a master, which keeps it from torch's C++
+    master = shoal.init_master_worker(workers=2)
+    x = torch.ones(3, device="node:0")
+    counted = torch.zeros(2, device=master.nodes.device)
 
     def press() -> None:
         while not done.wait(random.uniform(0, 0.005)):
             os.kill(os.getpid(), signal.SIGINT)
 
-    signal.signal(signal.SIGINT, interrupt)
     pressing = threading.Thread(target=press)
     pressing.start()
-    for _ in range(300):
-        try:
-            armed.append(True)
-            while True:
-                y = (x * 1.5).reshape(3, 1)
-                counted += 1  # which closes the node's own log, and is closed by it
-                if random.random() < 0.1:
-                    y.tolist()
-        except KeyboardInterrupt:
-            assert not armed
-    done.set()
-    pressing.join()
+    try:
+        for _ in range(300):
+            try:
+                armed.append(True)
+                while armed:  # Python drops what is raised in a finalizer
+                    y = (x * 1.5).reshape(3, 1)
+                    counted += 1  # which closes the node's own log, and is closed by it
+                    if random.random() < 0.1:
+                        y.tolist()
+            except KeyboardInterrupt:
+                assert not armed
+    finally:
+        armed.clear()  # what else was raised is printed whole
+        done.set()
+        pressing.join()
     tell.send((x * 1.5).tolist())
     one, other = master.nodes.gather(counted)
     assert one.tolist() == other.tolist()  # every command reached both nodes, or none
