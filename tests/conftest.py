@@ -6,6 +6,7 @@ import gc
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -26,6 +27,13 @@ preload(
     "torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "sklearn.datasets", "sklearn.model_selection",
 )  # fmt: skip
+
+
+# A machine that stands still for a moment makes any example slow, and another one the next time.
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_collection_finish() -> None:
