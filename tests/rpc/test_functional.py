@@ -330,7 +330,7 @@ def die_or_hear_of_it(context: Context) -> None:
 
     begin(context)
     if context.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)  # others may not have seen yet that it has joined
     with pytest.raises(WorkerLost, match="w2"):
         rpc.shutdown()
     if context.rank == 0:

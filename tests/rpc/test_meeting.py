@@ -101,6 +101,25 @@ def test_all_hear_why_one_could_not_join(failing: int) -> None:
         assert f"'w{failing}' (rank {failing}) could not join: there is no such device" in str(error)
 
 
+def test_a_worker_that_ended_as_soon_as_it_had_joined_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died = threading.Event()
+    monkeypatch.setattr(Meeting, "_gone", lambda self, entry: entry.name == "w1" and died.is_set())
+
+    def slow(meeting: Meeting) -> None:
+        meeting.gather(Deadline(PATIENCE))
+        meeting.come()
+        assert died.wait(PATIENCE)
+        meeting.join(Deadline(PATIENCE))
+
+    def quick(meeting: Meeting) -> None:
+        both(meeting)
+        died.set()
+
+    assert outcomes(("w0", slow), ("w1", quick)) == [None, None]
+
+
 def test_those_that_came_hear_who_did_not_though_they_would_have_waited_longer() -> None:
     def never(meeting: Meeting) -> None:
         """Rank 2 does not come."""

@@ -104,6 +104,8 @@ class Meeting:
         self._end = end
         #: the others, as far as they were seen
         self._seen: dict[int, Entry] = {}
+        #: all, as they were when they had told their names
+        self._gathered: list[Entry] = []
         self.names: list[str] = []
         self._assemblies = itertools.count()
 
@@ -116,7 +118,8 @@ class Meeting:
             RendezvousTimeout: somebody did not come.
         """
         self._tell()
-        self.names = [self._await(rank, deadline, False).name for rank in range(self._size)]
+        self._gathered = [self._await(rank, deadline, False) for rank in range(self._size)]
+        self.names = [entry.name for entry in self._gathered]
         twice = [name for name, times in Counter(self.names).items() if times > 1]
         if twice:
             ranks = [str(rank) for rank, name in enumerate(self.names) if name == twice[0]]
@@ -217,6 +220,8 @@ class Meeting:
         listens = time.monotonic() + _LOOK
         while True:
             entry = self._there(rank, min(_LOOK, deadline.remaining()))
+            if entry is None and joined:
+                entry = self._ended(rank)
             if entry is not None and (entry.joined or not joined):
                 return entry
             if deadline.expired:
@@ -227,6 +232,11 @@ class Meeting:
                 self._listen(joined)
                 listens = time.monotonic() + _LOOK
             time.sleep(_PAUSE)
+
+    def _ended(self, rank: int) -> Entry | None:
+        """The entry of ``rank`` if it joined this meeting and has ended since; who calls it hears that."""
+        entry, before = self._seen.get(rank), self._gathered[rank]
+        return entry if entry is not None and entry.joined and entry.process == before.process else None
 
     def _listen(self, joined: bool) -> None:
         """Raise if the meeting has failed; before all names are compared only if some are not there."""
