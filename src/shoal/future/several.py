@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -68,20 +69,24 @@ def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Futu
     futures = list(futures)
     if not futures:
         raise UsageError("wait_any needs at least one future, got none")
-    event = threading.Event()
+    # No threading.Event: a Ctrl-C between two lines of its wait() raises RuntimeError.
+    woken = threading.Lock()
+    woken.acquire()
 
     def wake(_: Future[T]) -> None:
-        event.set()
+        with contextlib.suppress(RuntimeError):  # another future has woken this thread already
+            woken.release()
 
     subscribed: list[Future[T]] = []
     try:
         for future in futures:
-            if event.is_set() or future.done():
+            if not woken.locked() or future.done():
                 break
             subscribed.append(future)
             future._subscribe(wake)
         else:
-            if not event.wait(None if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))):
+            seconds = -1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
+            if not woken.acquire(timeout=seconds):
                 raise WaitTimeout(
                     f"gave up waiting after {timeout} s for any of {len(futures)} futures; "
                     "their operations go on"
