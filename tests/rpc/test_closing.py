@@ -103,7 +103,7 @@ def test_who_leaves_after_an_error_is_not_waited_for() -> None:
 
 
 def test_closing_ends_when_its_time_is_up_and_names_who_did_not_come() -> None:
-    ended = threading.Event()
+    ended, joined = threading.Event(), threading.Event()
 
     def rank(group: shoal.ProcessGroup) -> tuple[str, bool]:
         if group.rank == 2:
@@ -111,11 +111,12 @@ def test_closing_ends_when_its_time_is_up_and_names_who_did_not_come() -> None:
             return "", True
         agent = join(group=group, timeout=LONG)
         if group.rank == 1:
+            joined.set()
             ended.wait(LONG)
             agent.close(graceful=False)
             return "", True
         try:
-            agent.peer(1)
+            joined.wait(LONG)
             agent.close(timeout=0.3)
         except UnknownWorker as error:
             return str(error), agent.closed

@@ -281,8 +281,8 @@ def chain(steps: int, names: list[str]) -> None:
 
 
 def leave_a_chain(context: Context) -> bool:
-    begin(context)
     handlers.noted.clear()
+    begin(context)
     if context.rank == 0:
         chain(31, ["w1", "w2", "w0"])
     rpc.shutdown()

@@ -14,6 +14,7 @@ from shoal.rendezvous.place import checked_request, opened
 from shoal.rpc.meeting import Meeting, keys_of
 from shoal.wire import Deadline
 from tests.support.ports import free_port
+from tests.support.waiting import until
 
 PATIENCE = 20.0
 
@@ -59,6 +60,7 @@ def no_agent(meeting: Meeting) -> None:
 
 
 def impatient(meeting: Meeting) -> None:
+    until(lambda: meeting._there(1))  # the other that comes
     meeting.gather(Deadline(0.3))
 
 

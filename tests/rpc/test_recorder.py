@@ -101,6 +101,7 @@ def test_the_first_timeout_writes_a_file(
 ) -> None:
     monkeypatch.setenv("SHOAL_DUMP_DIR", str(tmp_path))
     meeting.join("b", timeout=PATIENCE)
+    a.peer("b").call(int).wait()  # connecting takes none of the time
     hasty = a.peer("b").options(timeout=0.05)
     for _ in range(2):
         with pytest.raises(CallTimeout):
@@ -123,6 +124,7 @@ def test_a_file_that_cannot_be_written_is_no_other_failure(
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHOAL_DUMP_DIR", str(tmp_path / "file"))
     meeting.join("b", timeout=PATIENCE)
+    a.peer("b").call(int).wait()  # as above
     with pytest.raises(CallTimeout):
         a.peer("b").options(timeout=0.05).call(handlers.wait_for, "go on").wait()
     assert "worker 'a' cannot write a dump: SHOAL_DUMP_DIR=" in caplog.text

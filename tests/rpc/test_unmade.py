@@ -165,6 +165,7 @@ def test_nothing_is_left_of_a_making_that_nobody_heard_of(three: tuple[Agent, Ag
 
 def test_an_object_that_a_worker_asks_itself_for_may_never_be_made(three: tuple[Agent, Agent, Agent]) -> None:
     _, owner, user = three
+    owner.peer("owner").call(int).wait()  # connecting takes none of the time below
     busy = occupy(user, "go on")
     ref = owner.peer("owner").options(timeout=0.1).remote(make)
     seen = owner.peer("user").call(RRef.to_here, ref)
