@@ -46,7 +46,7 @@ def fail_when_called(agent: Agent) -> None:
 
 def wait_for_bad(agent: Agent) -> str:
     with pytest.raises(WorkerLost) as caught:
-        agent.peer("bad").call(time.sleep, 1).wait()
+        agent.peer("bad").call(wait_unwanted).wait()
     return caught.value.worker
 
 
@@ -60,6 +60,11 @@ def note_begun() -> None:
 def hang(agent: Agent) -> None:
     agent.peer("a").call(note_begun).wait()
     agent.serve()
+
+
+def note_begun_and_wait() -> None:
+    current().agent.peer("a").call(note_begun).wait()
+    wait_unwanted()
 
 
 def keep_own(value: object) -> RRef[object]:
@@ -212,7 +217,9 @@ def test_what_is_left_at_any_worker_is_told() -> None:
         waiting.__enter__()
         mine = b.remote(dict)
         mine.to_here()
-        pending = b.call(time.sleep, 1)
+        begun.clear()
+        pending = b.call(note_begun_and_wait)
+        assert begun.wait(60)
         with pytest.raises(AssertionError) as caught:
             waiting.__exit__(None, None, None)
         text = str(caught.value)

@@ -85,7 +85,7 @@ def test_a_delayed_rank_goes_on_by_itself() -> None:
 
 
 def test_the_deadline_shows_every_rank_and_kills_it() -> None:
-    with no_leaks(), processes(hang, 2, **{**HOW, "timeout": 1.0}) as ranks:
+    with no_leaks(), processes(hang, 2, **{**HOW, "timeout": 1.0, "op_timeout": 30.0}) as ranks:
         ranks.store.wait(["ready/0", "ready/1"], 30.0)
         ranks.stop(1)
         outcomes = ranks.join()

@@ -50,11 +50,11 @@ def test_the_deadline_shows_where_the_ranks_are_and_aborts_them(
             raise
 
     with pytest.raises(RemoteError, match="rank 1 was still running at the deadline") as caught:
-        run_threads(fn, 2, backend=store_backend, timeout=0.3)
+        run_threads(fn, 2, backend=store_backend, timeout=2.0)
     assert "group.barrier().wait()" in str(caught.value)
     assert "Current thread" in capfd.readouterr().err
     assert len(seen) == 1
-    assert "gave up after 0.3 s" in str(seen[0])
+    assert "gave up after 2 s" in str(seen[0])
 
 
 def test_the_hosts_of_ranks_can_be_chosen(store_backend: str) -> None:
