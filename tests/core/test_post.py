@@ -150,20 +150,23 @@ def test_letters_of_one_mailbox_keep_their_order_whatever_their_size(two: Two) -
 
 
 def test_an_overdue_call_says_what_its_callee_knows_of_it(two: Two) -> None:
-    running = two.call(timeout=0.2)
-    letter = two.taken()
-    letter.describe("module.fn")
-    queued = [two.call(timeout=0.2) for _ in range(2)]
-    code, text = outcome(running) or (0, "")
-    assert code == Call.TIMEOUT
-    assert text.startswith("running for 0.")
-    assert text.endswith("s in module.fn")
-    until(letter.cancelled)
-    assert outcome(queued[0]) == (Call.TIMEOUT, "queued behind 0")
-    code, text = outcome(queued[1]) or (0, "")
-    assert code == Call.TIMEOUT
-    assert text.startswith("queued behind ")
-    until(lambda: two.callee.waiting(0) == 0)
+    for timeout in (0.2, 0.5, 2.0, 5.0):
+        running = two.call(timeout=timeout)
+        letters = two.callee.take(0, timeout, 1)
+        if not letters:  # it was late before it was taken: this machine is busy
+            continue
+        letter = letters[0]
+        letter.describe("module.fn")
+        queued = [two.call(timeout=timeout) for _ in range(2)]
+        ends = [outcome(call) or (0, "") for call in (running, *queued)]
+        assert [code for code, _ in ends] == [Call.TIMEOUT] * 3
+        until(letter.cancelled)
+        until(lambda: two.callee.waiting(0) == 0)
+        if all(text != "its post does not answer" for _, text in ends):  # within 0.2 s
+            break
+    assert re.fullmatch(r"running for [\d.]+ s in module.fn", ends[0][1])
+    assert ends[1][1] == "queued behind 0"
+    assert ends[2][1] in ("queued behind 0", "queued behind 1")
     assert two.callee.take(0, 0.0, 10) == []
     assert not two.callee.reply(letter, b"", [], None)
 
@@ -203,14 +206,26 @@ def test_tickets_tell_of_calls_of_the_neglected_inbox_and_of_a_loss(two: Two) ->
 
 def test_letters_that_wait_are_neglected_only_if_few_are_taken_meanwhile(two: Two) -> None:
     """More threads would only take turns with one that serves short calls one after another."""
+    stood_still, before = False, time.monotonic()
+
+    def taking_goes_on() -> bool:
+        """Whether this thread has run all the time: letters are neglected on a machine that stands still."""
+        nonlocal stood_still, before
+        now = time.monotonic()
+        stood_still |= now - before > 0.03
+        before = now
+        return not stood_still
+
     two.callee.watch(6, 0.15)
     for i in range(20_000):
         assert two.caller.post(two.to, 0, b"", [], None, BACKSTOP)
         if i % 100 == 0:
             two.callee.take(0, 0.0, 20)
+            taking_goes_on()
     end = time.monotonic() + 0.4
-    while time.monotonic() < end and two.callee.waiting(0):
-        assert two.callee.completions(0.0) == []
+    while time.monotonic() < end and two.callee.waiting(0) and taking_goes_on():
+        due = two.callee.completions(0.0)
+        assert due == [] or not taking_goes_on()
         two.callee.take(0, 0.0, 100)
         time.sleep(0.004)
     assert two.callee.waiting(0), "no letter waited to the end"
@@ -333,9 +348,10 @@ def sleeps() -> int:
     """How often the threads of posts have gone to sleep."""
     total = 0
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text() == "shoal-post\n":
-            words = (task / "status").read_text().split()
-            total += int(words[words.index("voluntary_ctxt_switches:") + 1])
+        with contextlib.suppress(OSError):  # another thread may just have ended
+            if (task / "comm").read_text() == "shoal-post\n":
+                words = (task / "status").read_text().split()
+                total += int(words[words.index("voluntary_ctxt_switches:") + 1])
     return total
 
 
@@ -361,9 +377,13 @@ def test_signals_interrupt_a_wait_and_the_call_goes_on(two: Two) -> None:
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def interrupted() -> None:
+            timer.start()
             call.wait(None)
+
+        with pytest.raises(KeyboardInterrupt):  # wherever this thread is when the signal comes
+            interrupted()
         timer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
