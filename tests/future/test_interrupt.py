@@ -58,9 +58,19 @@ def test_an_engine_is_never_asked_to_block_for_long() -> None:
     """Native code does not see signals: they are handled between the slices."""
     source = ManualSource()
     future = Future(source, finish=lambda: 1)
-    threading.Timer(0.25, source.complete).start()
+
+    def complete() -> None:
+        end = time.monotonic() + 30
+        while len(source.timeouts) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        source.complete()
+
+    completing = threading.Thread(target=complete)
+    completing.start()
     assert future.wait() == 1
+    completing.join()
     assert len(source.timeouts) >= 3
+    assert all(timeout is not None and timeout <= 0.1 for timeout in source.timeouts)
 
 
 def test_ctrl_c_during_finish_does_not_lose_the_completion() -> None:
