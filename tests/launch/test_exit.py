@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
+
 import psutil
 import pytest
 
+from tests.support.quick_launcher import QuickLauncher
 from tests.support.waiting import until
 
 from .conftest import Workshop, alive
@@ -117,18 +121,20 @@ def test_what_ranks_leave_running_is_killed_and_named(workshop: Workshop) -> Non
     assert not any(alive(child) for child in children)
 
 
-def test_helpers_that_end_with_their_rank_are_not_mentioned(workshop: Workshop) -> None:
-    result = workshop.run(
-        """
+def test_helpers_that_end_with_their_rank_are_not_mentioned(launcher: QuickLauncher, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, time
         end, _ = os.pipe()
         if os.fork() == 0:
             os.close(_)
             os.read(end, 1)  # until the rank is gone
             time.sleep(0.05)
             os._exit(0)
-        """
+        """)
     )
-    assert result == (0, b"", b"")
+    assert launcher.run(2, str(script), _LINGER=30.0) == (0, "", "")
 
 
 def test_the_launcher_does_not_wait_for_a_daemon_that_left_its_group(workshop: Workshop) -> None:
