@@ -227,8 +227,7 @@ def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Agents, a
     for future in (running, *queued):
         with pytest.raises(WorkerLost):
             future.wait()
-    while b.stats()["peers"]:
-        time.sleep(0.001)
+    until(lambda: not incoming(b, "a"))  # and none of them is wanted any more
     handlers.note("go")
     handlers.wait_for("posted")
     assert not [key for key in handlers.noted if key.startswith("queued")]
