@@ -29,6 +29,7 @@ from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
 from shoal.store.protocol import MAX_MESSAGE, PURPOSE
 from shoal.store.requests import Get, Wait, encode
 from shoal.wire import Connection, Deadline, connect, frame_header, listen
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 from .conformance import StoreConformance, in_background
@@ -109,8 +110,7 @@ def test_a_client_without_the_secret_is_refused_at_once(server: TCPStoreServer) 
 
 
 def test_a_server_may_start_after_its_clients() -> None:
-    with listen("127.0.0.1") as placeholder:
-        port = placeholder.getsockname()[1]
+    port = free_port()
     with in_background() as call:
         opening = call(TCPStore, "127.0.0.1", port, SECRET, timeout=30)
         with TCPStoreServer("127.0.0.1", port, SECRET), opening.result(30) as store:
@@ -118,8 +118,7 @@ def test_a_server_may_start_after_its_clients() -> None:
 
 
 def test_no_server_at_all_is_a_timeout_that_names_the_address() -> None:
-    with listen("127.0.0.1") as placeholder:
-        port = placeholder.getsockname()[1]
+    port = free_port()
     with pytest.raises(StoreTimeout, match=rf"no store at 127\.0\.0\.1:{port} within 0.05 s.*refused"):
         TCPStore("127.0.0.1", port, SECRET, timeout=0.05)
 
