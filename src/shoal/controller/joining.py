@@ -30,32 +30,45 @@ class Arrivals:
     """The workers of one master that have come and are no nodes yet, in the order of their coming."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: list[Arrival] = []
+        #: of who waits for one: released when one comes
+        self._wakes: list[threading.Lock] = []
 
     def come(self, arrival: Arrival) -> None:
         """A worker is there."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(arrival)
-            self._changed.notify_all()
+            for wake in self._wakes:
+                if wake.locked():
+                    wake.release()
 
     def go(self, name: str) -> None:
         """A worker has died, or left."""
-        with self._changed:
+        with self._lock:
             self._waiting = [each for each in self._waiting if each.name != name]
 
     def take(self, fits: Callable[[Arrival], bool], timeout: float) -> Arrival | None:
         """The first worker that fits, as soon as there is one; None: none came in time."""
         deadline = Deadline(timeout)
-        with self._changed:
+        # No threading.Condition: a Ctrl-C between two lines of its wait() raises RuntimeError.
+        wake = threading.Lock()
+        wake.acquire()
+        with self._lock:
+            self._wakes.append(wake)
+        try:
             while True:
-                for arrival in self._waiting:
-                    if fits(arrival):
-                        self._waiting.remove(arrival)
-                        return arrival
+                with self._lock:
+                    for arrival in self._waiting:
+                        if fits(arrival):
+                            self._waiting.remove(arrival)
+                            return arrival
                 if deadline.expired:
                     return None
-                self._changed.wait(min(deadline.remaining(), threading.TIMEOUT_MAX))
+                wake.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX))
+        finally:
+            with self._lock:
+                self._wakes.remove(wake)
 
 
 _lock = threading.Lock()
