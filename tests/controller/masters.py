@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.controller import line
+from tests.controller import delays
 from tests.controller.nodes import BACKSTOP
 from tests.support.quick_workers import start_python
 
@@ -148,6 +150,29 @@ def forks(tell: Connection) -> None:
         signal.pause()
     tell.send((master.pids, child))
     signal.pause()
+
+
+def closes_beside_a_fork(tell: Connection) -> None:
+    """Close while a forked child lives."""
+    with shoal.init_master_worker(workers=1):
+        child = os.fork()
+        if not child:
+            signal.pause()
+        tell.send(child)
+    tell.send("closed")
+
+
+def closes_while_a_node_is_busy(tell: Connection) -> None:
+    """Close while a node does nothing any more, and more was issued than it takes ahead."""
+    with shoal.init_master_worker(workers=1) as master:
+        (node,) = master._lines
+        node.call(delays.know_naps).wait()
+        x = delays.held(torch.ones(2, device="node:0"))
+        while len(node.batches) < line.AHEAD:
+            x = x + 1
+            with master._lock:
+                node.flush()
+    tell.send("closed")
 
 
 def forks_a_master(tell: Connection) -> None:

@@ -68,3 +68,8 @@ def test_an_interrupt_ends_a_wait_and_never_the_queue(start: Start) -> None:
 
 def test_a_node_that_cannot_start_is_told(start: Start) -> None:
     assert "the process of node 0 ended with 1 before it joined" in start(masters.cannot_start).told()
+
+
+def test_a_master_closes_while_a_node_is_busy_for_ever(start: Start) -> None:
+    program = start(masters.closes_while_a_node_is_busy)
+    assert program.told() == "closed"

@@ -143,6 +143,16 @@ def test_a_child_that_outlives_its_master_does_not_keep_the_nodes(start: Callabl
 
 
 @pytest.mark.usefixtures("no_master")
+def test_a_master_closes_while_a_forked_child_lives(start: Callable[..., Program]) -> None:
+    program = start(masters.closes_beside_a_fork)
+    child = program.told()
+    try:
+        assert program.told() == "closed"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_master")
 def test_a_forked_child_may_be_a_master_itself(start: Callable[..., Program]) -> None:
     program = start(masters.forks_a_master)
     assert program.told() == [2.0, 2.0]

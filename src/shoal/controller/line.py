@@ -36,6 +36,8 @@ LIMIT = 65_536
 DELAY, BUSY = 0.001, 0.002
 #: rounds without a command after which the thread that sends what stays in the log goes to sleep
 _QUIET = 64
+#: seconds at a time that the thread waits for a busy node: it has to end also if the node never replies
+_SLICE = 0.1
 #: bytes of the master's tensors that may be ahead of a node before the program waits for it, but for one
 UPLOADS = 64 << 20
 #: bytes of copies from other nodes that may be ahead of a node before the program waits for it
@@ -455,7 +457,7 @@ class Line:
                     time.sleep(pause)
                 else:
                     with contextlib.suppress(Exception):  # the next use of the node hears of it
-                        full.future.wait()
+                        full.future.wait(_SLICE)
                 with self.lock:
                     self.reap()
                     full, busy = None, sent != self.sent

@@ -62,6 +62,7 @@ class Output:
         self._selector.register(self._reading, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._left = 0
+        self._over = False
         self._ended = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="shoal-node-output", daemon=True)
         self._thread.start()
@@ -84,8 +85,10 @@ class Output:
         """
         with self._lock:
             self._ended.wait_for(lambda: self._left == 0, timeout)
-        os.close(self._waking)
+        self._over = True
+        os.write(self._waking, b"1")  # the pipe has no end while a forked child holds it
         self._thread.join()
+        os.close(self._waking)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Stream):
                 key.data.pipe.close()
@@ -97,7 +100,8 @@ class Output:
             for key, _ in self._selector.select():
                 stream: _Stream | None = key.data
                 if stream is None:
-                    if not os.read(self._reading, _CHUNK):
+                    os.read(self._reading, _CHUNK)
+                    if self._over:
                         return
                 elif not stream.read():
                     self._selector.unregister(stream.pipe)
