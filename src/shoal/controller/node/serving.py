@@ -74,7 +74,7 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
         served = True
         over.wait()
     except WorkerLost:
-        pass
+        served = sessions.begun()  # or it died before it could say that this worker has come
     finally:
         sessions.end_all()
         if asked:

@@ -221,6 +221,11 @@ def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] |
     return (found.failure.poison, found.failure.of) if isinstance(found, Poison) else None
 
 
+def begun() -> bool:
+    """Whether a master has begun a session here."""
+    return bool(_sessions)
+
+
 def end(session: str) -> None:
     """Let go of all tensors of a session."""
     _sessions.pop(session).end()
