@@ -68,9 +68,13 @@ def nursery() -> str:
             f"\0nursery-{secrets.token_hex(16)}"  # abstract: no file is left when this process is killed
         )
         ended, end = Pipe(duplex=False)
-        process = fork_server().Process(target=_serve, args=(address, ended), name="nursery")
+        listening, listens = Pipe(duplex=False)
+        process = fork_server().Process(target=_serve, args=(address, ended, listens), name="nursery")
         process.start()
         ended.close()
+        listens.close()
+        with listening:
+            listening.recv_bytes()
 
     def close() -> None:
         end.close()
@@ -126,7 +130,7 @@ class Worker:
         return self._code
 
 
-def _serve(address: str, ended: Connection) -> None:
+def _serve(address: str, ended: Connection, listens: Connection) -> None:
     """Fork workers until the other end of ``ended`` is closed; those that run end with their masters."""
     gc.freeze()  # or each worker walks over all of torch when it collects
     waking, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -136,6 +140,8 @@ def _serve(address: str, ended: Connection) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
+        listens.send_bytes(b"now")
+        listens.close()
         while True:
             ready, _, _ = select.select([listener, waking, ended], [], [])
             if ended in ready:
