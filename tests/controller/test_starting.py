@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 import shoal
 from shoal import rpc
 from shoal.controller import Master
+from shoal.controller.joining import Arrivals
 from shoal.controller.node import sessions
 from shoal.controller.node.serving import serve_masters
 from shoal.errors import AuthenticationError, RendezvousTimeout, UsageError
@@ -22,7 +25,9 @@ from shoal.rendezvous.environment import read
 from shoal.store import TCPStoreServer
 from tests.controller import nodes
 from tests.controller.nodes import BACKSTOP, SECRET, Program, programs
+from tests.support.ports import free_port
 from tests.support.quick_launcher import QuickLauncher
+from tests.support.waiting import until
 
 start = pytest.fixture(programs)
 Start = Callable[..., Program]
@@ -110,8 +115,14 @@ def test_workers_join_by_hand_in_the_order_of_their_coming_also_later(start: Sta
 
 @pytest.mark.usefixtures("no_master")
 def test_a_ctrl_c_ends_the_wait_for_workers_and_nothing_else(start: Start, url: str) -> None:
+    program = threading.get_ident()
+
+    def press() -> None:
+        until(lambda: _runs(program, Arrivals.take.__code__))
+        os.kill(os.getpid(), signal.SIGINT)
+
     with shoal.init_master_worker(url=url, secret=SECRET) as master:
-        pressing = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        pressing = threading.Thread(target=press)
         pressing.start()
         with pytest.raises(KeyboardInterrupt):
             master.wait_for(1, BACKSTOP)
@@ -119,6 +130,14 @@ def test_a_ctrl_c_ends_the_wait_for_workers_and_nothing_else(start: Start, url: 
         start(nodes.joins, url, SECRET)
         (device,) = master.wait_for(1, BACKSTOP)
         assert torch.ones(2, device=device).tolist() == [1, 1]
+
+
+def _runs(thread: int, code: CodeType) -> bool:
+    """Whether a thread is in a function."""
+    frame: FrameType | None = sys._current_frames()[thread]
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 @pytest.mark.usefixtures("no_master")
@@ -156,9 +175,7 @@ def _count_sessions() -> int:
 
 @pytest.mark.usefixtures("no_master")
 def test_the_master_serves_the_store_where_nobody_listens(start: Start) -> None:
-    with TCPStoreServer() as server:
-        port = server.port
-    url = f"tcp://127.0.0.1:{port}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     start(nodes.joins, url, SECRET)
     for _ in range(2):
         with shoal.init_master_worker(url=url, secret=SECRET) as master:
@@ -185,11 +202,9 @@ def test_what_cannot_start_says_why(url: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SHOAL_SECRET", "another one")
     with pytest.raises(AuthenticationError):
         serve_masters(url, "worker", lambda text: None)
-    with TCPStoreServer() as server:
-        nowhere = server.url
     monkeypatch.setenv("SHOAL_TIMEOUT", "0.2")
     with pytest.raises(RendezvousTimeout, match="whoever starts the store, is late or gone"):
-        serve_masters(nowhere, "worker", lambda text: None)
+        serve_masters(f"tcp://127.0.0.1:{free_port()}", "worker", lambda text: None)
 
 
 def test_the_command_tells_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
