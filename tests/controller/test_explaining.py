@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,10 @@ from shoal.controller.commands import FIRST, WIDTHS
 from shoal.controller.node.execute import Tensors
 from shoal.controller.node.memory import Memory
 from shoal.controller.node.outcome import Outcome
+from tests.controller import delays
+from tests.controller.delays import held
 from tests.controller.nodes import Crew, Program, programs
+from tests.support.waiting import until
 
 start = pytest.fixture(programs)
 NODE = "node:0"
@@ -28,10 +29,6 @@ def here() -> str:
     frame = inspect.stack()[1]
     assert frame.code_context is not None
     return f"{frame.filename}:{frame.lineno}, in {frame.function}: {frame.code_context[0].strip()}"
-
-
-def slow(seconds: float) -> None:
-    time.sleep(seconds)
 
 
 def test_a_tensor_is_explained_by_the_line_and_operator_that_made_it(master: Master) -> None:
@@ -83,20 +80,22 @@ def test_what_no_operation_made_is_explained_too(master: Master) -> None:
 
 
 def test_what_waits_is_pending_and_explained_without_a_wait(master: Master) -> None:
+    line = master._lines[0]
+    line.call(delays.know_naps).wait()
     x = torch.ones(3, device=NODE)
     master.synchronize()
-    waiting = threading.Thread(target=master.call, args=(NODE, slow, 0.5))
     with master._lock:  # nothing is sent
         y = x + 1
         told = master.explain(y)
         assert (told.state, told.age) == ("pending", 0)
-    waiting.start()
-    while not master._lines[0].batches:
-        time.sleep(0.001)
+    held(x)  # the node does nothing after this
     y = y * 2
-    told = master.explain(y)
-    assert (told.state, told.operator, told.age) == ("pending", "aten.mul.Tensor", 0)
-    waiting.join()
+    try:
+        until(lambda: not line._waiting)  # all is sent
+        told = master.explain(y)
+        assert (told.state, told.operator, told.age) == ("pending", "aten.mul.Tensor", 0)
+    finally:
+        line.call(delays.let_go).wait()
     assert y.tolist() == [4, 4, 4]
     assert master.explain(y).state == "executed"
 
