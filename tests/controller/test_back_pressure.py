@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from shoal.controller import Master, line
-from tests.controller.nodes import BACKSTOP
+from tests.controller.nodes import BACKSTOP, stop
 
 #: commands between two looks at a line
 LOOK = 32
@@ -23,7 +24,7 @@ LOOK = 32
 @contextlib.contextmanager
 def stopped(master: Master, node: int) -> Iterator[None]:
     """The node does nothing meanwhile, as if its work took for ever."""
-    os.kill(master.pids[node], signal.SIGSTOP)
+    stop(master.pids[node])
     try:
         yield
     finally:
@@ -161,6 +162,7 @@ def test_a_ctrl_c_in_the_wait_of_what_names_a_tensor_leaves_no_name(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = torch.zeros(2, device=master.place([0, 1]).device)
+    gc.collect()  # or tensors of earlier tests may go meanwhile
     master.synchronize()
     before = master.stats()[0]["tensors"]
 
