@@ -231,7 +231,7 @@ class BackendConformance:
     # -- failures ------------------------------------------------------------------------------
 
     def test_a_timeout_names_the_operation_and_who_did_not_come(self) -> None:
-        late = threading.Event()
+        late, here = threading.Event(), threading.Barrier(2)
 
         def absent(group: ProcessGroup) -> None:
             if group.rank == 2:
@@ -239,6 +239,7 @@ class BackendConformance:
                 raises_here(GroupError, lambda: group.barrier().wait())
                 return
             if group.rank == 0:
+                here.wait(PATIENCE)
                 error = raises_here(
                     OperationTimeout, lambda: group.all_reduce(torch.ones(2), timeout=0.3).wait()
                 )
@@ -246,7 +247,9 @@ class BackendConformance:
                 assert "all_reduce" in str(error)
                 late.set()
             else:
-                raises_here(GroupError, lambda: group.all_reduce(torch.ones(2)).wait())
+                future = group.all_reduce(torch.ones(2))
+                here.wait(PATIENCE)  # so it is not late
+                raises_here(GroupError, future.wait)
             assert group.state == "broken"
             raises_here(GroupError, lambda: group.barrier().wait())
 
