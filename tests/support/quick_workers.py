@@ -68,13 +68,13 @@ def nursery() -> str:
             f"\0nursery-{secrets.token_hex(16)}"  # abstract: no file is left when this process is killed
         )
         ended, end = Pipe(duplex=False)
-        listening, listens = Pipe(duplex=False)
-        process = fork_server().Process(target=_serve, args=(address, ended, listens), name="nursery")
+        ready, listening = Pipe(duplex=False)
+        process = fork_server().Process(target=_serve, args=(address, ended, listening), name="nursery")
         process.start()
         ended.close()
-        listens.close()
-        with listening:
-            listening.recv_bytes()
+        listening.close()
+        with ready:
+            ready.recv()
 
     def close() -> None:
         end.close()
@@ -130,8 +130,12 @@ class Worker:
         return self._code
 
 
-def _serve(address: str, ended: Connection, listens: Connection) -> None:
-    """Fork workers until the other end of ``ended`` is closed; those that run end with their masters."""
+def _serve(address: str, ended: Connection, listening: Connection) -> None:
+    """Fork workers until the other end of ``ended`` is closed; those that run end with their masters.
+
+    Args:
+        listening: is told when workers can be asked for.
+    """
     gc.freeze()  # or each worker walks over all of torch when it collects
     waking, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, _pass)
@@ -140,8 +144,8 @@ def _serve(address: str, ended: Connection, listens: Connection) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
-        listens.send_bytes(b"now")
-        listens.close()
+        with listening:
+            listening.send(None)
         while True:
             ready, _, _ = select.select([listener, waking, ended], [], [])
             if ended in ready:
@@ -152,6 +156,9 @@ def _serve(address: str, ended: Connection, listens: Connection) -> None:
             if listener in ready:
                 master = listener.accept()[0]
                 request, files, _, _ = socket.recv_fds(master, _REQUEST, 3)
+                if not request:  # it died before it had asked
+                    master.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
@@ -162,7 +169,8 @@ def _serve(address: str, ended: Connection, listens: Connection) -> None:
                 for file in files:
                     os.close(file)
                 masters[pid] = master
-                master.send(pickle.dumps(pid))
+                with contextlib.suppress(OSError):  # it has died since
+                    master.send(pickle.dumps(pid))
 
 
 def _pass(signalled: int, frame: FrameType | None) -> None:
