@@ -22,18 +22,23 @@ class FakeEvent:
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
         self.error: Exception | None = None
-        self._over = threading.Event()
+        # No threading.Event: a Ctrl-C between two lines of its wait() raises RuntimeError.
+        self._pending = threading.Lock()
+        self._pending.acquire()
+        self._over = False
 
     def occur(self, error: Exception | None = None) -> None:
         self.error = error
-        self._over.set()
+        self._over = True
+        self._pending.release()
 
     def wait(self, timeout: float | None) -> bool:
         """Whether it occurred in time; raises what broke the stream."""
-        over = self._over.wait(timeout)
-        if over and self.error is not None:
+        if not self._over and self._pending.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._pending.release()
+        if self._over and self.error is not None:
             raise self.error
-        return over
+        return self._over
 
 
 class FakeStream:
