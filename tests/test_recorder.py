@@ -18,6 +18,7 @@ from shoal.recorder import FlightRecorder
 from shoal.spec import OpKind
 from shoal.testing import run_threads
 from tests.future.sources import ManualSource
+from tests.support.waiting import until
 
 
 def _add(recorder: FlightRecorder, number: int, future: Future[None] | None = None) -> Future[None]:
@@ -193,6 +194,7 @@ def test_reading_while_others_record_is_safe() -> None:
         entries = recorder.entries()
         assert len(entries) <= 50
         assert all(entry.failure for entry in entries if entry.state == "failed")
+    until(lambda: len(recorder.entries()) == 50)  # the threads may have begun only now
     stop.set()
     for thread in threads:
         thread.join()
