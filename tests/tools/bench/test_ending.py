@@ -41,7 +41,7 @@ while True: time.sleep(600)
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    name = f"shoal-test-{os.getpid()}"
+    name = f"bench-test-{os.getpid()}"  # tests beside this one look for what "shoal" is in the name of
     yield name
     for path in ending.SHARED.glob(f"{name}*"):
         path.unlink()
