@@ -32,7 +32,8 @@ def _dumps(folder: Path, count: int) -> dict[int, dict[str, Any]]:
     return {content["rank"]: content for content in found}
 
 
-def standing_still(event: threading.Event) -> None:
+def standing_still(here: threading.Barrier, event: threading.Event) -> None:
+    here.wait(PATIENCE)
     event.wait(PATIENCE)
 
 
@@ -40,16 +41,17 @@ def test_every_rank_writes_what_it_knew_when_an_operation_timed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_DUMP_DIR", str(tmp_path / "made" / "here"))
-    written = threading.Event()
+    written, here = threading.Event(), threading.Barrier(3)
 
     def rank(group: ProcessGroup) -> None:
         group.barrier().wait()
         if group.rank == 1:
-            standing_still(written)
+            standing_still(here, written)
             return
+        here.wait(PATIENCE)  # or the later one would be missed, too
         try:
             with pytest.raises(shoal.OperationTimeout):
-                group.all_reduce(torch.ones(5), timeout=0.2).wait(PATIENCE)
+                group.all_reduce(torch.ones(5), timeout=1.5).wait(PATIENCE)
             found = _dumps(tmp_path / "made" / "here", 3)
         finally:
             if group.rank == 0:
@@ -148,7 +150,7 @@ def survive(group: ProcessGroup, folder: str) -> None:
     else:
         group.store.get("never", PATIENCE) if group.rank == 2 else _dumps(Path(folder), 2)
     inner.close()
-    assert "shoal-dumps" not in [thread.name for thread in threading.enumerate()]
+    until(lambda: "shoal-dumps" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_the_survivors_of_a_kill_write_dumps(tmp_path: Path) -> None:
@@ -160,4 +162,4 @@ def test_the_survivors_of_a_kill_write_dumps(tmp_path: Path) -> None:
         assert outcomes[rank].ok, outcomes[rank].describe()
     found = _dumps(tmp_path, 2)
     assert [found[rank]["error"]["ranks"] for rank in (0, 1)] == [[2], [2]]
-    assert any(" in _dumps" in frame for stack in found[1]["stacks"] for frame in stack["frames"])
+    assert any(" in survive" in frame for stack in found[1]["stacks"] for frame in stack["frames"])

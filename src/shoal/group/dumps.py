@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from .. import config
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, GroupAborted, GroupError
 from ..world import living
 from .watched import Watched
 
@@ -57,9 +57,17 @@ def directory() -> Path | None:
     return path
 
 
-def contents(group: Watched) -> dict[str, Any]:
-    """The contents of a dump: see ``docs/recorder.md``."""
-    failure = group._channel.failure()
+def contents(group: Watched, failure: GroupError | None = None) -> dict[str, Any]:
+    """The contents of a dump: see ``docs/recorder.md``.
+
+    Args:
+        failure: what has ended the group, which may be closed meanwhile; None: look.
+    """
+    state = group.state
+    if failure is None:
+        failure = group._channel.failure()
+    else:
+        state = "aborted" if isinstance(failure, GroupAborted) else "broken"
     recorder = group.recorder
     return {
         "schema": SCHEMA,
@@ -67,7 +75,7 @@ def contents(group: Watched) -> dict[str, Any]:
         "group": group.name,
         "rank": group.rank,
         "ranks": list(group.ranks),
-        "state": group.state,
+        "state": state,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.time(),
@@ -148,13 +156,17 @@ def _frames(frame: FrameType | None) -> list[str]:
 def on_failure(group: Watched) -> None:
     """Write a dump into ``SHOAL_DUMP_DIR`` if ``group`` has failed and there is none yet.  Never raises."""
     try:
-        if config.DUMP_DIR.get() is None or group._channel.failure() is None:
+        if config.DUMP_DIR.get() is None:
+            return
+        # Another thread may hear of it too, and close the group while this one writes.
+        failure = group._channel.failure()
+        if failure is None:
             return
         with _lock:
             if group in _written:
                 return
             _written.add(group)
-        path = write(group, directory())
+        path = save(contents(group, failure), directory(), file_name(group))
         logger.warning(
             "rank %d of group %r wrote what it knows of the failure to %s", group.rank, group.name, path
         )
