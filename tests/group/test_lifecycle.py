@@ -104,6 +104,25 @@ def test_abort_reaches_a_group_that_hangs_in_close() -> None:
     assert group.state == "closed"
 
 
+def test_an_abort_that_a_close_overtakes_leaves_the_group_closed() -> None:
+    group, channel = null_group()
+    asked, closed = threading.Event(), threading.Event()
+
+    def failure() -> None:
+        asked.set()
+        assert closed.wait(PATIENCE)
+
+    channel.failure = failure  # type: ignore[method-assign]
+    aborting = threading.Thread(target=group.abort, args=("too late",))
+    aborting.start()
+    assert asked.wait(PATIENCE)
+    group.close()
+    closed.set()
+    aborting.join(PATIENCE)
+    assert group.state == "closed"
+    group.close()
+
+
 def test_an_aborted_group_says_why_and_can_be_closed() -> None:
     group, _ = null_group()
     group.abort("the user pressed a button")

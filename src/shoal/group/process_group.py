@@ -449,6 +449,7 @@ class ProcessGroup(Objects, MonitoredBarrier):
                 self._channel.close(remaining(deadline))
                 self._lists.forget(self, remaining(deadline))
             finally:
+                self._ended = True
                 self._state = "closed"
                 try:
                     self._world.discard(self, remaining(deadline))

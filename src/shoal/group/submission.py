@@ -57,6 +57,7 @@ class Submitter:
         #: Numbers the calls, and submits the usual ones by itself.
         self._shortcut = channel.shortcut(self._submitting, self._recorder)
         self._state = "open"
+        self._ended = False
         self._abort_reason = ""
 
     @property
@@ -189,6 +190,8 @@ class Submitter:
         if self._state == "open" and self._channel.failure() is None:
             self._abort_reason = reason
             self._state = "aborted"
+            if self._ended:  # another thread has closed the group meanwhile
+                self._state = "closed"
         failure_report.left()
         self._channel.abort(reason)
 
