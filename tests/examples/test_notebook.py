@@ -7,7 +7,9 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+from traitlets.config import Config
 
+from tests.support.ports import free_port
 from tests.support.programs import run_program
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "controller.ipynb"
@@ -31,7 +33,15 @@ def test_the_cells_run_as_a_script(tmp_path: Path) -> None:
 
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    # Ports that the client chose might be somebody else's when the notebook's kernel binds them.
+    ports = {f"{each}_port": free_port() for each in ("shell", "iopub", "stdin", "hb", "control")}
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=300,
+        resources={"metadata": {"path": str(tmp_path)}},
+        config=Config({"KernelManager": {"cache_ports": False, **ports}}),
+    )
+    client.execute()
     output = "".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", []))
     assert [each for each in PRINTED if each not in output] == []
 
