@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -205,13 +206,33 @@ def test_the_text_is_the_library_without_tests_and_packages(
     assert sum(map(len, lm.read_library())) == 50
 
 
+#: The example, which does not come to its end before it is killed.
+ENDLESS = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import bytes_lm
+
+save = bytes_lm.Training.save
+
+def save_and_wait(training, path):
+    save(training, path)
+    if training.done > 150:
+        time.sleep(300)
+
+bytes_lm.Training.save = save_and_wait
+bytes_lm.main()
+"""
+
+
 def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(
     lm: ModuleType, launcher: QuickLauncher, tmp_path: Path
 ) -> None:
     settings = lm.Settings(steps=200, **TINY)
     given = [f"--{name}={value}" for name, value in asdict(settings).items()]
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(EXAMPLES / "bytes_lm.py")]
-    command += [*given, "--checkpoint-every=2", f"--out={tmp_path}"]
+    options = [*given, "--checkpoint-every=2", f"--out={tmp_path}"]
+    endless = tmp_path / "endless.py"
+    endless.write_text(ENDLESS.format(folder=str(EXAMPLES)))
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(endless), *options]
     checkpoint = tmp_path / "bytes_lm.pt"
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -220,13 +241,14 @@ def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(
         # When step 10 is told, the checkpoint of step 8 is there.
         assert run.stdout.readline().startswith("[0] step  10 ")
         for process in psutil.Process(run.pid).children(recursive=True):
-            if process.environ().get("SHOAL_RANK") == "0":
-                process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.environ().get("SHOAL_RANK") == "0":
+                    process.kill()
         assert "rank 0 failed first" in run.stderr.read()
     assert run.returncode == 128 + signal.SIGKILL
     assert 8 <= len(_load(checkpoint)["history"]["train"]) < settings.steps
 
-    code, out, err = launcher.run(2, *command[command.index("2") + 1 :], "--resume")
+    code, out, err = launcher.run(2, str(EXAMPLES / "bytes_lm.py"), *options, "--resume")
     assert code == 0, out + err
     assert "validation perplexity" in out
     assert out.count("[0] def ") == 2
