@@ -157,7 +157,7 @@ def test_ranks_of_two_users_that_hold_one_secret_share_no_memory(port: int, memo
 def test_a_rank_that_stops_in_the_middle_of_its_introduction_does_not_keep_the_others_out(
     port: int, memory: mesh.Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 1.5)  # enough for those who do not stop
     with nothing_left_behind(), ThreadPoolExecutor(2 * SIZE) as pool:
         members = list(
             pool.map(
