@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shoal import PeerLost, UsageError
 from shoal.errors import RendezvousTimeout
 from shoal.testing import no_leaks
+from tests.support.ports import free_port
 
 from .pool import Pool
 
@@ -95,10 +96,7 @@ def agreed_port(context):
     """A port that nobody has, equal on all ranks."""
     key = f"port/{context.scratch.name}"
     if context.rank == 0:
-        probe = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-        port = probe.port
-        del probe
-        context.store.set(key, str(port))
+        context.store.set(key, str(free_port()))
     return int(context.store.get(key))
 
 
