@@ -116,8 +116,13 @@ class Pool:
             with contextlib.suppress(OSError):  # it ended; collect says so
                 rank.channel.send((payload, scratch))
 
-    def collect(self, limit: float = _LIMIT) -> list[Outcome]:
-        """What came of the call, in rank order; stacks of the ranks that are not ready in time."""
+    def collect(self, limit: float = _LIMIT, patience: float = _PATIENCE) -> list[Outcome]:
+        """What came of the call, in rank order; stacks of the ranks that are not ready in time.
+
+        Args:
+            limit: seconds until all must have returned.
+            patience: seconds that the others get when one rank failed.
+        """
         end = time.monotonic() + limit
         outcomes: dict[int, Outcome] = {}
         waiting = {rank.channel: rank for rank in self._ranks}
@@ -129,7 +134,7 @@ class Pool:
                 rank = waiting.pop(channel)
                 outcomes[rank.number] = rank.outcome()
                 if not outcomes[rank.number].ok:
-                    end = min(end, time.monotonic() + _PATIENCE)
+                    end = min(end, time.monotonic() + patience)
         for rank in waiting.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, DUMP_SIGNAL)

@@ -231,7 +231,7 @@ def survive(context):
 def test_survivors_hear_of_a_killed_rank_destroy_their_groups_and_begin_anew():
     with Pool(3) as pool:
         pool.start(survive)
-        outcomes = pool.collect()
+        outcomes = pool.collect(patience=60.0)
         assert outcomes[2].exitcode == -9
         assert [outcome.value for outcome in outcomes[:2]] == [2.0, 2.0], outcomes
 
@@ -245,6 +245,6 @@ def die_at_once(context):
 def test_destroying_after_a_rank_was_killed_does_not_hang():
     with Pool(2) as pool:
         pool.start(die_at_once)
-        outcomes = pool.collect(limit=30)
+        outcomes = pool.collect(limit=30.0, patience=30.0)
         assert outcomes[0].ok, outcomes[0].describe()
         assert outcomes[1].exitcode == -9

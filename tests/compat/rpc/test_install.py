@@ -219,5 +219,5 @@ def dies(context: Context) -> None:
 def test_a_dead_worker_is_an_error_and_not_a_hang() -> None:
     with Pool(3, backend=None) as pool:
         pool.start(dies)
-        first, killed, last = pool.collect(60)
+        first, killed, last = pool.collect(60.0, patience=60.0)
         assert (first.ok, killed.exitcode, last.ok) == (True, -9, True), (first, last)
