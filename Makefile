@@ -48,6 +48,7 @@ stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collecti
 	build/stress/stress --passes 100000
 	build/stress/stress --posts $(if $(filter short,$(STRESS)),50,200)
 	build/stress/stress --letters 100000
+	build/stress/stress --agreements $(if $(filter short,$(STRESS)),100000,1000000)
 
 # A minute of random rounds each, in builds of their own.  `build/tsan/stress --seed K --operations 1` plays
 # one round again.
@@ -65,6 +66,7 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --passes 20000
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --posts 20
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --letters 100000
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --agreements 20000
 
 bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites README's tables and picture
 	$(BIN)/shoal bench --readme $(ARGS)

@@ -1,6 +1,7 @@
 // The kinds of rounds.  What happens in a round follows from its seed, when it happens does not.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -37,5 +38,15 @@ std::uint64_t lies(std::uint64_t seed, std::uint64_t frames, Tally& tally);
 
 // Backward passes of the gradient reducer, on ranks that run one after another.
 void passes(std::uint64_t seed);
+
+// One agreement, in simulated time.
+void agree(std::uint64_t seed, Tally& tally);
+
+// One in which the decision of members that have died arrives late.
+void late_words_of_the_dead();
+
+// So many agreements each with the two wrong rules for quorums: those not known dead have a majority, and
+// none at all.  Returns in how many of them members that lived had decided differently.
+std::array<std::uint64_t, 2> disagree(std::uint64_t seed, std::uint64_t rounds);
 
 }  // namespace shoal::stress

@@ -5,6 +5,7 @@
 //   stress --passes N [--seed K] [--patience S]
 //   stress --posts N [--seed K] [--patience S]
 //   stress --letters N [--seed K] [--patience S]
+//   stress --agreements N [--seed K] [--patience S]
 //
 // Runs rounds with the seeds K, K+1, ... until so many collectives have ended well, or for so long.  Every
 // result is checked to the last bit.  A failure names the seed of its round, which alone plays it again
@@ -13,7 +14,8 @@
 // With --frames, peers that do not keep the protocol send so many frames instead (hostile.cc); with --passes,
 // so many rounds of backward passes are held against a model of the gradient reducer (passes.cc).  With
 // --posts, so many rounds of calls go between posts, and with --letters, peers of a post send so many frames
-// (posts.cc).
+// (posts.cc).  With --agreements, so many agreements are simulated, and a fifth as many with each of two
+// rules that are wrong, where two members must be found to disagree (agreement.cc).
 //
 // What a thread sanitizer cannot see: ranks reach one another's memory through mappings of their own, so the
 // same byte has a different address on each rank.  Races between the threads of a rank are found, races
@@ -51,6 +53,7 @@ struct Options {
   std::uint64_t passes = 0;
   std::uint64_t posts = 0;
   std::uint64_t letters = 0;
+  std::uint64_t agreements = 0;
   std::uint64_t seed = 1;
   std::uint64_t patience = 60;
 };
@@ -58,15 +61,16 @@ struct Options {
 bool parse(int count, char** arguments, Options& options) {
   for (int i = 1; i < count; i += 2) {
     const std::string name = arguments[i];
-    std::uint64_t* to = name == "--operations" ? &options.operations
-                        : name == "--seconds"  ? &options.seconds
-                        : name == "--frames"   ? &options.frames
-                        : name == "--passes"   ? &options.passes
-                        : name == "--posts"    ? &options.posts
-                        : name == "--letters"  ? &options.letters
-                        : name == "--seed"     ? &options.seed
-                        : name == "--patience" ? &options.patience
-                                               : nullptr;
+    std::uint64_t* to = name == "--operations"   ? &options.operations
+                        : name == "--seconds"    ? &options.seconds
+                        : name == "--frames"     ? &options.frames
+                        : name == "--passes"     ? &options.passes
+                        : name == "--posts"      ? &options.posts
+                        : name == "--letters"    ? &options.letters
+                        : name == "--agreements" ? &options.agreements
+                        : name == "--seed"       ? &options.seed
+                        : name == "--patience"   ? &options.patience
+                                                 : nullptr;
     if (to == nullptr || i + 1 == count) return false;
     const char* end = arguments[i + 1] + std::strlen(arguments[i + 1]);
     auto [stop, error] = std::from_chars(arguments[i + 1], end, *to);
@@ -86,8 +90,7 @@ int main(int count, char** arguments) {
   if (!parse(count, arguments, options)) {
     std::fprintf(stderr,
                  "usage: %s [--operations N | --seconds S | --frames N | --passes N | --posts N | --letters "
-                 "N] [--seed "
-                 "K] [--patience S]\n",
+                 "N | --agreements N] [--seed K] [--patience S]\n",
                  arguments[0]);
     return 2;
   }
@@ -134,6 +137,24 @@ int main(int count, char** arguments) {
     }
     std::printf("%llu frames of peers of a post in %.1f s: %llu connections refused\n", printable(sent),
                 elapsed(), printable(tally.failures));
+    return 0;
+  }
+  if (options.agreements > 0) {
+    late_words_of_the_dead();
+    for (; seed < options.seed + options.agreements; ++seed) {
+      watchdog.begin_round(seed);
+      agree(seed, tally);
+    }
+    // One round alone is played again to see what happened in it.
+    const std::uint64_t wrong = options.agreements / 5;
+    const auto caught = disagree(options.seed, wrong);
+    std::printf(
+        "%llu agreements, all right, in %.1f s: %llu decided, %llu of them otherwise by a member that "
+        "died; of %llu with a wrong rule, %llu and %llu disagreed\n",
+        printable(options.agreements), elapsed(), printable(tally.collectives), printable(tally.failures),
+        printable(wrong), printable(caught[0]), printable(caught[1]));
+    if (wrong >= 10000)
+      for (std::uint64_t found : caught) check(found > 0, "a wrong rule is not caught");
     return 0;
   }
   do {

@@ -1,0 +1,61 @@
+// What members vote, and what is decided.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agreement/rank_set.h"
+
+namespace shoal::agreement {
+
+// How votes become one value.  kAnd to kSum: 8 bytes, a signed integer, sums wrap.  kCommon: ascending
+// integers of 8 bytes, and those that are in all votes.  kGather: any bytes, and the list of them.
+enum class Op : std::uint8_t {
+  kDiffers = 0,  // only of a decision: the members did not call with the same op
+  kAnd = 1,
+  kOr = 2,
+  kMin = 3,
+  kMax = 4,
+  kSum = 5,
+  kCommon = 6,
+  kGather = 7,
+};
+
+// Bytes of one vote.  All votes of a group together stay below 4 MiB.
+constexpr std::size_t vote_limit(int size) {
+  constexpr std::size_t each = 4096, together = std::size_t{4} << 20;
+  const std::size_t share = together / static_cast<std::size_t>(size) / 8 * 8;
+  return share < each ? share : each;
+}
+
+struct Vote {
+  Op op = Op::kAnd;
+  std::string value;
+  bool operator==(const Vote&) const = default;
+};
+
+struct Decision {
+  Op op = Op::kDiffers;
+  std::string value;  // kGather: for each rank, ascending, 4 bytes of length and its vote
+  RankSet ranks;      // whose votes these are, and who goes on; all others are lost
+  bool operator==(const Decision&) const = default;
+};
+
+// A decision that a member has accepted, but that need not be decided.
+struct Accepted {
+  std::uint64_t ballot = 0;
+  Decision decision;
+};
+
+// At least one vote, each of a different rank, in ascending order.
+Decision combine(int size, const std::vector<std::pair<int, const Vote*>>& votes);
+
+// What is wrong with a vote or a decision in a group of so many, in words; null if nothing is.
+const char* flaw_of(const Vote& vote, int size);
+const char* flaw_of(const Decision& decision, int size);
+
+}  // namespace shoal::agreement

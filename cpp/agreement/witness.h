@@ -1,0 +1,44 @@
+// One more acceptor, for groups of which exactly half goes on: a key of the job's store.
+//
+// This is what is kept under the key and how a request changes it; who moves it there does so with a
+// compare-and-set.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "agreement/decision.h"
+
+namespace shoal::agreement {
+
+struct WitnessRequest {
+  std::uint64_t ballot = 0;
+  std::optional<Decision> decision;  // to be accepted; none: a promise is asked for
+  bool operator==(const WitnessRequest&) const = default;
+};
+
+struct WitnessAnswer {
+  std::uint64_t ballot = 0;  // of the request
+  bool accepts = false;      // the request had a decision
+  bool granted = false;
+  std::uint64_t promised = 0;
+  std::optional<Accepted> accepted;  // before the request
+};
+
+class Witness {
+ public:
+  WitnessAnswer ask(const WitnessRequest& request) {
+    WitnessAnswer answer{request.ballot, request.decision.has_value(), request.ballot >= promised_, promised_,
+                         accepted_};
+    if (!answer.granted) return answer;
+    promised_ = request.ballot;
+    if (request.decision) accepted_ = Accepted{request.ballot, *request.decision};
+    return answer;
+  }
+
+ private:
+  std::uint64_t promised_ = 0;
+  std::optional<Accepted> accepted_;
+};
+
+}  // namespace shoal::agreement
