@@ -45,8 +45,8 @@ void agree(std::uint64_t seed, Tally& tally);
 // One in which the decision of members that have died arrives late.
 void late_words_of_the_dead();
 
-// So many agreements each with the two wrong rules for quorums: those not known dead have a majority, and
-// none at all.  Returns in how many of them members that lived had decided differently.
-std::array<std::uint64_t, 2> disagree(std::uint64_t seed, std::uint64_t rounds);
+// The same agreement with each of two wrong rules for quorums: a majority of those not known dead, and none.
+// Returns whether members that lived had decided differently.
+std::array<bool, 2> disagree(std::uint64_t seed);
 
 }  // namespace shoal::stress
