@@ -51,6 +51,7 @@ void Group::on_peer_closing(int rank, std::uint64_t next_number, bool has_read) 
 }
 
 void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
+  agreements_.lose(rank, true);  // it takes part in nothing any more
   {
     std::lock_guard lock(state_mutex_);
     Member& peer = member(rank);

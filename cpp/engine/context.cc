@@ -149,6 +149,9 @@ void Context::lost(Loss loss) {
     std::vector<Loss> losses{std::move(loss)};
     for (Loss& other : peers_.ended()) losses.push_back(std::move(other));  // several often die together
     tell_groups(losses);
+  } else if (loss.dead) {  // the loss was known, but not that it is a death
+    for (auto& group : groups())
+      if (const int rank = group->rank_of(loss.peer); rank >= 0) group->agreements().lose(rank, true);
   }
   bell().wake();
 }
@@ -264,6 +267,7 @@ void Context::keep_early(int peer, const FrameHeader& header, std::string text) 
     if (p.peer != peer) continue;
     sum += cost(p);
     if (p.header.group != header.group || p.header.type != header.type) continue;
+    if (header.type == FrameType::kAgree) continue;  // each of them counts
     if (header.type == FrameType::kGroupClosing && p.header.code != header.code) continue;
     if (header.type == FrameType::kCallQuery) p.header = header;  // the last question
     return;                                                       // the first cause
@@ -300,6 +304,9 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
       break;
     case FrameType::kBroken:
       group.on_broken(source, static_cast<ErrorCode>(header.code), text);
+      break;
+    case FrameType::kAgree:
+      if ((flaw = group.agreements().on_frame(source, header, text)) != nullptr) refuse(group, peer, flaw);
       break;
     case FrameType::kGroupClosing:
       group.on_peer_closing(source, header.channel, header.code == kHasRead);

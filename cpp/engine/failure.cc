@@ -74,6 +74,8 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
 }
 
 bool Group::on_peers_lost(const std::vector<Loss>& losses) {
+  for (const Loss& loss : losses)
+    if (const int rank = rank_of(loss.peer); rank >= 0) agreements_.lose(rank, loss.dead);
   Error error;
   {
     std::lock_guard lock(state_mutex_);

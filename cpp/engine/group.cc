@@ -13,6 +13,7 @@ Group::Group(std::shared_ptr<Context> context, Options options)
       options_(std::move(options)),
       lanes_(*this, options_.lanes),
       inquiry_(*this),
+      agreements_(*this),
       members_(options_.ranks.size()) {
   std::vector<int> seen;
   for (int rank = 0; rank < size(); ++rank) {
@@ -73,6 +74,7 @@ void Group::check(std::int64_t now, std::int64_t& next) {
     }
   }
   inquiry_.check(now, next);
+  agreements_.check(now, next);
 }
 
 std::shared_ptr<Block> Group::allocate(std::size_t bytes) {
@@ -90,6 +92,12 @@ FrameHeader Group::frame(FrameType type) const {
   header.group = ident();
   header.source = static_cast<std::uint32_t>(rank());
   return header;
+}
+
+void Group::tell(int rank, const FrameHeader& header, const std::string& text) {
+  std::lock_guard lock(goodbye_mutex_);
+  Link* to = said_goodbye_ ? nullptr : link(rank);
+  if (to != nullptr && !to->broken()) to->send_control(header, text.data(), text.size());
 }
 
 // The goodbye is a group's last word to its peers, because they forget the group by it.

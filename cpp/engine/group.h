@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/agreements.h"
 #include "engine/inquiry.h"
 #include "engine/lanes.h"
 #include "engine/operation.h"
@@ -53,6 +54,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Link* link(int rank) const;
   Lanes& lanes() { return lanes_; }
   Inquiry& inquiry() { return inquiry_; }
+  Agreements& agreements() { return agreements_; }
 
   OperationPtr submit(Request request);
   // Deadlines and inquiries; the next time to look is written to `next` if earlier.
@@ -61,6 +63,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // A frame of this member, and its way to all others.
   FrameHeader frame(FrameType type) const;
+  void tell(int rank, const FrameHeader& header, const std::string& text = {});
   void tell_all(const FrameHeader& header, const std::string& text = {});
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
@@ -122,6 +125,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Team> team_;
   Lanes lanes_;
   Inquiry inquiry_;
+  Agreements agreements_;
 
   std::mutex goodbye_mutex_;
   bool said_goodbye_ = false;

@@ -143,7 +143,8 @@ Peers::News Peers::wait_for_news(int milliseconds) {
     char byte;
     if (!process && read(fd, &byte, 1) == 1) continue;
     epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
-    news.losses.push_back({rank, process ? kProcessEnded : "its connection closed"});
+    news.losses.push_back(
+        {rank, process ? kProcessEnded : "its connection closed", ErrorCode::kPeerLost, process});
   }
   return news;
 }
@@ -208,7 +209,7 @@ std::vector<Loss> Peers::ended() {
     for (int rank = 0; rank < size(); ++rank) {
       pollfd look{at(rank).pidfd, POLLIN, 0};
       if (look.fd >= 0 && state(rank) == kAlive && ::poll(&look, 1, 0) == 1)
-        dead.push_back({rank, kProcessEnded});
+        dead.push_back({rank, kProcessEnded, ErrorCode::kPeerLost, true});
     }
   }
   for (Loss& loss : dead)

@@ -22,6 +22,7 @@ struct Loss {
   int peer;  // global rank
   std::string why;
   ErrorCode code = ErrorCode::kPeerLost;
+  bool dead = false;  // its process has certainly ended
 };
 
 class Peers {

@@ -45,6 +45,9 @@ void agree(std::uint64_t seed, Tally& tally);
 // One in which the decision of members that have died arrives late.
 void late_words_of_the_dead();
 
+// Agreements of a group over real links.
+void agree_over_links(std::uint64_t seed);
+
 // The same agreement with each of two wrong rules for quorums: a majority of those not known dead, and none.
 // Returns whether members that lived had decided differently.
 std::array<bool, 2> disagree(std::uint64_t seed);

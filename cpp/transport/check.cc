@@ -57,6 +57,7 @@ const Limits* limits_of(FrameType type) {
       {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // cancel
       {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // ask
       {{0, 1}, kTextLimit, false, true, false, 0, false, Content::kNothing, Between::kPosts},   // tell
+      {{0, 0}, kAgreeLimit, true, true, false, 0, false, Content::kNothing},                    // agree
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;

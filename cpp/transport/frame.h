@@ -19,7 +19,8 @@ constexpr std::uint32_t kFrameMagic = 0x4c4f4853;  // "SHOL"
 constexpr std::size_t kEager = 256 * 1024;
 constexpr std::size_t kBuffered = 64 * 1024;  // up to here a message never waits for its receiver
 constexpr std::size_t kMoreLimit = 256 * 1024;
-constexpr std::size_t kTextLimit = 64 * 1024;  // payload of a control frame
+constexpr std::size_t kTextLimit = 64 * 1024;                // payload of a control frame
+constexpr std::size_t kAgreeLimit = (4 << 20) + (64 << 10);  // payload of a kAgree
 constexpr std::uint64_t kPointToPoint = 1ULL << 63;
 constexpr int kMaxDims = 8;
 
@@ -76,6 +77,7 @@ enum class FrameType : std::uint16_t {
   kCancelCall = 13,  // nobody wants the reply any more
   kAskCall = 14,     // "what became of the call?"
   kTellCall = 15,    // payload: the answer
+  kAgree = 16,       // a message of agreement `channel` of the group (cpp/agreement)
 };
 
 // The code of a kGrant.

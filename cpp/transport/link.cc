@@ -124,7 +124,8 @@ bool Link::idle() {
 
 void Link::send_control(FrameHeader header, const void* payload, std::size_t bytes) {
   Item item;
-  bytes = clipped(static_cast<const char*>(payload), bytes, kTextLimit);
+  bytes = clipped(static_cast<const char*>(payload), bytes,
+                  header.type == FrameType::kAgree ? kAgreeLimit : kTextLimit);
   header.payload = static_cast<std::uint32_t>(bytes);
   item.header = header;
   if (bytes > 0) {
