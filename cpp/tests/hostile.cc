@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "agreement/message.h"
 #include "collectives/collectives.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
@@ -151,6 +152,7 @@ class Peer {
     wire_->drain();
     FrameHeader header = honest();
     std::vector<std::byte> payload(header.payload);
+    if (header.type == FrameType::kAgree) std::memcpy(payload.data(), vote().data(), payload.size());
     if (auto* ring = dynamic_cast<RingWire*>(wire_.get());
         ring != nullptr && chance(random_, 16 * honest_frames_)) {
       lied_ = true;
@@ -277,9 +279,22 @@ class Peer {
         header.source = 1;
         if (header.type == FrameType::kBroken) header.code = 4, header.payload = 0, lied_ = true;
         return header;
+      case 6:
+        header.type = FrameType::kAgree;
+        header.group = group;
+        header.source = 1;
+        header.channel = static_cast<std::uint64_t>(pick(random_, 0, 3));
+        header.payload = static_cast<std::uint32_t>(vote().size());
+        return header;
       default:
         return message(group);
     }
+  }
+
+  static std::string vote() {
+    using namespace agreement;
+    return encode({MessageType::kVote, 0, RankSet(2), RankSet(2), Vote{Op::kSum, std::string(8, 'v')}, 0, {}},
+                  2);
   }
 
   std::uint64_t number() {
@@ -310,7 +325,7 @@ class Peer {
     for (int lies = pick(random_, 1, 3); lies > 0; --lies) {
       switch (pick(random_, 0, 13)) {
         case 0:
-          header.type = static_cast<FrameType>(pick(random_, 0, 13));
+          header.type = static_cast<FrameType>(pick(random_, 0, 17));
           break;
         case 1:
           header.code = static_cast<std::uint16_t>(number());
