@@ -189,6 +189,32 @@ void bind_engine(nb::module_& m) {
                        true);
           },
           nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "agree",
+          [](Group& group, int op, nb::bytes value, double timeout) {
+            agreement::Vote vote{static_cast<agreement::Op>(op), {value.c_str(), value.size()}};
+            if (const char* flaw = agreement::flaw_of(vote, group.size())) throw std::invalid_argument(flaw);
+            nb::gil_scoped_release release;
+            return group.agreements().begin(std::move(vote), static_cast<std::int64_t>(timeout * 1e9));
+          },
+          nb::arg("op"), nb::arg("value"), nb::arg("timeout"), "Votes; returns the number of the agreement.")
+      .def(
+          "agreed",
+          [](Group& group, std::uint64_t number, double timeout) -> nb::object {
+            agreement::Outcome outcome;
+            std::optional<agreement::Decision> decision;
+            {
+              nb::gil_scoped_release release;
+              outcome = group.agreements().wait(number, until(timeout));
+              decision = group.agreements().decision(number);
+            }
+            if (!decision)
+              return nb::make_tuple(static_cast<int>(outcome), nb::none(), nb::none(), nb::none());
+            return nb::make_tuple(static_cast<int>(outcome), static_cast<int>(decision->op),
+                                  nb::bytes(decision->value.data(), decision->value.size()),
+                                  decision->ranks.list());
+          },
+          nb::arg("number"), nb::arg("timeout"), "The outcome, op, value and ranks of an agreement.")
       .def("begin_close", &Group::begin_close, nb::call_guard<nb::gil_scoped_release>(),
            "Tell the peers that nothing more is submitted here.")
       .def(
