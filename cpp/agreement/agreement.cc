@@ -57,6 +57,10 @@ void Agreement::tick(std::int64_t now) {
   advance();
 }
 
+void Agreement::farewell() {
+  if (decision_) tell(everyone_);
+}
+
 std::int64_t Agreement::next_tick() const {
   return outcome_ == Outcome::kOpen ? std::min(wake_, deadline_) : wake_;
 }

@@ -76,6 +76,9 @@ class Agreement {
   void answer(const WitnessAnswer& answer, std::int64_t now);
   // At next_tick(), or at any time.
   void tick(std::int64_t now);
+  // This member leaves, and is dead to the others once they have read what it says now: a decision, if it
+  // knows one.  Nothing is called any more but take_messages().
+  void farewell();
 
   // -- what comes of it
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include "agreement/decision.h"
 
@@ -35,6 +37,13 @@ class Witness {
     if (request.decision) accepted_ = Accepted{request.ballot, *request.decision};
     return answer;
   }
+
+  // What is kept, and back again in a group of so many; none: nothing is kept yet.  `read` returns what is
+  // wrong with the bytes, in words; null if nothing is.
+  std::string bytes(int size) const;
+  const char* read(std::string_view bytes, int size);
+
+  const std::optional<Accepted>& accepted() const { return accepted_; }
 
  private:
   std::uint64_t promised_ = 0;

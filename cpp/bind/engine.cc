@@ -3,6 +3,7 @@
 // Whatever may block or move many bytes runs without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -127,6 +128,65 @@ Bytes allocate(Group& group, std::size_t bytes) {
   return Bytes((*block)->data(), 1, extent, capsule);
 }
 
+// -- agreements ----------------------------------------------------------------------------------
+
+// (outcome, op, value, ranks, request); outcomes are of enum Outcome, or 4: the group was closed.  A request
+// is (ballot, what is proposed or None), for ask_witness.
+nb::object agreed(Group& group, std::uint64_t number, double timeout) {
+  Agreements::News news;
+  {
+    nb::gil_scoped_release release;
+    news = group.agreements().wait(number, until(timeout));
+  }
+  nb::object op = nb::none(), value = nb::none(), ranks = nb::none(), request = nb::none();
+  if (const auto& decision = news.decision) {
+    op = nb::int_(static_cast<int>(decision->op));
+    value = nb::bytes(decision->value.data(), decision->value.size());
+    ranks = nb::cast(decision->ranks.list());
+  }
+  if (const auto& asked = news.request) {
+    agreement::Witness proposed;
+    proposed.ask(*asked);
+    const std::string bytes = proposed.bytes(group.size());
+    nb::object proposal = nb::none();
+    if (asked->decision) proposal = nb::bytes(bytes.data(), bytes.size());
+    request = nb::make_tuple(asked->ballot, proposal);
+  }
+  const int outcome = news.closed ? 4 : static_cast<int>(news.outcome);
+  return nb::make_tuple(outcome, op, value, ranks, request);
+}
+
+// Asks the witness of which `kept` is kept; afterwards it is what is to be kept.
+agreement::WitnessAnswer asked(const Group& group, std::uint64_t ballot,
+                               const std::optional<nb::bytes>& proposal, const nb::bytes& kept,
+                               agreement::Witness& witness) {
+  agreement::WitnessRequest request{ballot, {}};
+  const char* flaw = witness.read({kept.c_str(), kept.size()}, group.size());
+  if (proposal && flaw == nullptr) {
+    agreement::Witness proposed;
+    flaw = proposed.read({proposal->c_str(), proposal->size()}, group.size());
+    if (proposed.accepted()) request.decision = proposed.accepted()->decision;
+  }
+  if (flaw != nullptr) throw std::invalid_argument(flaw);
+  return witness.ask(request);
+}
+
+nb::object ask_witness(Group& group, std::uint64_t ballot, std::optional<nb::bytes> proposal,
+                       nb::bytes kept) {
+  agreement::Witness witness;
+  if (!asked(group, ballot, proposal, kept, witness).granted) return nb::none();
+  const std::string bytes = witness.bytes(group.size());
+  return nb::bytes(bytes.data(), bytes.size());
+}
+
+void tell_witness(Group& group, std::uint64_t number, std::uint64_t ballot, std::optional<nb::bytes> proposal,
+                  nb::bytes kept) {
+  agreement::Witness witness;
+  const agreement::WitnessAnswer answer = asked(group, ballot, proposal, kept, witness);
+  nb::gil_scoped_release release;
+  group.agreements().answer(number, answer);
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
@@ -191,30 +251,30 @@ void bind_engine(nb::module_& m) {
           nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "agree",
-          [](Group& group, int op, nb::bytes value, double timeout) {
+          [](Group& group, int op, nb::bytes value, double timeout) -> nb::object {
             agreement::Vote vote{static_cast<agreement::Op>(op), {value.c_str(), value.size()}};
             if (const char* flaw = agreement::flaw_of(vote, group.size())) throw std::invalid_argument(flaw);
-            nb::gil_scoped_release release;
-            return group.agreements().begin(std::move(vote), static_cast<std::int64_t>(timeout * 1e9));
-          },
-          nb::arg("op"), nb::arg("value"), nb::arg("timeout"), "Votes; returns the number of the agreement.")
-      .def(
-          "agreed",
-          [](Group& group, std::uint64_t number, double timeout) -> nb::object {
-            agreement::Outcome outcome;
-            std::optional<agreement::Decision> decision;
+            std::optional<std::uint64_t> number;
             {
               nb::gil_scoped_release release;
-              outcome = group.agreements().wait(number, until(timeout));
-              decision = group.agreements().decision(number);
+              number = group.agreements().begin(std::move(vote), nanoseconds(timeout));
             }
-            if (!decision)
-              return nb::make_tuple(static_cast<int>(outcome), nb::none(), nb::none(), nb::none());
-            return nb::make_tuple(static_cast<int>(outcome), static_cast<int>(decision->op),
-                                  nb::bytes(decision->value.data(), decision->value.size()),
-                                  decision->ranks.list());
+            return number ? nb::object(nb::int_(*number)) : nb::none();
           },
-          nb::arg("number"), nb::arg("timeout"), "The outcome, op, value and ranks of an agreement.")
+          nb::arg("op"), nb::arg("value"), nb::arg("timeout"),
+          "Votes; returns the number of the agreement, None: too many are under way.")
+      .def("vote_limit", [](const Group& group) { return agreement::vote_limit(group.size()); })
+      .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
+           "What comes of an agreement: (outcome, op, value, ranks, request).")
+      .def("ask_witness", &ask_witness, nb::arg("ballot"), nb::arg("proposal").none(), nb::arg("kept"),
+           "What the witness would keep in the place of `kept`; None: it refuses.")
+      .def("tell_witness", &tell_witness, nb::arg("number"), nb::arg("ballot"), nb::arg("proposal").none(),
+           nb::arg("kept"), "Brings the answer of the witness, which had kept `kept` before.")
+      .def("losses",
+           [](Group& group) {
+             const auto [lost, dead] = group.agreements().losses();
+             return nb::make_tuple(lost.list(), dead.list());
+           })
       .def("begin_close", &Group::begin_close, nb::call_guard<nb::gil_scoped_release>(),
            "Tell the peers that nothing more is submitted here.")
       .def(
@@ -253,12 +313,15 @@ void bind_engine(nb::module_& m) {
       .def(
           "group",
           [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
-             std::vector<int> ranks, std::vector<int> hosts, int lanes, bool pairwise) {
+             std::vector<int> ranks, std::vector<int> hosts, int lanes, bool pairwise, double vote_timeout,
+             bool believing) {
             return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts),
-                                        lanes, pairwise ? Scope::kPair : Scope::kAll});
+                                        lanes, pairwise ? Scope::kPair : Scope::kAll,
+                                        Agreements::Rules{nanoseconds(vote_timeout), believing}});
           },
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
-          nb::arg("lanes"), nb::arg("pairwise") = false, nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("lanes"), nb::arg("pairwise"), nb::arg("vote_timeout"), nb::arg("believing"),
+          nb::call_guard<nb::gil_scoped_release>())
       .def(
           "completions",
           [](Context& context, double timeout) {

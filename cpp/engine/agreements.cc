@@ -11,19 +11,19 @@ namespace {
 
 using namespace agreement;
 
-constexpr std::int64_t kVoteTimeout = 10 * kSecond;
 constexpr std::int64_t kSettle = kSecond;  // beyond which losses are rarely told apart
 constexpr std::int64_t kRetry = kSecond / 10;
 
 }  // namespace
 
-Agreements::Agreements(Group& group) : group_(group), lost_(group.size()), dead_(group.size()) {}
+Agreements::Agreements(Group& group, const Rules& rules)
+    : group_(group), rules_(rules), lost_(group.size()), dead_(group.size()) {}
 
-Agreement& Agreements::at(std::uint64_t number) {
-  auto [found, made] =
-      agreements_.try_emplace(number, Settings{group_.rank(), group_.size(), kVoteTimeout, kSettle, kRetry});
+Agreements::Entry& Agreements::at(std::uint64_t number) {
+  const Settings settings{group_.rank(), group_.size(), rules_.vote_timeout, kSettle, kRetry};
+  auto [found, made] = agreements_.try_emplace(number, Entry{Agreement(settings)});
   if (made)
-    for (int rank : lost_.list()) found->second.lose(rank, dead_.has(rank), now_ns());
+    for (int rank : lost_.list()) found->second.agreement.lose(rank, dead_.has(rank), now_ns());
   return found->second;
 }
 
@@ -36,38 +36,61 @@ void Agreements::send(std::uint64_t number, Agreement& agreement) {
   }
 }
 
-std::uint64_t Agreements::begin(Vote vote, std::int64_t timeout) {
+std::optional<std::uint64_t> Agreements::begin(Vote vote, std::int64_t timeout) {
   std::uint64_t number;
   {
     std::lock_guard lock(mutex_);
-    number = next_number_++;
-    const std::int64_t now = now_ns();
-    at(number).vote(std::move(vote), now + timeout, now);
-    send(number, at(number));
-    while (!agreements_.empty() && agreements_.begin()->first + kKept <= number)
+    number = next_number_;
+    while (!agreements_.empty() && agreements_.begin()->first + kKept <= number) {
+      if (!agreements_.begin()->second.told) return std::nullopt;
       agreements_.erase(agreements_.begin());
+    }
+    ++next_number_;
+    const std::int64_t now = now_ns();
+    Agreement& agreement = at(number).agreement;
+    agreement.vote(std::move(vote), now + std::min(timeout, INT64_MAX - now), now);
+    send(number, agreement);
   }
   group_.context().bell().wake();  // whoever looks at the time has another time to look
   return number;
 }
 
-Outcome Agreements::wait(std::uint64_t number, std::int64_t until) {
-  auto outcome = [&] {
+Agreements::News Agreements::wait(std::uint64_t number, std::int64_t until) {
+  auto news = [&] {
     std::lock_guard lock(mutex_);
-    return at(number).outcome();
+    Entry& entry = agreements_.at(number);
+    News result{entry.agreement.outcome(), {}, entry.agreement.take_request(), false};
+    result.closed = closed_ && result.outcome == Outcome::kOpen;
+    if (result.outcome != Outcome::kOpen) {
+      result.decision = entry.agreement.decision();
+      entry.told = true;
+    }
+    return result;
   };
+  auto any = [](const News& it) { return it.outcome != Outcome::kOpen || it.request || it.closed; };
   for (;;) {
-    Outcome now = outcome();
-    if (now != Outcome::kOpen || now_ns() >= until) return now;
+    News now = news();
+    if (any(now) || now_ns() >= until) return now;
     Doorbell::Sleeper sleeper(group_.context().bell(), Wake::Any);
-    if (now = outcome(); now != Outcome::kOpen) return now;
+    if (now = news(); any(now)) return now;
     sleeper.sleep(std::min(until - now_ns(), 20 * kMillisecond));
   }
 }
 
-std::optional<Decision> Agreements::decision(std::uint64_t number) {
+void Agreements::answer(std::uint64_t number, const WitnessAnswer& answer) {
+  {
+    std::lock_guard lock(mutex_);
+    auto found = agreements_.find(number);
+    if (closed_ || found == agreements_.end()) return;
+    found->second.agreement.answer(answer, now_ns());
+    send(number, found->second.agreement);
+  }
+  group_.context().bell().wake();
+}
+
+std::pair<RankSet, RankSet> Agreements::losses() {
   std::lock_guard lock(mutex_);
-  return at(number).decision();
+  return {lost_, dead_};
 }
 
 const char* Agreements::on_frame(int rank, const FrameHeader& header, const std::string& text) {
@@ -75,9 +98,10 @@ const char* Agreements::on_frame(int rank, const FrameHeader& header, const std:
   if (const char* flaw = decode(text, {group_.size(), group_.rank(), rank}, message)) return flaw;
   {
     std::lock_guard lock(mutex_);
-    if (header.channel >= next_number_ + kKept) return "an agreement far ahead of all others";
-    if (header.channel + kKept < next_number_) return nullptr;  // forgotten
-    Agreement& agreement = at(header.channel);
+    // Those who went on without this member may be far ahead of it; and what it has forgotten is over.
+    if (closed_ || header.channel >= next_number_ + kKept || header.channel + kKept < next_number_)
+      return nullptr;
+    Agreement& agreement = at(header.channel).agreement;
     agreement.receive(rank, message, now_ns());
     send(header.channel, agreement);
   }
@@ -88,25 +112,49 @@ const char* Agreements::on_frame(int rank, const FrameHeader& header, const std:
 void Agreements::lose(int rank, bool dead) {
   {
     std::lock_guard lock(mutex_);
+    dead |= rules_.believing;
     lost_.add(rank);
     if (dead) dead_.add(rank);
-    for (auto& [number, agreement] : agreements_) {
-      agreement.lose(rank, dead, now_ns());
-      send(number, agreement);
+    if (closed_) return;
+    for (auto& [number, entry] : agreements_) {
+      entry.agreement.lose(rank, dead, now_ns());
+      send(number, entry.agreement);
     }
   }
   group_.context().bell().wake();
 }
 
+// Of one that was lost before, what it said last has not been heard.
+void Agreements::leave(int rank) {
+  {
+    std::lock_guard lock(mutex_);
+    if (lost_.has(rank)) return;
+  }
+  lose(rank, true);
+}
+
 void Agreements::check(std::int64_t now, std::int64_t& next) {
   std::lock_guard lock(mutex_);
-  for (auto& [number, agreement] : agreements_) {
-    if (agreement.next_tick() <= now) {
-      agreement.tick(now);
-      send(number, agreement);
+  if (closed_) return;
+  for (auto& [number, entry] : agreements_) {
+    if (entry.agreement.next_tick() <= now) {
+      entry.agreement.tick(now);
+      send(number, entry.agreement);
     }
-    next = std::min(next, agreement.next_tick());
+    next = std::min(next, entry.agreement.next_tick());
   }
+}
+
+void Agreements::close() {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closed_, true)) return;
+    for (auto& [number, entry] : agreements_) {
+      entry.agreement.farewell();
+      send(number, entry.agreement);
+    }
+  }
+  group_.context().bell().wake();
 }
 
 }  // namespace shoal

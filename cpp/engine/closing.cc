@@ -51,7 +51,7 @@ void Group::on_peer_closing(int rank, std::uint64_t next_number, bool has_read) 
 }
 
 void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
-  agreements_.lose(rank, true);  // it takes part in nothing any more
+  agreements_.leave(rank);
   {
     std::lock_guard lock(state_mutex_);
     Member& peer = member(rank);
@@ -93,6 +93,7 @@ void Group::close(std::int64_t deadline) {
     tell_failure();
     all_told_.store(true);
   }
+  agreements_.close();
   FrameHeader header = frame(FrameType::kGroupClosed);
   header.code = context_->departure();
   header.channel = std::min(inquiry_.next_number(), abandoned);  // from here on we take no part

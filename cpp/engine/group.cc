@@ -13,7 +13,7 @@ Group::Group(std::shared_ptr<Context> context, Options options)
       options_(std::move(options)),
       lanes_(*this, options_.lanes),
       inquiry_(*this),
-      agreements_(*this),
+      agreements_(*this, options_.agreements),
       members_(options_.ranks.size()) {
   std::vector<int> seen;
   for (int rank = 0; rank < size(); ++rank) {

@@ -34,6 +34,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::vector<int> hosts;  // of each member
     int lanes = 1;
     Scope scope = Scope::kAll;
+    Agreements::Rules agreements = {};
   };
   Group(std::shared_ptr<Context> context, Options options);
   ~Group();

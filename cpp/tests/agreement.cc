@@ -1,4 +1,4 @@
-// Agreements of members that crash, lose one another and vote late, in simulated time.
+// Agreements of members that crash, leave, lose one another and vote late, in simulated time.
 //
 // One round is one agreement.  Its seed gives the size of the group, when each member votes, crashes, hears
 // of losses and receives messages, and which links are cut.  Messages of one link stay in order.  Everything
@@ -34,15 +34,15 @@ struct Kind {
   bool quiet() const { return calm || clean || pairs; }
 };
 
-enum class What { kVote, kMessage, kCrash, kLoss, kDeath, kCut, kTick, kAsk, kAnswer };
+enum class What { kVote, kMessage, kCrash, kLeave, kLoss, kDeath, kCut, kTick, kAsk, kAnswer };
 
 struct Event {
   Time time;
   std::uint64_t order;
   What what;
-  int at = 0;     // the member that it happens to
-  int other = 0;  // the sender, or who is lost
-  std::shared_ptr<const Message> message = {};
+  int at = 0;                                   // the member that it happens to
+  int other = 0;                                // the sender, or who is lost
+  std::shared_ptr<const Message> message = {};  // none: the goodbye of the sender
   std::shared_ptr<const WitnessRequest> request = {};
   std::shared_ptr<const WitnessAnswer> answer = {};
   bool operator>(const Event& than) const {
@@ -58,6 +58,7 @@ struct Member {
   bool voted = false;
   bool in_time = false;
   bool alive = true;
+  bool left = false;    // in good order; what it has decided counts
   RankSet lost;         // that it has been told of
   RankSet told;         // of their deaths
   int sends_left = -1;  // it crashes after so many more; -1: it does not
@@ -85,6 +86,7 @@ class Round {
   Time delay(Time longest);
   void handle(const Event& event);
   void crash(int rank);
+  void leave(int rank);
   void lose(int at, int other, bool dead);
   void deliver(const Event& event);
   void flush(int rank);
@@ -170,6 +172,7 @@ void Round::plan_votes() {
     member(rank).in_time = in_time;
     member(rank).deadline = kind_.quiet() ? kLastDeadline : time + between(1000, 6000);
     if (in_time || !chance(random_, 3)) push(time, What::kVote, rank);
+    if (!kind_.quiet() && chance(random_, 10)) push(between(0, 1500), What::kLeave, rank);
   }
 }
 
@@ -219,8 +222,18 @@ void Round::cut(int a, int b, Time time) {
   push(time + between(1, longest), What::kLoss, b, a);
 }
 
-void Round::crash(int rank) {
+// Whoever hears of it has read what it said before.
+void Round::leave(int rank) {
+  member(rank).agreement.farewell();
+  flush(rank);
   if (!member(rank).alive) return;
+  member(rank).left = true;
+  for (int other = 0; other < size_; ++other)
+    if (other != rank && !member(rank).lost.has(other)) transmit(rank, other, nullptr);
+}
+
+void Round::crash(int rank) {
+  if (!member(rank).alive || member(rank).left) return;
   member(rank).alive = false;
   for (int other = 0; other < size_; ++other) {
     if (other == rank) continue;
@@ -244,6 +257,8 @@ bool Round::run() {
 
 void Round::handle(const Event& event) {
   if (event.what == What::kAsk) {  // the request is on its way, though who sent it may have died
+    const std::string kept = witness_.bytes(size_);
+    check(!coded_ || witness_.read(kept, size_) == nullptr, "what the witness keeps is refused");
     const WitnessAnswer answer = witness_.ask(*event.request);
     queue_.push({now_ + delay(),
                  ++order_,
@@ -260,7 +275,7 @@ void Round::handle(const Event& event) {
     return;
   }
   Member& self = member(event.at);
-  if (!self.alive) return;
+  if (!self.alive || self.left) return;
   switch (event.what) {
     case What::kVote:
       self.voted = true;
@@ -271,6 +286,8 @@ void Round::handle(const Event& event) {
       break;
     case What::kCrash:
       return crash(event.at);
+    case What::kLeave:
+      return leave(event.at);
     case What::kLoss:
     case What::kDeath:
       lose(event.at, event.other, event.what == What::kDeath);
@@ -300,6 +317,11 @@ void Round::lose(int at, int other, bool dead) {
 
 // Of a link that was cut, what was on its way arrives or does not.
 void Round::deliver(const Event& event) {
+  if (!event.message) {
+    if (member(event.at).lost.has(event.other)) return;
+    member(event.at).lost.add(event.other);
+    return member(event.at).agreement.lose(event.other, true, now_);
+  }
   Message message;
   const Receiver receiver{size_, event.at, event.other};
   if (!coded_) return member(event.at).agreement.receive(event.other, *event.message, now_);
@@ -372,6 +394,7 @@ void Round::look(int rank) {
   if (!decision || self.decided) return;
   self.decided = decided_ = true;
   if (fatal_ && chance(random_, 2)) end_side(rank);
+  if (!kind_.quiet() && chance(random_, 6)) push(now_ + between(0, 20), What::kLeave, rank);
   for (const Member& other : members_) {
     if (!other.decided || *other.agreement.decision() == *decision) continue;
     (other.alive ? disagreed_ : differed_) = true;
@@ -428,7 +451,7 @@ void Round::check_end() {
   for (int side : side_) ++sides[side];
   for (int rank = 0; rank < size_; ++rank) {
     const Member& self = member(rank);
-    if (!self.alive || !self.voted) continue;
+    if (!self.alive || self.left || !self.voted) continue;
     const Outcome outcome = self.agreement.outcome();
     check(outcome != Outcome::kOpen, "a member waits for ever");
     const bool has = self.agreement.decision().has_value();

@@ -25,16 +25,16 @@ void agree_over_links(std::uint64_t seed) {
   for (int round = 0; round < 3; ++round) {
     std::vector<int> order = all;
     std::shuffle(order.begin(), order.end(), random);
-    std::vector<std::uint64_t> numbers(all.size());
+    std::vector<std::optional<std::uint64_t>> numbers(all.size());
     for (int rank : order)
       numbers[static_cast<std::size_t>(rank)] = groups[static_cast<std::size_t>(rank)]->agreements().begin(
           {agreement::Op::kGather, std::string(static_cast<std::size_t>(rank) * 100, 'x')}, 30 * kSecond);
     std::optional<agreement::Decision> first;
     for (int rank : all) {
       Agreements& own = groups[static_cast<std::size_t>(rank)]->agreements();
-      const std::uint64_t number = numbers[static_cast<std::size_t>(rank)];
-      check(own.wait(number, now_ns() + 30 * kSecond) == agreement::Outcome::kDecided, "no decision");
-      const auto decision = own.decision(number);
+      const auto [outcome, decision, request, closed] =
+          own.wait(numbers[static_cast<std::size_t>(rank)].value(), now_ns() + 30 * kSecond);
+      check(outcome == agreement::Outcome::kDecided, "no decision");
       if (!first) first = decision;
       check(*decision == *first, "two members decide differently");
       check(decision->ranks.count() == world.size(), "a member is left out");

@@ -65,7 +65,8 @@ void World::connect(int a, int b) {
 
 std::shared_ptr<Group> World::make_group(int rank, std::uint64_t ident, const std::vector<int>& members,
                                          int lanes, Scope scope) const {
-  Group::Options options{ident, "group " + std::to_string(ident), 0, members, {}, lanes, scope};
+  Group::Options options{ident, "group " + std::to_string(ident), 0, members, {}, lanes, scope, {}};
+  options.agreements.vote_timeout = 30 * kSecond;
   options.rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
   for (int member : members) options.hosts.push_back(host(member));
   return at(rank).make_group(std::move(options));

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .errors import CollectiveMismatch as CollectiveMismatch
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DeviceMismatch as DeviceMismatch
+    from .errors import Evicted as Evicted
     from .errors import ForkedProcess as ForkedProcess
     from .errors import GroupAborted as GroupAborted
     from .errors import GroupClosed as GroupClosed
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .errors import OutOfStep as OutOfStep
     from .errors import PeerLost as PeerLost
     from .errors import ProtocolError as ProtocolError
+    from .errors import QuorumLost as QuorumLost
     from .errors import RecordingMismatch as RecordingMismatch
     from .errors import RemoteError as RemoteError
     from .errors import RemoteOpError as RemoteOpError
@@ -85,6 +87,7 @@ if TYPE_CHECKING:
     from .future import collect_all as collect_all
     from .future import wait_all as wait_all
     from .future import wait_any as wait_any
+    from .group import Agreement as Agreement
     from .group import Batch as Batch
     from .group import Message as Message
     from .group import ProcessGroup as ProcessGroup
@@ -131,6 +134,7 @@ _PUBLIC = {
         "CollectiveMismatch",
         "ConfigurationError",
         "DeviceMismatch",
+        "Evicted",
         "ForkedProcess",
         "GroupAborted",
         "GroupClosed",
@@ -146,6 +150,7 @@ _PUBLIC = {
         "OutOfStep",
         "PeerLost",
         "ProtocolError",
+        "QuorumLost",
         "RecordingMismatch",
         "RemoteError",
         "RemoteOpError",
@@ -167,7 +172,7 @@ _PUBLIC = {
         "WorkerLost",
     ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
-    "group": ["Batch", "Message", "ProcessGroup"],
+    "group": ["Agreement", "Batch", "Message", "ProcessGroup"],
     "initialize": ["init"],
     "parallel": [
         "DistributedDataParallel",

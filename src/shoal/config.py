@@ -194,6 +194,15 @@ HEARTBEAT_TIMEOUT: Variable[float] = Variable(
     "Seconds of silence after which another host counts as lost, and after which a master gives up a node "
     "that a signal has stopped.",
 )  # fmt: skip
+VOTE_TIMEOUT: Variable[float] = Variable(
+    "SHOAL_VOTE_TIMEOUT", _SECONDS, _seconds, 10.0,
+    "Seconds after the first vote of an agreement after which ranks that have not voted are left out.",
+)  # fmt: skip
+QUORUM: Variable[str] = Variable(
+    "SHOAL_QUORUM", "majority or any", _choice("majority", "any"), "majority",
+    "Who may decide while ranks are lost that may live: more than half of the group, or half of it and the "
+    "store (`majority`); or any part of it, so that two parts may go on apart (`any`).",
+)  # fmt: skip
 SHARED_MEMORY_LIMIT: Variable[int | None] = Variable(
     "SHOAL_SHARED_MEMORY_LIMIT", "a positive number of bytes such as 1073741824 or 1G", _bytes, None,
     "Most shared memory that this process may take for groups, in bytes (K, M, G and T are powers of 1024).",

@@ -178,6 +178,37 @@ class GroupAborted(GroupError):
     """Somebody called ``abort()`` on the group; the message says which rank, and the reason given."""
 
 
+class QuorumLost(GroupError, TimeoutError):
+    """The ranks that can be reached are too few to decide for the group: the others may live and decide too.
+
+    Attributes:
+        ranks: those that this rank has lost, numbered in this group.
+
+    More than half of the group decides, or half of it with the job's store, or all that are not known to be
+    dead.  The group is as it was.  ``SHOAL_QUORUM=any`` takes every loss for a death: only where no two parts
+    of a job can live apart.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class Evicted(GroupError):
+    """The others have decided to go on without this rank.
+
+    Attributes:
+        ranks: those that go on, numbered in this group.
+
+    They had lost it, or it had not voted in time.  It can take no part in what they do from now on: end the
+    process, and let it join again.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class GroupClosed(GroupError):
     """The group was closed, here or by the peer an operation needs.  Nothing more can be sent."""
 

@@ -19,11 +19,12 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..errors import GroupError
+from ..errors import GroupError, UnsupportedOperation
 from ..future import Future
 from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership as Membership
 from ..spec import Operation, OpKind, ReduceOp
+from .agreements import Agreeing, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,30 @@ class DataChannel(abc.ABC):
     def failure(self) -> GroupError | None:
         """The error that broke the channel, or None.  Cheap; never blocks."""
         return None
+
+    def vote_limit(self) -> int:
+        """The most bytes of a vote.
+
+        Raises:
+            UnsupportedOperation: the channel has no agreements, which is the default.
+        """
+        raise UnsupportedOperation("has no agreements")
+
+    def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
+        """Vote in the next agreement of the group: the k-th call of a rank belongs to the k-th of each other.
+
+        It works whatever became of the group, until this rank closes it, and needs neither the threads of
+        Python nor the program: a rank that has not called it yet answers the others all the same.
+
+        Args:
+            value: AND to SUM: an integer of 8 bytes; COMMON: such integers, ascending; GATHER: anything.
+            timeout: in seconds, for the decision.
+
+        Raises:
+            UnsupportedOperation: the channel has no agreements, which is the default.
+            GroupError: there are too many under way.
+        """
+        raise UnsupportedOperation("has no agreements")
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:

@@ -18,14 +18,16 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .. import _core, failure_report
+from .. import _core, config, failure_report
 from ..errors import GroupClosed, GroupError, OutOfResources, PeerLost, UnsupportedOperation, WireError
 from ..future import Future, scope_variable
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
 from ..wording import counted
+from .agreements import Agreeing, Op
 from .base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .mesh import Memory, connect
+from .native_agreement import NativeAgreement
 from .native_errors import error_of, limits
 from .options import checked_heartbeat, checked_limit, checked_transport
 from .shapes import packed, unpacked
@@ -141,6 +143,8 @@ class NativeBackend(Backend):
                 [self._hosts[rank] for rank in group.ranks],
                 group.concurrency,
                 group.scope == "pair",
+                config.VOTE_TIMEOUT.get(),
+                config.QUORUM.get() == "any",
             )
         return NativeChannel(self, core, group)
 
@@ -331,6 +335,13 @@ class NativeChannel(DataChannel):
         if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
             failure_report.told(self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2]))
         return error_of(error)
+
+    def vote_limit(self) -> int:
+        limit: int = self._core.vote_limit()
+        return limit
+
+    def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
+        return NativeAgreement(self._core, op, value, timeout)
 
     def abort(self, reason: str) -> None:
         self._core.abort(encodable(reason))

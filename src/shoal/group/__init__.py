@@ -1,7 +1,8 @@
 """Process groups: validate, number, record and dispatch; the only caller of backends."""
 
+from .agreement import Agreement
 from .batch import Batch
 from .point_to_point import Message
 from .process_group import ProcessGroup
 
-__all__ = ["Batch", "Message", "ProcessGroup"]
+__all__ = ["Agreement", "Batch", "Message", "ProcessGroup"]

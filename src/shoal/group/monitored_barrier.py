@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from ..future import Future
 from ..keywords import explained
 from ..spec import OpKind
 from ..wording import in_seconds, ranks_named
-from .submission import Submitter, called
+from .submission import Submitter, called, in_background
 from .validation import MAX_TAG
 
 _ARRIVED = MAX_TAG + 1
@@ -51,10 +51,10 @@ class MonitoredBarrier(Submitter):
         patience = 2 * seconds + _LAST_WORDS
         if self._rank == 0:
             arrivals = self._receive(range(1, self._size), _ARRIVED, patience)
-            return _in_background(lambda: self._collect(arrivals, seconds, patience))
+            return in_background(lambda: self._collect(arrivals, seconds, patience))
         sent = self._send([], [0], _ARRIVED, patience)[0]
         answer = self._receive([0], _ANSWER, patience)[0]
-        return _in_background(lambda: self._report(sent, answer, seconds, patience))
+        return in_background(lambda: self._report(sent, answer, seconds, patience))
 
     def _collect(self, arrivals: list[_Received], seconds: float, patience: float) -> None:
         """The part of rank 0: find the missing ranks, and tell the others."""
@@ -112,9 +112,3 @@ def _give_time(futures: Sequence[Future[Any]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for future in futures:
         _completes(future, deadline)
-
-
-def _in_background(body: Callable[[], None]) -> Future[None]:
-    start: Future[None] = Future()
-    start.set_result(None)
-    return start.then(lambda _: body())

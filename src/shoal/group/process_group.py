@@ -1,7 +1,7 @@
 """A group of processes: its identity, its life and end, and the groups made from it.
 
-The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects`` and
-``monitored_barrier``; what is here decides whether they may be used.
+The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects``,
+``monitored_barrier`` and ``agreement``; what is here decides whether they may be used.
 A group is independent of the groups made from it: each has a data channel of its own, is closed,
 aborted and broken by itself.  The connections that all of them use belong to their world, which goes when the
 last of its groups is closed.
@@ -34,6 +34,7 @@ from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
 from ..world import World, remaining
 from . import dumps
+from .agreement import Agreements
 from .batch import Batch
 from .choices import AS_PARENT, Choices
 from .in_order import channel_of
@@ -44,7 +45,7 @@ from .submission import called
 from .validation import Call
 
 
-class ProcessGroup(Objects, MonitoredBarrier):
+class ProcessGroup(Objects, MonitoredBarrier, Agreements):
     """The processes that communicate with each other, seen from one of them.
 
     Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group as long
@@ -409,15 +410,9 @@ class ProcessGroup(Objects, MonitoredBarrier):
         watching = nullcontext(_nothing) if given is None else self._lists.connecting(self, given)
         with watching as look:
             return connect_some(
-                self._world.membership,
-                ranks,
-                factory,
-                timeout=timeout,
-                options=options,
-                store=store,
-                lost=self._links.lost,
-                look=look,
-            )
+                self._world.membership, ranks, factory,
+                timeout=timeout, options=options, store=store, lost=self._links.lost, look=look,
+            )  # fmt: skip
 
     @property
     def _backend(self) -> Backend:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from ..keywords import checked_seconds, misspelt, named
 from ..recorder import FlightRecorder
 from ..spec import REDUCING, SUM, Operation, OpKind, ReduceOp
 from .validation import Call
+
+T = TypeVar("T")
 
 _MASK = 2**64 - 1
 #: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
@@ -59,6 +61,7 @@ class Submitter:
         self._state = "open"
         self._ended = False
         self._abort_reason = ""
+        self._agreements = 0  # so many were called
 
     @property
     def _state(self) -> str:
@@ -235,3 +238,10 @@ def mapped(future: Future[Any], finish: Callable[[Any], Any]) -> Future[Any]:
     result: Future[Any] = Future(Completion(future), finish=lambda: finish(future.value()))
     result.key = future.key
     return result
+
+
+def in_background(body: Callable[[], T]) -> Future[T]:
+    """A future of what ``body`` returns or raises, which runs in a thread of callbacks and may wait there."""
+    start: Future[None] = Future()
+    start.set_result(None)
+    return start.then(lambda _: body())

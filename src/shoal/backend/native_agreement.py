@@ -1,0 +1,37 @@
+"""An agreement as the core runs it, see ``cpp/engine/agreements.h``."""
+
+from __future__ import annotations
+
+from .. import _core
+from ..errors import GroupError
+from .agreements import News, Op, Outcome, WitnessRequest
+
+
+class NativeAgreement:
+    """One agreement of a group of the native backend.
+
+    Raises:
+        GroupError: too many are under way.
+    """
+
+    def __init__(self, core: _core.Group, op: Op, value: bytes, timeout: float) -> None:
+        number = core.agree(op, value, timeout)
+        if number is None:
+            raise GroupError("64 agreements are under way; wait for some of them")
+        self._core = core
+        self._number = number
+
+    def wait(self, timeout: float) -> News:
+        outcome, op, value, ranks, request = self._core.agreed(self._number, timeout)
+        return News(
+            Outcome(outcome), None if op is None else Op(op), value or b"", tuple(ranks or ()), request
+        )
+
+    def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:
+        return self._core.ask_witness(*request, kept)
+
+    def tell_witness(self, request: WitnessRequest, kept: bytes) -> None:
+        self._core.tell_witness(self._number, *request, kept)
+
+    def losses(self) -> tuple[list[int], list[int]]:
+        return self._core.losses()

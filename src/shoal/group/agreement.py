@@ -1,0 +1,290 @@
+"""Agreements: the ranks that live settle on one value, and on who they are.
+
+The protocol is the channel's (``cpp/agreement`` for the native one).  What is here turns values into votes
+and decisions into values, and runs the *witness*, which a group asks of which exactly half is left: a key of
+the group's store, changed by compare-and-set.  Only a rank that has called ``agree`` asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from ..backend.agreements import Agreeing, News, Op, Outcome, WitnessRequest
+from ..backend.base import GroupSpec
+from ..errors import (
+    CollectiveMismatch,
+    Evicted,
+    GroupClosed,
+    GroupError,
+    OperationTimeout,
+    QuorumLost,
+    UnsupportedOperation,
+)
+from ..future import Future
+from ..keywords import explained
+from ..store import Store
+from ..wording import in_seconds, in_words, ranks_named
+from .submission import Submitter, called, in_background
+from .validation import Call
+
+T_co = TypeVar("T_co", covariant=True)
+
+_OPS = {op.name.lower(): op for op in Op if op is not Op.DIFFERS}
+_INTEGER = struct.Struct("<q")
+_LENGTH = struct.Struct("<I")
+_LOOK = 60.0  # seconds between looks at an agreement that says nothing
+#: of the witness: seconds that one request may take, and until the next try
+_PATIENCE = 2.0
+_PAUSE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement(Generic[T_co]):
+    """What the ranks of a group have agreed on; the same on every rank that gets it.
+
+    Attributes:
+        value: made of the votes of ``ranks``: an integer; the integers that are in all votes, ascending
+            (``"common"``); or the votes themselves, in the order of ``ranks`` (``"gather"``).
+        ranks: who goes on, ascending.
+        lost: all other ranks of the group.
+    """
+
+    value: T_co
+    ranks: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+class Agreements(Submitter):
+    """The operation ``agree`` of a group."""
+
+    _store: Store
+
+    @overload
+    def agree(
+        self,
+        value: int,
+        op: Literal["and", "or", "min", "max", "sum"] = "and",
+        *,
+        timeout: float | None = None,
+    ) -> Future[Agreement[int]]: ...
+
+    @overload
+    def agree(
+        self, value: Iterable[int], op: Literal["common"], *, timeout: float | None = None
+    ) -> Future[Agreement[tuple[int, ...]]]: ...
+
+    @overload
+    def agree(
+        self, value: bytes, op: Literal["gather"], *, timeout: float | None = None
+    ) -> Future[Agreement[tuple[bytes, ...]]]: ...
+
+    @explained(called)
+    def agree(self, value: Any, op: str = "and", *, timeout: float | None = None) -> Future[Agreement[Any]]:
+        """Settle on one value with all ranks that live, and on who they are.
+
+        It works on a group that is open, broken or aborted, and every rank that lives calls it; the k-th call
+        of a rank belongs to the k-th of every other.  Whoever gets a result gets the same one, whatever dies
+        meanwhile.  Without a death it takes four messages a rank.
+
+        Args:
+            value: this rank's vote: an integer of 64 bits (or a bool); for ``"common"`` several of them; for
+                ``"gather"`` bytes.  A vote has room for 4 KiB, less in groups of more than 1,024 ranks.
+            op: how votes become one value: ``"and"``, ``"or"`` (of the bits), ``"min"``, ``"max"``, ``"sum"``
+                (modulo 2**64), ``"common"`` or ``"gather"``.
+            timeout: in seconds, for the decision; None: that of the group.
+
+        Returns:
+            A future of an :class:`Agreement`.
+
+        Raises:
+            UsageError: the value is no vote for this ``op``.
+            UnsupportedOperation: the backend of the group has no agreements.
+            GroupClosed: this rank has closed the group.
+            Evicted: through the future; the others go on without this rank.
+            QuorumLost: through the future; too few ranks can be reached to decide.
+            OperationTimeout: through the future; a rank that can be reached did not answer in time.
+            CollectiveMismatch: through the future; the ranks gave different values of ``op``.
+
+        ``SHOAL_VOTE_TIMEOUT`` seconds after the first vote, ranks that have not voted are left out.  The
+        algorithm is Paxos (L. Lamport, "The Part-Time Parliament", 1998) with one leader; what it is for, and
+        that it also works on a broken group, are from ULFM's ``MPI_Comm_agree``.
+        """
+        call = self._call("agree")
+        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        try:
+            limit = self._channel.vote_limit()
+        except UnsupportedOperation as error:
+            raise UnsupportedOperation(
+                f"the backend of group {self._spec.name!r} on rank {self._rank} {error}"
+            ) from None
+        if op not in _OPS:
+            call.refuse(f"op={op!r}: expected one of {', '.join(_OPS)}")
+        vote = _vote(call, value, _OPS[op])
+        if len(vote) > limit:
+            call.refuse(f"a vote of {len(vote)} bytes: there is room for {limit} in a group of {self._size}")
+        with self._submitting:
+            if self._state in ("closing", "closed", "forked"):
+                self._raise_refusal()
+            agreeing = self._channel.agree(_OPS[op], vote, seconds)
+            key = f"agreement/{self._agreements}"
+            self._agreements += 1
+        following = _Following(agreeing, self._spec, op, seconds, self._store, key)
+        return in_background(following.run)
+
+
+def _vote(call: Call, value: Any, op: Op) -> bytes:
+    if op is Op.GATHER:
+        if not isinstance(value, bytes):
+            call.refuse(f"op='gather' takes bytes, got {type(value).__name__}")
+        return value
+    if op is not Op.COMMON:
+        return _INTEGER.pack(_integer(call, value, f"op={op.name.lower()!r} takes"))
+    if isinstance(value, (bytes, str)) or not isinstance(value, Iterable):
+        call.refuse(f"op='common' takes integers, got {type(value).__name__}")
+    integers = {_integer(call, each, "op='common' takes several, each") for each in value}
+    ordered = sorted(integers, key=lambda each: each % 2**64)  # as the core does: without their sign
+    return b"".join(map(_INTEGER.pack, ordered))
+
+
+def _integer(call: Call, value: Any, what: str) -> int:
+    if not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        call.refuse(f"{what} an integer of 64 bits, got {value!r}")
+    return value
+
+
+def _value(op: Op, value: bytes) -> Any:
+    if op is Op.GATHER:
+        return tuple(_parts(value))
+    integers = tuple(each for (each,) in _INTEGER.iter_unpack(value))
+    return tuple(sorted(integers)) if op is Op.COMMON else integers[0]
+
+
+def _parts(value: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(value):
+        (length,) = _LENGTH.unpack_from(value, at)
+        at += _LENGTH.size + length
+        yield value[at - length : at]
+
+
+@dataclass(slots=True)
+class _Following:
+    """This rank follows an agreement in which it has voted, to its end."""
+
+    agreeing: Agreeing
+    spec: GroupSpec
+    op: str
+    timeout: float
+    store: Store
+    key: str
+
+    def run(self) -> Agreement[Any]:
+        with contextlib.closing(_Witness(self.agreeing, self.store, self.key)) as witness:
+            while True:
+                news = self.agreeing.wait(_LOOK)
+                if news.request is not None:
+                    witness.ask(news.request)
+                if news.outcome is not Outcome.OPEN:
+                    return self._result(news, witness.failure)
+
+    def _result(self, news: News, failure: Exception | None) -> Agreement[Any]:
+        where = f"agree on rank {self.spec.rank} of group {self.spec.name!r}"
+        if news.outcome is Outcome.CLOSED:
+            raise GroupClosed(f"{where}: the group was closed before there was a decision")
+        if news.outcome is Outcome.NO_QUORUM:
+            raise self._undecided(where, failure) from failure
+        if news.outcome is Outcome.LEFT_OUT:
+            raise Evicted(
+                f"{where}: {ranks_named(news.ranks)} decided to go on without this rank, which they had lost "
+                "or which had not voted in time",
+                news.ranks,
+            )
+        assert news.op is not None
+        if news.op is Op.DIFFERS:
+            raise CollectiveMismatch(f"{where} with op={self.op!r}: other ranks called it with another op")
+        lost = tuple(rank for rank in range(len(self.spec.ranks)) if rank not in news.ranks)
+        return Agreement(_value(news.op, news.value), news.ranks, lost)
+
+    def _undecided(self, where: str, failure: Exception | None) -> GroupError:
+        lost, dead = self.agreeing.losses()
+        size = len(self.spec.ranks)
+        within = f"{where}: no decision within {in_seconds(self.timeout)}"
+        if len(lost) == len(dead) or 2 * (size - len(lost)) > size:
+            return OperationTimeout(f"{within}: a rank that can be reached has not voted, or not answered")
+        apart = [rank for rank in lost if rank not in dead]
+        return QuorumLost(
+            f"{within}: {ranks_named(apart)} cannot be reached and may live, and this side has "
+            f"{'exactly' if 2 * (size - len(lost)) == size else 'less than'} half of the {size} ranks"
+            + (f"; the store could not be asked: {in_words(failure)}" if failure else ""),
+            lost,
+        )
+
+
+class _Witness:
+    """Brings the requests of a leader to the store, each in a thread of its own.
+
+    Attributes:
+        failure: why the latest one could not be answered yet.
+    """
+
+    def __init__(self, agreeing: Agreeing, store: Store, key: str) -> None:
+        self._agreeing = agreeing
+        self._store = store
+        self._key = key
+        self._lock = threading.Lock()
+        self._latest: WitnessRequest | None = None
+        self._clones: list[Store] = []
+        self._over = False
+        self.failure: Exception | None = None
+
+    def ask(self, request: WitnessRequest) -> None:
+        """Answer the request as soon as the store does, if no other one comes before."""
+        self._latest = request
+        in_background(lambda: self._answer(request))
+
+    def close(self) -> None:
+        """The agreement is over; whoever waits for the store gives up."""
+        with self._lock:
+            self._over = True
+            clones = self._clones
+        for each in clones:
+            each.close()
+
+    def _answer(self, request: WitnessRequest) -> None:
+        while not self._over and self._latest is request:
+            try:
+                self._agreeing.tell_witness(request, self._ask(self._clone(), request))
+                self.failure = None
+                return
+            except Exception as error:  # the store may come back, and its key may have been damaged
+                if not self._over:
+                    self.failure = error
+                time.sleep(_PAUSE)
+
+    def _clone(self) -> Store:
+        """A connection to the store of its own, whose calls end when it is closed."""
+        with self._lock:
+            if not self._clones:
+                self._clones.append(self._store.clone())
+                self._clones[0].timeout = _PATIENCE
+            if self._over:
+                self._clones[0].close()
+            return self._clones[0]
+
+    def _ask(self, store: Store, request: WitnessRequest) -> bytes:
+        """Ask the witness; returns what it had kept before."""
+        kept = b""
+        while True:
+            wanted = self._agreeing.ask_witness(request, kept)
+            if wanted is None:
+                return kept
+            found = store.compare_set(self._key, kept, wanted)
+            if found == wanted:
+                return kept
+            kept = found
