@@ -1,9 +1,12 @@
-// Agreements over links: groups of contexts, of which some are severed.
+// Agreements over links, each rank in a thread of its own.  In some rounds one of them leaves between two
+// agreements, or is cut off from all others.
 
 #include "engine/agreements.h"
 
-#include <algorithm>
+#include <chrono>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/group.h"
@@ -12,32 +15,64 @@
 #include "tests/world.h"
 
 namespace shoal::stress {
+namespace {
+
+constexpr int kAgreements = 6;
+
+using Decisions = std::vector<agreement::Decision>;
+
+// Who goes, after how many agreements, and how.
+struct Fate {
+  int rank;
+  int after;
+  bool leaves;  // else it is cut off
+};
+
+void take_part(Context& context, Group& group, Random random, const Fate& fate, Decisions& decisions) {
+  const bool goes = fate.rank == group.rank();
+  for (int i = 0; i < kAgreements; ++i) {
+    if (chance(random, 2)) std::this_thread::sleep_for(std::chrono::microseconds(pick(random, 1, 2000)));
+    if (goes && i == fate.after) {
+      for (int other = 0; other < group.size() && !fate.leaves; ++other)
+        if (other != group.rank()) context.peers().sever(other);
+      break;
+    }
+    const std::string vote(static_cast<std::size_t>(group.rank()) * 100, 'x');
+    const auto number = group.agreements().begin({agreement::Op::kGather, vote}, 30 * kSecond);
+    const auto news = group.agreements().wait(number.value(), now_ns() + 30 * kSecond);
+    check(news.outcome == agreement::Outcome::kDecided, "no decision");
+    decisions.push_back(*news.decision);
+  }
+  if (goes) group.close(now_ns() + kSecond);
+}
+
+}  // namespace
 
 void agree_over_links(std::uint64_t seed) {
   Random random(seed);
   World world(random);
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
+  const Fate fate{pick(random, -1, world.size() - 1), pick(random, 0, kAgreements - 1),
+                  world.size() == 2 || chance(random, 2)};
   std::vector<std::shared_ptr<Group>> groups;
   for (int rank : all) groups.push_back(world.make_group(rank, seed + 1, all, 1));
-  const bool broken = chance(random, 2);
-  if (broken) groups[0]->fail({ErrorCode::kAborted, "broken for the test", {0}}, true);
-  for (int round = 0; round < 3; ++round) {
-    std::vector<int> order = all;
-    std::shuffle(order.begin(), order.end(), random);
-    std::vector<std::optional<std::uint64_t>> numbers(all.size());
-    for (int rank : order)
-      numbers[static_cast<std::size_t>(rank)] = groups[static_cast<std::size_t>(rank)]->agreements().begin(
-          {agreement::Op::kGather, std::string(static_cast<std::size_t>(rank) * 100, 'x')}, 30 * kSecond);
-    std::optional<agreement::Decision> first;
-    for (int rank : all) {
-      Agreements& own = groups[static_cast<std::size_t>(rank)]->agreements();
-      const auto [outcome, decision, request, closed] =
-          own.wait(numbers[static_cast<std::size_t>(rank)].value(), now_ns() + 30 * kSecond);
-      check(outcome == agreement::Outcome::kDecided, "no decision");
-      if (!first) first = decision;
-      check(*decision == *first, "two members decide differently");
-      check(decision->ranks.count() == world.size(), "a member is left out");
+  if (chance(random, 2)) groups[0]->fail({ErrorCode::kAborted, "broken for the test", {0}}, true);
+  std::vector<Decisions> decisions(all.size());
+  std::vector<std::thread> threads;
+  for (int rank : all) {
+    const auto at = static_cast<std::size_t>(rank);
+    threads.emplace_back(take_part, std::ref(world.at(rank)), std::ref(*groups[at]), Random(random()),
+                         std::cref(fate), std::ref(decisions[at]));
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int rank : all) {
+    for (std::size_t i = 0; i < decisions[static_cast<std::size_t>(rank)].size(); ++i) {
+      const auto& decision = decisions[static_cast<std::size_t>(rank)][i];
+      const bool gone = fate.rank >= 0 && static_cast<int>(i) >= fate.after;
+      check(decision == decisions[fate.rank == 0 ? 1 : 0][i], "two members decide differently");
+      check(decision.ranks.count() == world.size() - gone && !(gone && decision.ranks.has(fate.rank)),
+            "a decision has not the ranks that go on");
     }
   }
   for (int rank : all) groups[static_cast<std::size_t>(rank)]->close(now_ns() + kSecond);

@@ -145,7 +145,7 @@ int main(int count, char** arguments) {
     for (; seed < options.seed + options.agreements; ++seed) {
       watchdog.begin_round(seed);
       agree(seed, tally);
-      if (seed % 1000 == 1) agree_over_links(seed);
+      if (seed % 500 == 1) agree_over_links(seed);
     }
     // One round alone is played again to see what happened in it.
     const std::uint64_t wrong = options.agreements / 5;
