@@ -95,7 +95,8 @@ class Round {
   void end_side(int rank);
   void check_pairs();
   void check_end();
-  void spoil(std::string bytes, const Receiver& receiver);
+  std::string spoilt(std::string bytes);
+  void spoil(const std::string& honest, const Receiver& receiver);
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
   std::size_t link(int from, int to) const { return static_cast<std::size_t>(from * size_ + to); }
   Time between(Time from, Time to) { return std::uniform_int_distribution<Time>(from, to)(random_); }
@@ -259,6 +260,10 @@ void Round::handle(const Event& event) {
   if (event.what == What::kAsk) {  // the request is on its way, though who sent it may have died
     const std::string kept = witness_.bytes(size_);
     check(!coded_ || witness_.read(kept, size_) == nullptr, "what the witness keeps is refused");
+    if (coded_) {  // whoever can write to the store can write anything
+      Witness victim;
+      if (victim.read(spoilt(kept), size_) == nullptr) victim.ask(*event.request);
+    }
     const WitnessAnswer answer = witness_.ask(*event.request);
     queue_.push({now_ + delay(),
                  ++order_,
@@ -334,8 +339,7 @@ void Round::deliver(const Event& event) {
   spoil(bytes, receiver);
 }
 
-// A member of its own takes whatever `decode` lets pass of a message that somebody else has written.
-void Round::spoil(std::string bytes, const Receiver& receiver) {
+std::string Round::spoilt(std::string bytes) {
   for (int i = pick(random_, 1, 3); i > 0; --i) {
     const auto at = static_cast<std::size_t>(pick(random_, 0, static_cast<int>(bytes.size()) - 1));
     bytes[at] = static_cast<char>(chance(random_, 2) ? bytes[at] ^ (1 << pick(random_, 0, 7))
@@ -343,6 +347,12 @@ void Round::spoil(std::string bytes, const Receiver& receiver) {
   }
   if (chance(random_, 4))
     bytes.resize(static_cast<std::size_t>(pick(random_, 0, static_cast<int>(bytes.size()))));
+  return bytes;
+}
+
+// A member of its own takes whatever `decode` lets pass of a message that somebody else has written.
+void Round::spoil(const std::string& honest, const Receiver& receiver) {
+  const std::string bytes = spoilt(honest);
   Message message;
   if (decode(bytes, receiver, message) != nullptr) return;
   check(decode(encode(message, size_), receiver, message) == nullptr, "what was accepted once is refused");
