@@ -99,7 +99,7 @@ def test_no_more_are_under_way_than_are_remembered() -> None:
             group.store.wait(["refused"])
         agreed = [group.agree(i, "max") for i in range(64)]
         if group.rank == 0:
-            with pytest.raises(GroupError, match="64 agreements are under way"):
+            with pytest.raises(GroupError, match=r"agree on rank 0 of group .*: 64 agreements are under way"):
                 group.agree(0)
             group.store.set("refused", b"")
         assert [each.value for each in wait_all(agreed)] == list(range(64))
@@ -112,6 +112,7 @@ def test_what_is_no_vote_is_refused_and_counts_for_nothing() -> None:
     def rank(group: ProcessGroup) -> None:
         agree: Any = group.agree
         for value, op, said in (
+            (1, ["and"], r"op=\['and'\]: expected one of"),
             (1, "xor", "op='xor': expected one of and, or, min, max, sum, common, gather"),
             (2**63, "and", "takes an integer of 64 bits, got 9223372036854775808"),
             (1.5, "sum", "op='sum' takes an integer of 64 bits, got 1.5"),

@@ -341,7 +341,7 @@ class NativeChannel(DataChannel):
         return limit
 
     def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
-        return NativeAgreement(self._core, op, value, timeout)
+        return NativeAgreement(self._core, self._spec, op, value, timeout)
 
     def abort(self, reason: str) -> None:
         self._core.abort(encodable(reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import _core
 from ..errors import GroupError
 from .agreements import News, Op, Outcome, WitnessRequest
+from .base import GroupSpec
 
 
 class NativeAgreement:
@@ -14,10 +15,13 @@ class NativeAgreement:
         GroupError: too many are under way.
     """
 
-    def __init__(self, core: _core.Group, op: Op, value: bytes, timeout: float) -> None:
+    def __init__(self, core: _core.Group, spec: GroupSpec, op: Op, value: bytes, timeout: float) -> None:
         number = core.agree(op, value, timeout)
         if number is None:
-            raise GroupError("64 agreements are under way; wait for some of them")
+            raise GroupError(
+                f"agree on rank {spec.rank} of group {spec.name!r}: 64 agreements are under way; wait for "
+                "the first of them"
+            )
         self._core = core
         self._number = number
 

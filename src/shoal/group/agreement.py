@@ -123,7 +123,7 @@ class Agreements(Submitter):
             raise UnsupportedOperation(
                 f"the backend of group {self._spec.name!r} on rank {self._rank} {error}"
             ) from None
-        if op not in _OPS:
+        if not isinstance(op, str) or op not in _OPS:
             call.refuse(f"op={op!r}: expected one of {', '.join(_OPS)}")
         vote = _vote(call, value, _OPS[op])
         if len(vote) > limit:
