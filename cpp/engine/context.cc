@@ -112,7 +112,8 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
     if (state == Peers::kAlive) continue;
     messenger_.left(group->ident(), peer);
     if (state == Peers::kLost)
-      group->on_peers_lost({{peer, "it was lost before the group was made"}});
+      group->on_peers_lost(
+          {{peer, "it was lost before the group was made", ErrorCode::kPeerLost, peers_.dead(peer)}});
     else
       group->on_peer_closed(member, 0, state == Peers::kEnded ? kProgramEnded : kByChoice);
   }

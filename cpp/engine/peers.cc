@@ -186,6 +186,7 @@ std::string Peers::absence() const {
 
 bool Peers::mark_lost(Loss& loss) {
   Peer& peer = at(loss.peer);
+  if (loss.dead) peer.dead.store(true);  // before anybody looks who is to be told
   // What it had sent before still counts, its goodbye too.
   if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
   int alive = kAlive;

@@ -43,6 +43,7 @@ class Peers {
   Link* link(int rank) const { return at(rank).link.get(); }
   const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
   State state(int rank) const { return static_cast<State>(at(rank).state.load()); }
+  bool dead(int rank) const { return at(rank).dead.load(); }
   bool remote() const { return remote_; }  // some are on other hosts
   bool remote(int rank) const { return at(rank).tcp != nullptr; }
   // Room for the payload of a control frame on its way in.
@@ -94,6 +95,7 @@ class Peers {
     int pidfd = -1;
     std::atomic<int> state{kAlive};
     std::atomic<bool> lost_to_others{false};
+    std::atomic<bool> dead{false};  // certainly
     std::vector<std::byte> text;
   };
   Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }

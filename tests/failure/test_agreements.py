@@ -28,6 +28,7 @@ from shoal import (
 )
 from shoal.future import wait_all
 from shoal.testing import faults, no_leaks, processes, run_threads
+from shoal.world import World
 from tests.group.null_backend import null_group
 
 from .ranks import PATIENCE
@@ -354,6 +355,33 @@ def test_a_death_in_an_agreement_gives_all_survivors_the_same(trial: int) -> Non
     assert all(each == Agreement(size, tuple(range(size)), ()) for each in told[0][:-1])
 
 
+def make_the_group_late() -> None:
+    """Let rank 2 be connected for a moment before it makes its group."""
+    connect = World.connect
+
+    def late(membership: Any, *args: Any, **how: Any) -> World:
+        world = connect(membership, *args, **how)
+        time.sleep(0.5 if membership.rank == 2 else 0.0)
+        return world
+
+    World.connect = late  # type: ignore[assignment, method-assign]
+
+
+def dies_first(group: ProcessGroup) -> Any:
+    if group.rank < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcome(group, 5.0)
+
+
+def test_a_death_before_the_group_was_made_is_certain_too() -> None:
+    with (
+        no_leaks(),
+        processes(dies_first, 3, timeout=PATIENCE, transport="shm", prepare=make_the_group_late) as ranks,
+    ):
+        outcomes = ranks.join()
+    assert outcomes[2].value == of_ranks((2,), 3), outcomes[2].describe()
+
+
 def outlives(group: ProcessGroup, victims: tuple[int, ...]) -> Any:
     """Ranks die one after another, each before the others agree."""
     for count, victim in enumerate(victims, start=1):
@@ -373,4 +401,4 @@ def test_the_last_rank_agrees_with_itself(victims: tuple[int, ...]) -> None:
     with no_leaks(), processes(outlives, 4, victims, timeout=PATIENCE) as ranks:
         outcomes = ranks.join()
     (last,) = set(range(4)) - set(victims)
-    assert outcomes[last].value == of_ranks((last,), 4), outcomes[last].describe()
+    assert outcomes[last].value == of_ranks((last,), 4), [each.describe() for each in outcomes]
