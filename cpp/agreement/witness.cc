@@ -27,7 +27,8 @@ std::string Witness::bytes(int size) const {
 }
 
 const char* Witness::read(std::string_view bytes, int size) {
-  *this = Witness();
+  promised_ = 0;
+  accepted_.reset();
   if (bytes.empty()) return nullptr;
   Head head;
   if (bytes.size() < sizeof head) return "what is kept of a witness ends early";

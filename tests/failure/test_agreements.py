@@ -175,17 +175,15 @@ def test_a_group_that_carries_no_collectives_any_more_agrees(ends: str) -> None:
 
 def test_a_closed_group_agrees_on_nothing() -> None:
     def rank(group: ProcessGroup) -> None:
-        own = group.subgroup(range(group.size))
-        if own.rank == 0:
-            pending = own.agree(1)
+        with group.subgroup(range(group.size)) as own:
+            pending = own.agree(1) if own.rank == 0 else None
             group.barrier().wait()
-            own.close()
-            with pytest.raises(GroupClosed, match=r"agree on rank 0 .* the group was closed before"):
-                pending.wait()
-        else:
+            if pending is not None:
+                own.close()
+                with pytest.raises(GroupClosed, match=r"agree on rank 0 .* the group was closed before"):
+                    pending.wait()
             group.barrier().wait()
-        own.close()
-        with pytest.raises(GroupClosed):
+        with pytest.raises(GroupClosed, match="is closed"):
             own.agree(1)
 
     on_ranks(rank, 2)
@@ -276,7 +274,7 @@ def test_the_larger_side_goes_on(sides: str) -> None:
             assert result == of_ranks(ranks, size)
         else:
             assert isinstance(result, QuorumLost)
-            assert result.ranks == ranks
+            assert set(ranks) <= set(result.ranks)  # and those of its own side that have given up before it
             assert f"this side has less than half of the {size} ranks" in str(result)
 
 

@@ -117,6 +117,7 @@ class Agreements(Submitter):
         """
         call = self._call("agree")
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        self._refuse_if_closed()
         try:
             limit = self._channel.vote_limit()
         except UnsupportedOperation as error:
@@ -129,13 +130,16 @@ class Agreements(Submitter):
         if len(vote) > limit:
             call.refuse(f"a vote of {len(vote)} bytes: there is room for {limit} in a group of {self._size}")
         with self._submitting:
-            if self._state in ("closing", "closed", "forked"):
-                self._raise_refusal()
+            self._refuse_if_closed()
             agreeing = self._channel.agree(_OPS[op], vote, seconds)
             key = f"agreement/{self._agreements}"
             self._agreements += 1
         following = _Following(agreeing, self._spec, op, seconds, self._store, key)
         return in_background(following.run)
+
+    def _refuse_if_closed(self) -> None:
+        if self._state in ("closing", "closed", "forked"):
+            self._raise_refusal()
 
 
 def _vote(call: Call, value: Any, op: Op) -> bytes:
