@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -77,6 +78,7 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
                                          kRingCapacity, &memory->at<ArenaHeader>(0)->doorbell);
   // A forked child of the peer may hold its socket open; the process itself is what counts.
   int pidfd = pid > 0 && pid != getpid() ? open_pidfd(pid) : -1;
+  const bool ended = pidfd < 0 && pid > 0 && pid != getpid() && errno == ESRCH;
   try {
     watch_fd(epoll_, socket, static_cast<std::uint64_t>(rank));
     if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(rank));
@@ -88,6 +90,7 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
   peer.memory = std::move(memory);
   peer.socket = socket;
   peer.pidfd = pidfd;
+  peer.dead = ended;
   peer.ring = link.get();
   peer.link = std::move(link);
 }
@@ -187,6 +190,7 @@ std::string Peers::absence() const {
 bool Peers::mark_lost(Loss& loss) {
   Peer& peer = at(loss.peer);
   if (loss.dead) peer.dead.store(true);  // before anybody looks who is to be told
+  loss.dead = peer.dead.load();
   // What it had sent before still counts, its goodbye too.
   if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
   int alive = kAlive;

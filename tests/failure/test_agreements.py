@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from shoal import (
     UnsupportedOperation,
     UsageError,
 )
+from shoal.backend import native
 from shoal.future import wait_all
 from shoal.testing import faults, no_leaks, processes, run_threads
 from shoal.world import World
@@ -353,16 +355,19 @@ def test_a_death_in_an_agreement_gives_all_survivors_the_same(trial: int) -> Non
     assert all(each == Agreement(size, tuple(range(size)), ()) for each in told[0][:-1])
 
 
+def late(connect: Callable[..., Any], membership: Any, *args: Any, **how: Any) -> Any:
+    """Connect, and let rank 2 do nothing for a moment then."""
+    result = connect(membership, *args, **how)
+    time.sleep(0.5 if membership.rank == 2 else 0.0)
+    return result
+
+
 def make_the_group_late() -> None:
-    """Let rank 2 be connected for a moment before it makes its group."""
-    connect = World.connect
+    World.connect = partial(late, World.connect)  # type: ignore[method-assign]
 
-    def late(membership: Any, *args: Any, **how: Any) -> World:
-        world = connect(membership, *args, **how)
-        time.sleep(0.5 if membership.rank == 2 else 0.0)
-        return world
 
-    World.connect = late  # type: ignore[assignment, method-assign]
+def learn_of_the_others_late() -> None:
+    native.connect = partial(late, native.connect)
 
 
 def dies_first(group: ProcessGroup) -> Any:
@@ -371,10 +376,11 @@ def dies_first(group: ProcessGroup) -> Any:
     return outcome(group, 5.0)
 
 
-def test_a_death_before_the_group_was_made_is_certain_too() -> None:
+@pytest.mark.parametrize("prepare", [make_the_group_late, learn_of_the_others_late])
+def test_a_death_before_the_group_was_made_is_certain_too(prepare: Callable[[], None]) -> None:
     with (
         no_leaks(),
-        processes(dies_first, 3, timeout=PATIENCE, transport="shm", prepare=make_the_group_late) as ranks,
+        processes(dies_first, 3, timeout=PATIENCE, transport="shm", prepare=prepare) as ranks,
     ):
         outcomes = ranks.join()
     assert outcomes[2].value == of_ranks((2,), 3), outcomes[2].describe()
