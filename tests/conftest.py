@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-from hypothesis import settings
 
 from shoal.backend.registry import register_backend, unregister_backend
 from shoal.testing.processes import preload
@@ -19,10 +18,6 @@ from tests.support.store_backend import StoreBackend
 # Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
 # threads, which is a setting of each thread: one test's setting would be another's rounding error.
 torch.set_num_threads(1)
-
-# Hypothesis gives an example 0.2 s, and a busy machine may let a process stand still for longer.
-settings.register_profile("shoal", deadline=None)
-settings.load_profile("shoal")
 
 # A shell starts background jobs with Ctrl-C ignored, and a test that interrupts itself would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
