@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from .. import _core
+from typing import Any
+
 from ..errors import GroupError
 from .agreements import News, Op, Outcome, WitnessRequest
 from .base import GroupSpec
 
 
 class NativeAgreement:
-    """One agreement of a group of the native backend.
+    """One agreement of a group of the native backend, of which ``core`` is what the core has.
 
     Raises:
         GroupError: too many are under way.
     """
 
-    def __init__(self, core: _core.Group, spec: GroupSpec, op: Op, value: bytes, timeout: float) -> None:
+    def __init__(self, core: Any, spec: GroupSpec, op: Op, value: bytes, timeout: float) -> None:
         number = core.agree(op, value, timeout)
         if number is None:
             raise GroupError(
@@ -32,10 +33,12 @@ class NativeAgreement:
         )
 
     def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:
-        return self._core.ask_witness(*request, kept)
+        wanted: bytes | None = self._core.ask_witness(*request, kept)
+        return wanted
 
     def tell_witness(self, request: WitnessRequest, kept: bytes) -> None:
         self._core.tell_witness(self._number, *request, kept)
 
     def losses(self) -> tuple[list[int], list[int]]:
-        return self._core.losses()
+        losses: tuple[list[int], list[int]] = self._core.losses()
+        return losses
