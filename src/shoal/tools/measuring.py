@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -41,3 +42,23 @@ def cleaning_up() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP come after the block; only for the main thread, as they come there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda ended, _: noted.append(ended))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for came in noted:
+            signal.raise_signal(came)

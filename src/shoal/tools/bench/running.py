@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..measuring import undisturbed
 from .contenders import Contender, commands, environment
 from .ending import SHARED, end
 from .environments import Absent, last_line
@@ -62,12 +63,13 @@ class Running:
             listener.listen(size)
             listener.settimeout(0.2)
             for rank, command in enumerate(commands(self.contender, size, folder / "control")):
-                with (folder / f"log{rank}").open("wb") as log:
+                # A process whose start a signal cut off would stand in no list.
+                with (folder / f"log{rank}").open("wb") as log, undisturbed():
                     process = subprocess.Popen(
                         command, env=environment(self.contender, rank, size, folder),
                         stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                     )  # fmt: skip
-                self._processes.append(process)
+                    self._processes.append(process)
             deadline = time.monotonic() + PATIENCE
             while len(self._ranks) < size:
                 try:
