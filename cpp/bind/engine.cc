@@ -320,8 +320,8 @@ void bind_engine(nb::module_& m) {
                                         Agreements::Rules{nanoseconds(vote_timeout), believing}});
           },
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
-          nb::arg("lanes"), nb::arg("pairwise"), nb::arg("vote_timeout"), nb::arg("believing"),
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("lanes"), nb::arg("pairwise") = false, nb::arg("vote_timeout") = 10.0,
+          nb::arg("believing") = false, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "completions",
           [](Context& context, double timeout) {

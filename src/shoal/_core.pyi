@@ -192,9 +192,9 @@ class Context:
         ranks: Sequence[int],
         hosts: Sequence[int],
         lanes: int,
-        pairwise: bool,
-        vote_timeout: float,
-        believing: bool,
+        pairwise: bool = False,
+        vote_timeout: float = 10.0,
+        believing: bool = False,
     ) -> Group: ...
     def completions(self, timeout: float) -> list[int]: ...
     def close(self, timeout: float) -> None: ...

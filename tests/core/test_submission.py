@@ -84,7 +84,7 @@ def _pair(transport: str, lanes: int = 1) -> list[Rank]:
         second.add_remote(0, b.detach())
     hosts = [0, 0] if transport == "shm" else [0, 1]
     return [
-        Rank(rank, context, context.group(1, "pair", rank, [0, 1], hosts, lanes, False, 10.0, False))
+        Rank(rank, context, context.group(1, "pair", rank, [0, 1], hosts, lanes))
         for rank, context in enumerate(contexts)
     ]
 
@@ -198,7 +198,7 @@ def test_who_submits_a_large_operation_last_does_none_of_its_work(
 
 def test_in_a_group_of_one_neither() -> None:
     context = _core.Context.make(0, 1, 1, 128 * MIB, 128 * MIB, TIMEOUT)
-    rank = Rank(0, context, context.group(1, "alone", 0, [0], [0], 1, False, 10.0, False))
+    rank = Rank(0, context, context.group(1, "alone", 0, [0], [0], 1))
     one = all_reduce(rank, False, 0)
     assert not one.operation.done()
     _finish([one.operation])
