@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 
-
-class _Latch:
-    """An event whose wait a Ctrl-C may cut off anywhere: out of threading.Event it may raise RuntimeError."""
-
-    def __init__(self) -> None:
-        self._open = False
-        self._shut = threading.Lock()
-        self._shut.acquire()
-
-    def set(self) -> None:
-        self._open = True
-        with contextlib.suppress(RuntimeError):  # it was open already
-            self._shut.release()
-
-    def is_set(self) -> bool:
-        return self._open
-
-    def wait(self, timeout: float | None) -> bool:
-        if not self._open and self._shut.acquire(timeout=-1 if timeout is None else timeout):
-            self._shut.release()  # for the next one that waits
-        return self._open
+from shoal.future.latch import Latch
 
 
 class ManualSource:
     """A source that a test completes; it notifies from a thread of its own, as engines do."""
 
     def __init__(self) -> None:
-        self._done = _Latch()
+        self._done = Latch()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []

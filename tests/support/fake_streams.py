@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from shoal.future.latch import Latch
 from shoal.streams import StreamRuntime
 
 #: Seconds that a test waits for a stream before it says so.
@@ -22,23 +23,18 @@ class FakeEvent:
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
         self.error: Exception | None = None
-        # No threading.Event: a Ctrl-C between two lines of its wait() raises RuntimeError.
-        self._pending = threading.Lock()
-        self._pending.acquire()
-        self._over = False
+        self._over = Latch()
 
     def occur(self, error: Exception | None = None) -> None:
         self.error = error
-        self._over = True
-        self._pending.release()
+        self._over.set()
 
     def wait(self, timeout: float | None) -> bool:
         """Whether it occurred in time; raises what broke the stream."""
-        if not self._over and self._pending.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._pending.release()
-        if self._over and self.error is not None:
+        over = self._over.wait(timeout)
+        if over and self.error is not None:
             raise self.error
-        return self._over
+        return over
 
 
 class FakeStream:

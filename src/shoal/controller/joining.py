@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from .. import rpc
+from ..future.latch import Latch
 from ..wire import Deadline
 
 
@@ -32,16 +33,15 @@ class Arrivals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[Arrival] = []
-        #: of who waits for one: released when one comes
-        self._wakes: list[threading.Lock] = []
+        #: of those who wait for one
+        self._latches: list[Latch] = []
 
     def come(self, arrival: Arrival) -> None:
         """A worker is there."""
         with self._lock:
             self._waiting.append(arrival)
-            for wake in self._wakes:
-                if wake.locked():
-                    wake.release()
+            for latch in self._latches:
+                latch.set()
 
     def go(self, name: str) -> None:
         """A worker has died, or left."""
@@ -51,24 +51,23 @@ class Arrivals:
     def take(self, fits: Callable[[Arrival], bool], timeout: float) -> Arrival | None:
         """The first worker that fits, as soon as there is one; None: none came in time."""
         deadline = Deadline(timeout)
-        # No threading.Condition: a Ctrl-C between two lines of its wait() raises RuntimeError.
-        wake = threading.Lock()
-        wake.acquire()
+        latch = Latch()
         with self._lock:
-            self._wakes.append(wake)
+            self._latches.append(latch)
         try:
             while True:
                 with self._lock:
+                    latch.clear()
                     for arrival in self._waiting:
                         if fits(arrival):
                             self._waiting.remove(arrival)
                             return arrival
                 if deadline.expired:
                     return None
-                wake.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX))
+                latch.wait(deadline.remaining())
         finally:
             with self._lock:
-                self._wakes.remove(wake)
+                self._latches.remove(latch)
 
 
 _lock = threading.Lock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import Any, TypeVar, cast
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents
 from .future import Future
+from .latch import Latch
 from .scope import derive_key
 from .state import WAIT_SLICE
 
@@ -69,24 +69,17 @@ def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Futu
     futures = list(futures)
     if not futures:
         raise UsageError("wait_any needs at least one future, got none")
-    # No threading.Event: a Ctrl-C between two lines of its wait() raises RuntimeError.
-    woken = threading.Lock()
-    woken.acquire()
-
-    def wake(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # another future has woken this thread already
-            woken.release()
-
+    latch = Latch()
+    wake = latch.set
     subscribed: list[Future[T]] = []
     try:
         for future in futures:
-            if not woken.locked() or future.done():
+            if latch.is_set() or future.done():
                 break
             subscribed.append(future)
             future._subscribe(wake)
         else:
-            seconds = -1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
-            if not woken.acquire(timeout=seconds):
+            if not latch.wait(timeout):
                 raise WaitTimeout(
                     f"gave up waiting after {timeout} s for any of {len(futures)} futures; "
                     "their operations go on"

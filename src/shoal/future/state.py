@@ -29,6 +29,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 from ..errors import InvalidFutureState, UsageError
 from ..streams import DeviceEvents, events_behind
 from ..wording import in_words
+from .latch import Latch
 from .pool import pool
 from .source import Source
 
@@ -113,19 +114,11 @@ class FutureState(Generic[T]):
 
     def _block(self, timeout: float | None) -> bool:
         """Wait until some other thread has completed the future; False when time ran out."""
-        # No threading.Event: a Ctrl-C between two lines of its wait() raises RuntimeError.
-        woken = threading.Lock()
-        woken.acquire()
-
-        def wake(_: FutureState[T]) -> None:
-            if woken.locked():
-                woken.release()
-
+        latch = Latch()
+        wake = latch.set
         self._subscribe(wake)
         try:
-            return woken.acquire(
-                timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
-            )
+            return latch.wait(timeout)
         finally:
             self._unsubscribe(wake)
 
