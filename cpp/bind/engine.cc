@@ -263,6 +263,7 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("op"), nb::arg("value"), nb::arg("timeout"),
           "Votes; returns the number of the agreement, None: too many are under way.")
+      .def("last_completed", [](Group& group) { return group.lanes().last_completed(); })
       .def("vote_limit", [](const Group& group) { return agreement::vote_limit(group.size()); })
       .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
            "What comes of an agreement: (outcome, op, value, ranks, request).")

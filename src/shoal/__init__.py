@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .errors import ShoalError as ShoalError
     from .errors import StoreError as StoreError
     from .errors import StoreTimeout as StoreTimeout
+    from .errors import TooFewRanks as TooFewRanks
     from .errors import UnevenInputs as UnevenInputs
     from .errors import UnknownWorker as UnknownWorker
     from .errors import UnsupportedOperation as UnsupportedOperation
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from .group import Batch as Batch
     from .group import Message as Message
     from .group import ProcessGroup as ProcessGroup
+    from .group import Rebuilt as Rebuilt
     from .initialize import init as init
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import HierarchicalModelAverager as HierarchicalModelAverager
@@ -160,6 +162,7 @@ _PUBLIC = {
         "ShoalError",
         "StoreError",
         "StoreTimeout",
+        "TooFewRanks",
         "UnevenInputs",
         "UnknownWorker",
         "UnsupportedOperation",
@@ -172,7 +175,7 @@ _PUBLIC = {
         "WorkerLost",
     ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
-    "group": ["Agreement", "Batch", "Message", "ProcessGroup"],
+    "group": ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt"],
     "initialize": ["init"],
     "parallel": [
         "DistributedDataParallel",

@@ -209,6 +209,10 @@ class Evicted(GroupError):
         self.ranks = tuple(ranks)
 
 
+class TooFewRanks(GroupError):
+    """Fewer ranks would go on than ``rebuild(min_size=...)`` asks for.  The group is as it was."""
+
+
 class GroupClosed(GroupError):
     """The group was closed, here or by the peer an operation needs.  Nothing more can be sent."""
 

@@ -6,13 +6,12 @@ A rendezvous says who this process is, a backend from the registry connects it, 
 
 from __future__ import annotations
 
-import hashlib
 from inspect import signature
 from typing import Any
 
 from . import config
 from .backend.arguments import check_options, lanes
-from .backend.base import GroupSpec
+from .backend.base import GroupSpec, ident_of
 from .backend.registry import BackendFactory, backend_factory
 from .errors import UsageError
 from .group import ProcessGroup
@@ -108,7 +107,7 @@ def world_group(
     identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
         name=name,
-        ident=int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little"),
+        ident=ident_of(identity),
         rank=membership.rank,
         ranks=tuple(range(membership.size)),
         concurrency=concurrency,

@@ -12,6 +12,7 @@ its first proposal).
 from __future__ import annotations
 
 import abc
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,18 @@ from ..spec import Operation, OpKind, ReduceOp
 from .agreements import Agreeing, Op
 
 
+def ident_of(label: str) -> int:
+    """The 64 bits by which a group is known on the wire, from what tells it from all others."""
+    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """One group as a backend sees it.
 
     Attributes:
         name: unique in the job, equal on all members.
-        ident: 64-bit hash of name and epoch.
+        ident: see :func:`ident_of`.
         ranks: global ranks of the members, in group order; ``ranks[rank]`` is this process.
         concurrency: number of lanes.
         options: the backend's own, as given to ``shoal.init``.
@@ -182,6 +188,10 @@ class DataChannel(abc.ABC):
     def failure(self) -> GroupError | None:
         """The error that broke the channel, or None.  Cheap; never blocks."""
         return None
+
+    def last_completed(self) -> int:
+        """The number of the last collective that has completed here with all before it; -1: none is known."""
+        return -1
 
     def vote_limit(self) -> int:
         """The most bytes of a vote.

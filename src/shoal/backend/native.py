@@ -336,6 +336,10 @@ class NativeChannel(DataChannel):
             failure_report.told(self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2]))
         return error_of(error)
 
+    def last_completed(self) -> int:
+        number: int = self._core.last_completed()
+        return number
+
     def vote_limit(self) -> int:
         limit: int = self._core.vote_limit()
         return limit

@@ -4,5 +4,6 @@ from .agreement import Agreement
 from .batch import Batch
 from .point_to_point import Message
 from .process_group import ProcessGroup
+from .rebuild import Rebuilt
 
-__all__ = ["Agreement", "Batch", "Message", "ProcessGroup"]
+__all__ = ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt"]

@@ -117,13 +117,7 @@ class Agreements(Submitter):
         """
         call = self._call("agree")
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
-        self._refuse_if_closed()
-        try:
-            limit = self._channel.vote_limit()
-        except UnsupportedOperation as error:
-            raise UnsupportedOperation(
-                f"the backend of group {self._spec.name!r} on rank {self._rank} {error}"
-            ) from None
+        limit = self._vote_limit()
         if not isinstance(op, str) or op not in _OPS:
             call.refuse(f"op={op!r}: expected one of {', '.join(_OPS)}")
         vote = _vote(call, value, _OPS[op])
@@ -136,6 +130,16 @@ class Agreements(Submitter):
             self._agreements += 1
         following = _Following(agreeing, self._spec, op, seconds, self._store, key)
         return in_background(following.run)
+
+    def _vote_limit(self) -> int:
+        """The most bytes of a vote; raises if there can be none."""
+        self._refuse_if_closed()
+        try:
+            return self._channel.vote_limit()
+        except UnsupportedOperation as error:
+            raise UnsupportedOperation(
+                f"the backend of group {self._spec.name!r} on rank {self._rank} {error}"
+            ) from None
 
     def _refuse_if_closed(self) -> None:
         if self._state in ("closing", "closed", "forked"):

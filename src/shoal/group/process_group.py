@@ -1,7 +1,7 @@
 """A group of processes: its identity, its life and end, and the groups made from it.
 
 The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects``,
-``monitored_barrier`` and ``agreement``; what is here decides whether they may be used.
+``monitored_barrier``, ``agreement`` and ``rebuild``; what is here decides whether they may be used.
 A group is independent of the groups made from it: each has a data channel of its own, is closed,
 aborted and broken by itself.  The connections that all of them use belong to their world, which goes when the
 last of its groups is closed.
@@ -9,7 +9,6 @@ last of its groups is closed.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from .. import failure_report
-from ..backend.base import Backend, GroupSpec
+from ..backend.base import Backend, GroupSpec, ident_of
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..keywords import explained, named
 from ..links import Links, connect_some
@@ -34,18 +33,18 @@ from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
 from ..world import World, remaining
 from . import dumps
-from .agreement import Agreements
 from .batch import Batch
 from .choices import AS_PARENT, Choices
 from .in_order import channel_of
 from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
+from .rebuild import Rebuilding
 from .submission import called
 from .validation import Call
 
 
-class ProcessGroup(Objects, MonitoredBarrier, Agreements):
+class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     """The processes that communicate with each other, seen from one of them.
 
     Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group as long
@@ -382,14 +381,13 @@ class ProcessGroup(Objects, MonitoredBarrier, Agreements):
     ) -> ProcessGroup:
         label = encodable(label)
         name = f"{self.name}/{label}"
-        digest = hashlib.blake2b(f"{self._spec.ident:x}/{label}".encode(), digest_size=8)
         ranks = tuple(self.ranks[rank] for rank in members)
         store = PrefixStore(f"{label}/", self._store)
         seconds = self._timeout if timeout is None else timeout
         links = self._connected(ranks, store, seconds, choices, given)
         spec = GroupSpec(
             name=name,
-            ident=int.from_bytes(digest.digest(), "little"),
+            ident=ident_of(f"{self._spec.ident:x}/{label}"),
             rank=members.index(self.rank),
             ranks=ranks,
             concurrency=choices.concurrency or self._spec.concurrency,
@@ -407,7 +405,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Agreements):
         factory, options = choices.engine(self._links)
         if factory is self._links.factory and options == self._links.options:
             return self._links
-        watching = nullcontext(_nothing) if given is None else self._lists.connecting(self, given)
+        watching = nullcontext(lambda: None) if given is None else self._lists.connecting(self, given)
         with watching as look:
             return connect_some(
                 self._world.membership, ranks, factory,
@@ -417,6 +415,13 @@ class ProcessGroup(Objects, MonitoredBarrier, Agreements):
     @property
     def _backend(self) -> Backend:
         return self._links.backend
+
+    def _made_again(self, spec: GroupSpec, store: Store) -> ProcessGroup:
+        return self._in(self._world, self._links, spec, store, timeout=self._timeout, parent=self)
+
+    def _become(self, successor: ProcessGroup) -> None:
+        super()._become(successor)
+        successor._is_first, self._is_first = self._is_first, False
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -440,6 +445,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Agreements):
                 return
             dumps.closing(self)
             self._begin_close()
+            self._close_pending(remaining(deadline))
             try:
                 self._channel.close(remaining(deadline))
                 self._lists.forget(self, remaining(deadline))
@@ -475,6 +481,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Agreements):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._successor is not None:  # the block is of what became of it
+            self._successor.__exit__(kind, error, trace)
         orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
         if not orderly and self._state == "open":
             reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
@@ -489,7 +497,3 @@ class ProcessGroup(Objects, MonitoredBarrier, Agreements):
     def __del__(self) -> None:
         if hasattr(self, "_lists") and self._state not in ("closed", "forked"):
             self._world.dropped(self)
-
-
-def _nothing() -> None:
-    """Nobody can have given another list: the ranks have compared what they asked for."""
