@@ -40,11 +40,13 @@ class GroupSpec:
     Attributes:
         name: unique in the job, equal on all members.
         ident: see :func:`ident_of`.
-        ranks: global ranks of the members, in group order; ``ranks[rank]`` is this process.
+        ranks: the members' ranks in the first group of the job, in group order; ``ranks[rank]`` is this
+            process.
         concurrency: number of lanes.
         options: the backend's own, as given to ``shoal.init``.
         scope: ``"all"``: what breaks between two members breaks the group; ``"pair"``: it fails what these
             two exchange, and the group carries no collectives.
+        world_ranks: their ranks in the group of all that the program has now, if it was rebuilt.
     """
 
     name: str
@@ -54,6 +56,7 @@ class GroupSpec:
     concurrency: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     scope: str = "all"
+    world_ranks: tuple[int, ...] | None = None
 
 
 class Shortcut(Protocol):

@@ -91,6 +91,7 @@ from .lifecycle import (
     is_available,
     is_initialized,
     is_torchelastic_launched,
+    rebuild,
 )
 from .objects import (
     all_gather_object,
@@ -162,6 +163,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "rebuild",
     "recv",
     "recv_object_list",
     "reduce",

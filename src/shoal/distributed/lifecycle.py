@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..initialize import init
 from ..torch_terms.durations import CLOSING, Duration, seconds
 from .backend import parse_backend, refuse_device
 from .init_method import meeting_place
-from .state import GroupLike, is_absent, member_group, state
+from .state import GroupLike, default_group, is_absent, member_group, state
 
 
 def init_process_group(
@@ -93,6 +93,33 @@ def destroy_process_group(group: GroupLike = None) -> None:
     pg = member_group(group, "destroy_process_group")
     assert pg is not None  # a rank that is not in the group has left above
     pg.close(min(pg.timeout, CLOSING))
+
+
+def rebuild(
+    *, min_size: int = 1, without: Iterable[int] = (), leave: bool = False, timeout: Duration | None = None
+) -> None:
+    """Make the default group anew, of the ranks that live; :func:`get_rank` may give another rank then.
+
+    Every rank that lives calls it, after an error that a lost rank has caused, or to go on with fewer.  What
+    was made with the old default group, such as a DistributedDataParallel, is made again with the new one.
+    After it :func:`is_initialized` is False on a rank that has left.
+
+    Args:
+        min_size: with fewer ranks nothing is made.
+        without: ranks that do not go on, though they live.  They call it too.
+        leave: whether this rank does not go on.
+        timeout: a timedelta, or seconds; None: that of the group.
+
+    Raises:
+        UsageError: there is no default group.
+        GroupError: as :meth:`shoal.ProcessGroup.rebuild` raises; the default group is as it was.
+    """
+    old = default_group("rebuild")
+    new = old.rebuild(min_size=min_size, without=without, leave=leave, timeout=seconds(timeout))
+    if new is None:
+        destroy_process_group()
+    else:
+        state.replace(new)
 
 
 def _check_store_alone(init_method: str | None, rank: int, world_size: int) -> None:

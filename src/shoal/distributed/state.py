@@ -57,6 +57,11 @@ class _State:
         with self._lock:
             self.world, self.backend, self.groups = world, backend, 1
 
+    def replace(self, world: ProcessGroup) -> None:
+        """``world`` is what has become of the default group."""
+        with self._lock:
+            self.world = world
+
     def count(self) -> None:
         """Another group was made."""
         with self._lock:

@@ -74,7 +74,7 @@ def contents(group: Watched, failure: GroupError | None = None) -> dict[str, Any
         "job": group._world.membership.job,
         "group": group.name,
         "rank": group.rank,
-        "ranks": list(group.ranks),
+        "ranks": list(group._spec.ranks),
         "state": state,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -122,7 +122,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: st
 
 def file_name(group: Watched) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, of characters that every file system takes."""
-    words = (group._world.membership.job, str(group.ranks[group.rank]), group.name, str(os.getpid()))
+    words = (group._world.membership.job, str(group._spec.ranks[group.rank]), group.name, str(os.getpid()))
     return "-".join(["shoal", *(word(each, f"{group._spec.ident:x}") for each in words if each)]) + ".json"
 
 

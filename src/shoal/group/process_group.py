@@ -121,8 +121,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the world group, in the order of their ranks here."""
-        return self._spec.ranks
+        """The members' ranks in the world group that it was made from, in the order of their ranks here."""
+        return self._spec.ranks if self._spec.world_ranks is None else self._spec.world_ranks
 
     @property
     def name(self) -> str:
@@ -381,7 +381,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     ) -> ProcessGroup:
         label = encodable(label)
         name = f"{self.name}/{label}"
-        ranks = tuple(self.ranks[rank] for rank in members)
+        ranks = tuple(self._spec.ranks[rank] for rank in members)
         store = PrefixStore(f"{label}/", self._store)
         seconds = self._timeout if timeout is None else timeout
         links = self._connected(ranks, store, seconds, choices, given)
@@ -393,6 +393,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             concurrency=choices.concurrency or self._spec.concurrency,
             options=dict(links.options),
             scope=choices.scope or "all",
+            world_ranks=self._spec.world_ranks and tuple(self.ranks[rank] for rank in members),
         )
         return self._in(self._world, links, spec, store, timeout=seconds, parent=self)
 

@@ -69,11 +69,13 @@ class _Line:
 
     Attributes:
         spec, store: of the first of them.
+        is_world: whether they are groups of all ranks.
         epoch: the newest that this rank knows of.
     """
 
     spec: GroupSpec
     store: Store
+    is_world: bool
     epoch: int = 0
 
 
@@ -127,6 +129,7 @@ class Rebuilding(Agreements):
     epoch: int = 0
     rebuilt: Rebuilt | None = None
     _line: _Line | None = None
+    _is_first: bool
     #: what it has become, and what it would have become but for an error
     _successor: Any = None
     _pending: Any = None
@@ -240,7 +243,7 @@ class Rebuilding(Agreements):
 
     def _line_of_it(self) -> _Line:
         if self._line is None:
-            self._line = _Line(self._spec, self._store)
+            self._line = _Line(self._spec, self._store, self._is_first)
         return self._line
 
     def _succeed(self: R, plan: Rebuilt) -> R:
@@ -251,6 +254,9 @@ class Rebuilding(Agreements):
         spec = replace(
             self._spec, name=f"{line.spec.name}@{line.epoch}", ident=ident_of(label), ranks=ranks,
             rank=plan.previous.index(self._rank),
+            world_ranks=tuple(range(len(ranks)))
+            if line.is_world
+            else self._spec.world_ranks and tuple(self._spec.world_ranks[rank] for rank in plan.previous),
         )  # fmt: skip
         successor = self._made_again(spec, PrefixStore(f"@{line.epoch}", line.store))
         successor.epoch, successor._line = line.epoch, line

@@ -104,7 +104,7 @@ def sever(whose: ProcessGroup | Agent, other: int | str) -> int:
             whose.endpoint.post.sever(line.number)
         return len(lines)
     backend: Any = whose._backend
-    backend.sever(whose._links.ranks.index(whose.ranks[int(other)]))
+    backend.sever(whose._links.ranks.index(whose._spec.ranks[int(other)]))
     return 1
 
 
