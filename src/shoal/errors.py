@@ -92,6 +92,14 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 # -- groups ------------------------------------------------------------------------------------
 
 
+class _OfRanks(Exception):
+    """What an error has that names ranks."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class GroupError(ShoalError):
     """Something ended the group.  Every pending and later operation on it raises.
 
@@ -109,7 +117,7 @@ class GroupError(ShoalError):
     last_completed: int | None = None
 
 
-class PeerLost(GroupError, ConnectionError):
+class PeerLost(_OfRanks, GroupError, ConnectionError):
     """One or more members of the group died or can no longer be reached.
 
     Attributes:
@@ -119,12 +127,8 @@ class PeerLost(GroupError, ConnectionError):
     The survivors can go on: make a new group without the lost ranks.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
-
-class ProtocolError(GroupError, WireError):
+class ProtocolError(_OfRanks, GroupError, WireError):
     """A member of the group sent, or wrote into shared memory, what the protocol does not allow.
 
     If it sent it, the connection to it is cut, so it is lost to every group; if it wrote it, the group whose
@@ -137,10 +141,6 @@ class ProtocolError(GroupError, WireError):
     go on in a group without it.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
 
 class CollectiveMismatch(GroupError):
     """The ranks of a group called different operations, or the same one with arguments that differ.
@@ -150,7 +150,7 @@ class CollectiveMismatch(GroupError):
     """
 
 
-class OperationTimeout(GroupError, TimeoutError):
+class OperationTimeout(_OfRanks, GroupError, TimeoutError):
     """An operation did not finish within its ``timeout=``.
 
     The group is broken by it, unless it has ``scope="pair"``: then the operation alone has ended.
@@ -160,10 +160,6 @@ class OperationTimeout(GroupError, TimeoutError):
 
     A rank that is merely slow needs a longer timeout; a rank that hangs needs a debugger.
     """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class OperationCancelled(GroupError):
@@ -178,7 +174,7 @@ class GroupAborted(GroupError):
     """Somebody called ``abort()`` on the group; the message says which rank, and the reason given."""
 
 
-class QuorumLost(GroupError, TimeoutError):
+class QuorumLost(_OfRanks, GroupError, TimeoutError):
     """The ranks that can be reached are too few to decide for the group: the others may live and decide too.
 
     Attributes:
@@ -189,12 +185,8 @@ class QuorumLost(GroupError, TimeoutError):
     of a job can live apart.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
-
-class Evicted(GroupError):
+class Evicted(_OfRanks, GroupError):
     """The others have decided to go on without this rank.
 
     Attributes:
@@ -203,10 +195,6 @@ class Evicted(GroupError):
     They had lost it, or it had not voted in time.  It can take no part in what they do from now on: end the
     process, and let it join again.
     """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class TooFewRanks(GroupError):
@@ -255,7 +243,7 @@ class UnusedParameterError(ShoalError):
     """Parameters took no part in the loss, so their bucket can never be reduced; they are named."""
 
 
-class UnevenInputs(ShoalError):
+class UnevenInputs(_OfRanks, ShoalError):
     """Some ranks ran out of batches before others, in a Join that was told to raise then.
 
     Attributes:
@@ -264,10 +252,6 @@ class UnevenInputs(ShoalError):
     Every rank raises it, in the same step, and the group stays usable.  Give all ranks equally many batches,
     or let the Join go on without ``throw_on_early_termination=True``.
     """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
 
 class OutOfStep(ShoalError):

@@ -48,7 +48,13 @@ class News(NamedTuple):
 
 
 class Agreeing(Protocol):
-    """An agreement in which this rank has voted.  Any thread may call it."""
+    """An agreement in which this rank has voted.  Any thread may call it.
+
+    Attributes:
+        number: 0 for the first of the group, and so on; the same on all ranks.
+    """
+
+    number: int
 
     def wait(self, timeout: float) -> News:
         """Wait for an outcome or a request, for ``timeout`` seconds at most.  Each is given once."""

@@ -24,10 +24,10 @@ class NativeAgreement:
                 "the first of them"
             )
         self._core = core
-        self._number = number
+        self.number = number
 
     def wait(self, timeout: float) -> News:
-        outcome, op, value, ranks, request = self._core.agreed(self._number, timeout)
+        outcome, op, value, ranks, request = self._core.agreed(self.number, timeout)
         return News(
             Outcome(outcome), None if op is None else Op(op), value or b"", tuple(ranks or ()), request
         )
@@ -37,7 +37,7 @@ class NativeAgreement:
         return wanted
 
     def tell_witness(self, request: WitnessRequest, kept: bytes) -> None:
-        self._core.tell_witness(self._number, *request, kept)
+        self._core.tell_witness(self.number, *request, kept)
 
     def losses(self) -> tuple[list[int], list[int]]:
         losses: tuple[list[int], list[int]] = self._core.losses()

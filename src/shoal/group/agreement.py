@@ -126,9 +126,7 @@ class Agreements(Submitter):
         with self._submitting:
             self._refuse_if_closed()
             agreeing = self._channel.agree(_OPS[op], vote, seconds)
-            key = f"agreement/{self._agreements}"
-            self._agreements += 1
-        following = _Following(agreeing, self._spec, op, seconds, self._store, key)
+        following = _Following(agreeing, self._spec, op, seconds, self._store)
         return in_background(following.run)
 
     def _vote_limit(self) -> int:
@@ -190,10 +188,9 @@ class _Following:
     op: str
     timeout: float
     store: Store
-    key: str
 
     def run(self) -> Agreement[Any]:
-        with contextlib.closing(_Witness(self.agreeing, self.store, self.key)) as witness:
+        with contextlib.closing(_Witness(self.agreeing, self.store)) as witness:
             while True:
                 news = self.agreeing.wait(_LOOK)
                 if news.request is not None:
@@ -222,13 +219,14 @@ class _Following:
     def _undecided(self, where: str, failure: Exception | None) -> GroupError:
         lost, dead = self.agreeing.losses()
         size = len(self.spec.ranks)
+        reached = size - len(lost)
         within = f"{where}: no decision within {in_seconds(self.timeout)}"
-        if len(lost) == len(dead) or 2 * (size - len(lost)) > size:
+        if len(lost) == len(dead) or 2 * reached > size:
             return OperationTimeout(f"{within}: a rank that can be reached has not voted, or not answered")
         apart = [rank for rank in lost if rank not in dead]
         return QuorumLost(
             f"{within}: {ranks_named(apart)} cannot be reached and may live, and this side has "
-            f"{'exactly' if 2 * (size - len(lost)) == size else 'less than'} half of the {size} ranks"
+            f"{'exactly' if 2 * reached == size else 'less than'} half of the {size} ranks"
             + (f"; the store could not be asked: {in_words(failure)}" if failure else ""),
             lost,
         )
@@ -241,10 +239,10 @@ class _Witness:
         failure: why the latest one could not be answered yet.
     """
 
-    def __init__(self, agreeing: Agreeing, store: Store, key: str) -> None:
+    def __init__(self, agreeing: Agreeing, store: Store) -> None:
         self._agreeing = agreeing
         self._store = store
-        self._key = key
+        self._key = f"agreement/{agreeing.number}"
         self._lock = threading.Lock()
         self._latest: WitnessRequest | None = None
         self._clones: list[Store] = []

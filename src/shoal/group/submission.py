@@ -61,7 +61,6 @@ class Submitter:
         self._state = "open"
         self._ended = False
         self._abort_reason = ""
-        self._agreements = 0  # so many were called
 
     @property
     def _state(self) -> str:
