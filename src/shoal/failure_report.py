@@ -6,6 +6,7 @@ end already because of it.  So each rank of ``shoal run`` inherits a descriptor 
 - ``failed``: an exception that nobody caught ends it, or it could not connect;
 - ``left``: it aborts a group, or closes the world, which others may still need;
 - ``told``: it has heard that others failed or left, and which;
+- ``rebuilt``: it goes on without those that failed: what it reported before ends it no more;
 - ``ended``: the exit code that Python gives it after an exception that nobody caught.
 
 A rank reports before it tells its peers, so the report of a cause is earlier than those of its
@@ -34,10 +35,10 @@ from .wording import in_words
 #: characters of a report's text, ranks that it names, and bytes of the whole
 LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
 
-#: reports of one process
+#: reports of one process until it rebuilds a group
 _MOST_REPORTS = 8
 
-Kind = Literal["failed", "left", "told", "ended"]
+Kind = Literal["failed", "left", "told", "rebuilt", "ended"]
 _Rank = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -133,6 +134,13 @@ def left() -> None:
 def told(ranks: Collection[int] = ()) -> None:
     """This rank has heard that ``ranks`` of the world failed or left, or that some did."""
     _report("told", tuple(ranks)[:MOST_RANKS] if _same_numbers else ())
+
+
+def rebuilt() -> None:
+    """This rank goes on in a new group, without those that failed."""
+    if _reported:
+        _reported.clear()
+        _report("rebuilt")
 
 
 def ended(error: BaseException) -> None:

@@ -72,6 +72,22 @@ def test_a_rank_that_reports_without_end_is_heard_a_few_times() -> None:
     reports.close()
 
 
+def test_a_rank_that_goes_on_without_others_is_heard_anew() -> None:
+    reports = Reports(2)
+    for _ in range(40):
+        os.write(reports.inherited, encoded(Report("told", now(), (1,))))
+        reports.read()
+        assert [each.kind for each in reports.received] == ["told"]
+        os.write(reports.inherited, encoded(Report("rebuilt", now())))
+        reports.read()
+        assert reports.received == []
+    os.write(reports.inherited, encoded(Report("rebuilt", now() + 1000)))
+    os.write(reports.inherited, encoded(Report("failed", now())))
+    reports.read()
+    assert [each.kind for each in reports.received] == ["failed"]
+    reports.close()
+
+
 #: a process that says which of its children, beside itself, can report
 SPEAKERS = """
 import os, subprocess, sys

@@ -38,16 +38,19 @@ class QuickLauncher:
         self._process.start()
         jobs.close()
 
-    def run(self, size: int, *command: str, **constants: float) -> tuple[int, str, str]:
+    def run(
+        self, size: int, *command: str, least: int | None = None, **constants: float
+    ) -> tuple[int, str, str]:
         """Run a script and its arguments on ``size`` ranks.
 
         Args:
+            least: as ``--min``.
             constants: of the supervisor, in the place of its own.
 
         Returns:
             Exit code, stdout, stderr.
         """
-        self._jobs.send((size, command, self._out, self._err, constants))
+        self._jobs.send((size, least, command, self._out, self._err, constants))
         code = self._jobs.recv()
         return code, self._out.read_text(), self._err.read_text()
 
@@ -76,7 +79,14 @@ def serve(jobs: Connection) -> None:
             jobs.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _launch(size: int, command: Sequence[str], out: Path, err: Path, constants: Mapping[str, float]) -> int:
+def _launch(
+    size: int,
+    least: int | None,
+    command: Sequence[str],
+    out: Path,
+    err: Path,
+    constants: Mapping[str, float],
+) -> int:
     from shoal.launch import process, run, supervisor
 
     for name, value in constants.items():
@@ -91,7 +101,7 @@ def _launch(size: int, command: Sequence[str], out: Path, err: Path, constants: 
     process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=_Rank, **{name: getattr(subprocess, name) for name in names}
     )
-    return run.launch(list(command), size, {})
+    return run.launch(list(command), size, {}, least=least)
 
 
 class _Rank:

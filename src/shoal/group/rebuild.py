@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+from .. import failure_report
 from ..backend.base import GroupSpec, ident_of
 from ..errors import GroupClosed, PeerLost, ProtocolError, TooFewRanks
 from ..keywords import explained
@@ -269,6 +270,7 @@ class Rebuilding(Agreements):
     def _become(self: R, successor: R) -> None:
         """``successor`` takes the place of this group, which is closed next."""
         self._successor, self._pending = successor, None
+        failure_report.rebuilt()
 
     def _close_pending(self, timeout: float) -> None:
         if self._pending is not None:

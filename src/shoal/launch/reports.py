@@ -14,7 +14,7 @@ import msgspec
 
 from ..failure_report import LONGEST, Report, descriptor_name
 
-#: reports that are read from one rank
+#: reports that are read from one rank, until one says that it has rebuilt a group
 _MOST = 16
 
 
@@ -26,13 +26,13 @@ class Reports:
 
     Attributes:
         inherited: the descriptor that the rank must inherit, until :meth:`started`.
-        received: what was reported, the earliest first.
+        received: what was reported since the last rebuild of a group, the earliest first.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._begin = time.monotonic()
-        self._left = _MOST
+        self._left, self._is_rebuilt = _MOST, False
         self._mine, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mine.setblocking(False)
         self._theirs.setblocking(False)  # a rank does not wait for the launcher to read
@@ -58,12 +58,14 @@ class Reports:
             except OSError:
                 data, flags = b"", 0
             if not data:
-                self._left = 0
+                self._left, self._is_rebuilt = 0, False
                 break
             self._left -= 1
             if not flags & socket.MSG_TRUNC:
                 self._take(data)
         self.received.sort(key=lambda report: report.at)
+        if self._is_rebuilt:
+            self._left, self._is_rebuilt = _MOST, False
 
     def close(self) -> None:
         """Let go of the descriptors."""
@@ -78,5 +80,8 @@ class Reports:
         # Not NaN either, and not outside of the time in which the rank can have sent it.
         if not self._begin <= report.at <= time.monotonic():
             return
-        if all(rank < self._size for rank in report.ranks):
+        if report.kind == "rebuilt":
+            self._is_rebuilt = True
+            self.received.clear()
+        elif all(rank < self._size for rank in report.ranks):
             self.received.append(report)

@@ -59,6 +59,8 @@ _MEANT = {
     "--bind-to": "ranks are bound to cores by --bind",
     "--cpu-bind": "ranks are bound to cores by --bind",
     "--log-directory": "the directory for a file a rank is --log-dir DIR",
+    "--max-restarts": "ranks that fail are not started again; the others can go on with --min N",
+    "--enable-recovery": "the other ranks go on with --min N",
     "--no-python": "any program may be run; leave it out",
 }
 
@@ -81,6 +83,14 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     default="1",
     show_default=True,
     help="Number of ranks, or auto: one on each core that may be used.",
+)
+@click.option(
+    "--min",
+    "least",
+    metavar="NUMBER",
+    type=click.IntRange(min=1),
+    help="Go on when ranks fail, while at least so many live or have finished; without it all end with the "
+    "first. COMMAND must know what to do then: see group.rebuild.",
 )
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
 @click.option(
@@ -106,6 +116,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
 def run(
     size: int,
+    least: int | None,
     module: bool,
     log_dir: Path | None,
     store: str | None,
@@ -118,8 +129,10 @@ def run(
 
     The first word that is not an option is the command; what follows it goes to the command
     untouched. The exit code is that of the rank that failed first (128 and the number of the
-    signal, if one killed it), or 0.
+    signal, if one killed it), or 0; with --min also if ranks failed and the others finished.
     """
+    if least is not None and least > size:
+        raise click.BadParameter(f"{least} of {counted(size, 'rank')}", param_hint="'--min'")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
     config.check_values({**os.environ, **Job(size).variables(0, "", "")})
@@ -127,7 +140,9 @@ def run(
     if dry_run:
         click.echo(_plan(argv, size, extra, bound, store))
         return 0
-    return launch(argv, size, extra, bound=bound, prefixed=not no_prefix, log_dir=log_dir, store=store)
+    return launch(
+        argv, size, extra, least=least, bound=bound, prefixed=not no_prefix, log_dir=log_dir, store=store
+    )
 
 
 def launch(
@@ -135,6 +150,7 @@ def launch(
     size: int,
     extra: dict[str, str],
     *,
+    least: int | None = None,
     bound: Sequence[Sequence[int]] | None = None,
     prefixed: bool = True,
     log_dir: Path | None = None,
@@ -144,6 +160,7 @@ def launch(
 
     Args:
         extra: added to the environment.
+        least: so many ranks may go on when others fail; None: all end with the first that fails.
         bound: the cores of each rank; None: all ranks run on all.
         prefixed: begin lines with their rank.
         log_dir: directory for a file for each rank.
@@ -168,7 +185,7 @@ def launch(
         closing(ExitNotes(meeting_place.connect, job.ident)) as notes,
     ):
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
-        supervisor = Supervisor(signals, guardian, notes, prefixed=prefixed, logs=logs)
+        supervisor = Supervisor(signals, guardian, notes, least=least, prefixed=prefixed, logs=logs)
         with closing(supervisor):
             for rank in range(size):
                 variables = job.variables(rank, meeting_place.url, str(port.number))

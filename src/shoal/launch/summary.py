@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-from ..wording import ranks_named
+from ..wording import counted, ranks_named
 from . import causes
 from .process import Rank
 
@@ -72,6 +72,21 @@ def _ended(status: int) -> str:
     if status == 0:
         return "finished"
     return f"ended with exit code {status}" if status > 0 else f"was {describe(status)}"
+
+
+def outlived(rank: Rank, left: Sequence[int]) -> bytes:
+    """The line for a rank that failed while enough others go on."""
+    assert rank.status is not None
+    on = "goes on" if len(left) == 1 else "go on"
+    how = f"{describe(rank.status)}, after {rank.seconds:.1f} s (process {rank.pid})"
+    return f"shoal: rank {rank.index} failed: {how}; {ranks_named(left)} {on}\n".encode()
+
+
+def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank]) -> bytes:
+    """The last line of a job that ended well though ranks had failed."""
+    ended = [(rank, _ended(rank.status or 0)) for rank in failed]
+    finished = f"{len(ranks) - len(failed)} of {counted(len(ranks), 'rank')} finished"
+    return f"shoal: {finished}; {_grouped(ended)}\n".encode()
 
 
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:

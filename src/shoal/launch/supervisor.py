@@ -7,7 +7,7 @@ when many are seen at once: the first failure is the first, not the one with the
 A job goes through these phases::
 
     RUNNING --a rank fails-----> FAILED    the others get SIGTERM, and SIGKILL a moment later;
-       |                           |       the rank that caused it (causes.py) may end by itself
+       |      and too few are left |       the rank that caused it (causes.py) may end by itself
        |-----SIGINT, SIGTERM---> STOPPING  passed on; SIGKILL after a long grace or a second SIGINT
        v                           |
     every rank has ended <---------+----> what they left in their process groups is killed,
@@ -63,6 +63,7 @@ class Supervisor:
         signals: the launcher's; those that arrive are passed on.
         guardian: told of every rank before it runs.
         notes: told of every rank that ends before others do.
+        least: so many ranks may go on when others fail; None: all or none.
         prefixed, logs: see :class:`Output`.
 
     Call :meth:`start` for each rank, :meth:`run` once, and :meth:`close` whatever happened.
@@ -74,16 +75,21 @@ class Supervisor:
         guardian: Guardian,
         notes: ExitNotes,
         *,
+        least: int | None = None,
         prefixed: bool = True,
         logs: Logs | None = None,
     ) -> None:
         self._signals = signals
+        self._least = least
         self._notes = notes
         self._prefixed, self._logs = prefixed, logs
         self._announce = guardian.announcer()
         self._ranks: list[Rank] = []
         self._phase = _Phase.RUNNING
         self._culprit: Rank | None = None
+        #: those that failed while enough others went on, and the one after which too few were left
+        self._outlived: list[Rank] = []
+        self._fatal: Rank | None = None
         self._stop_signal = 0
         self._interrupted_at = -_SAME_INTERRUPT
         self._kill_at: float | None = None
@@ -180,7 +186,17 @@ class Supervisor:
         if rank is self._culprit:
             self._spare_until = None
         if self._phase is _Phase.RUNNING and status != 0:
-            self._phase = _Phase.FAILED
+            self._failed(rank)
+
+    def _failed(self, rank: Rank) -> None:
+        """``rank`` has failed, by itself or because of another one."""
+        assert self._output is not None
+        left = [other.index for other in self._ranks if not other.status]
+        if self._least is not None and len(left) >= self._least:
+            self._outlived.append(rank)
+            self._output.say(summary.outlived(rank, left))
+        else:
+            self._phase, self._fatal = _Phase.FAILED, rank
             first = self._ranks[self._cause()]
             if first.status is None:
                 self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE
@@ -207,6 +223,8 @@ class Supervisor:
     def _cause(self) -> int:
         """The index of the rank that failed first, now that one has failed."""
         self._read_reports()
+        if self._outlived and self._fatal is not None:
+            return causes.origin(self._ranks, self._fatal)
         found = causes.cause(self._ranks)
         assert found is not None
         return found
@@ -307,4 +325,6 @@ class Supervisor:
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
+        if self._outlived:
+            output.say(summary.outlived_all(self._ranks, self._outlived))
         return 0
