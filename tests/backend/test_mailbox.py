@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from shoal.backend.base import GroupSpec
 from shoal.backend.registry import backend_names, register_backend, unregister_backend
 from shoal.errors import RemoteError, UsageError
 from shoal.group import ProcessGroup
+from shoal.store import MemoryStore, PrefixStore
 from shoal.testing import run_threads
 
 from .conformance import BackendConformance
@@ -40,6 +43,17 @@ def test_a_backend_is_registered_by_a_call() -> None:
         unregister_backend("letters")
     with pytest.raises(UsageError, match="letters"):
         run_threads(_sum, 2, backend="letters", timeout=30)
+
+
+def test_a_peer_that_died_before_it_had_sent_the_letter_of_its_number_keeps_no_close_waiting() -> None:
+    from shoal_mailbox.channel import MailboxChannel
+
+    store = MemoryStore()
+    spec = GroupSpec(name="world", ident=7, rank=0, ranks=(0, 1), concurrency=1, options={})
+    channel = MailboxChannel(store, spec)
+    PrefixStore("mailbox/7/", store).add("0/count", 1)
+    channel.close(60.0)
+    assert not any(thread.name == "mailbox-world" for thread in threading.enumerate())
 
 
 def test_options_that_the_backend_does_not_know_are_refused() -> None:

@@ -119,6 +119,7 @@ def main() -> None:
             for index, (a, b) in enumerate(zip(expected[name], found, strict=True)):
                 assert torch.equal(a, b), f"{name}: tensor {index} is\n{b} on the device and\n{a} on the CPU"
         check_that_the_host_does_not_wait(group, runtime)
+    assert not runtime.broken(), "the group was closed before its streams had sent what was enqueued"
     print("equal on the device and on the CPU")
 
 

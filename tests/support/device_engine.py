@@ -10,6 +10,8 @@ the CPU go to the mailbox as they are.  What goes wrong on a stream is the failu
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,7 @@ from shoal.spec import Operation
 from shoal.streams import DeviceEvents
 
 from . import pretend_device
+from .fake_streams import FakeStream
 from .pretend_device import PretendRuntime, is_pretend, memory_of
 
 _runtime: PretendRuntime
@@ -52,12 +55,16 @@ class DeviceChannel(DataChannel):
         self._mailbox = mailbox
         self._name = name
         self._stream = _runtime.stream(pretend_device.DEVICE, name)
+        self._keyed: list[FakeStream] = []
 
     def submit(self, operation: Operation) -> Future[Any]:
         if not any(is_pretend(x) for x in (*operation.inputs, *operation.outputs)):
             return self._mailbox.submit(operation)
         device = pretend_device.DEVICE
-        stream = _runtime.stream(device, f"{self._name} keyed") if operation.key else self._stream
+        stream = self._stream
+        if operation.key:
+            stream = _runtime.stream(device, f"{self._name} keyed")
+            self._keyed.append(stream)
         stream.wait_event(_runtime.record(_runtime.current_stream(device)))
         there = replace(operation, inputs=_memory(operation.inputs), outputs=_memory(operation.outputs))
         _runtime.launch(stream, lambda: self._mailbox.submit(there).wait())
@@ -75,7 +82,12 @@ class DeviceChannel(DataChannel):
         self._mailbox.abort(reason)
 
     def close(self, timeout: float) -> None:
-        self._mailbox.close(timeout)
+        """Close the mailbox when the streams have come to their ends, or broken."""
+        deadline = time.monotonic() + timeout
+        for event in [stream.record() for stream in (self._stream, *self._keyed)]:
+            with contextlib.suppress(Exception):
+                event.wait(max(0.0, deadline - time.monotonic()))
+        self._mailbox.close(max(0.0, deadline - time.monotonic()))
 
 
 def _memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

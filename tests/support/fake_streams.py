@@ -74,6 +74,11 @@ class FakeStream:
             self._allowed = None
             self._condition.notify_all()
 
+    @property
+    def broken(self) -> Exception | None:
+        """What it failed with."""
+        return self._broken
+
     def fail(self, error: Exception) -> None:
         """Run nothing ever again: all events that have not occurred yet fail with ``error``."""
         with self._condition:
@@ -177,6 +182,10 @@ class FakeRuntime(StreamRuntime):
             yield
         finally:
             self._held = False
+
+    def broken(self) -> list[str]:
+        """The streams that failed, and with what."""
+        return [f"{stream.name}: {stream.broken!r}" for stream in self._streams if stream.broken]
 
     def release(self) -> None:
         """Hold no stream any more."""

@@ -83,6 +83,7 @@ class MailboxChannel(DataChannel):
         self._called: dict[str, str] = {}
         self._closed: set[int] = set()
         self._failure: GroupError | None = None
+        self._ended = False
         self._reader = threading.Thread(target=self._read, name=f"mailbox-{group.name}", daemon=True)
         self._reader.start()
 
@@ -122,6 +123,7 @@ class MailboxChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         with self._lock:
+            self._ended = True
             for pending in self._pending:
                 pending.future.set_exception(errors.GroupClosed(f"rank {self._rank} closed the group"))
             self._pending.clear()
@@ -177,6 +179,8 @@ class MailboxChannel(DataChannel):
             try:
                 letter = Letter.decode(self._store.get(key, timeout=_TICK))
             except errors.StoreTimeout:
+                if self._ended:  # a peer that died left a number without a letter before our last
+                    return
                 self._check_deadlines()
                 continue
             except errors.StoreError as error:
