@@ -7,6 +7,7 @@ use Gloo are not for this: a script that drops DistributedDataParallel last may 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import runpy
@@ -22,6 +23,9 @@ from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
 from tests.support.quick_workers import nursery, start_at
+
+#: seconds that a rank gets to write its stacks, once its time is up, and for each part of them
+_DUMP_TIME, _PART_TIME = 10.0, 0.2
 
 
 def run_program(
@@ -39,7 +43,8 @@ def run_program(
         What each rank wrote to its standard output and error.
 
     Raises:
-        AssertionError: a rank did not end by itself and with exit code 0.
+        AssertionError: a rank did not end by itself and with exit code 0; with what each wrote, and with the
+            stacks of all threads of those that had not ended in time.
     """
     job, port = Job(size), ReservedPort()
     outputs = [folder / f"rank{rank}.txt" for rank in range(size)]
@@ -47,16 +52,20 @@ def run_program(
         variables = [job.variables(rank, server.url, str(port.number)) for rank in range(size)]
         workers = nursery() if is_master else None
         ranks = [
-            fork_server().Process(target=_play, args=(script, arguments, workers, *told))
+            fork_server().Process(target=_play, args=(script, arguments, workers, timeout, *told))
             for told in zip(variables, outputs, strict=True)
         ]
-        deadline = time.monotonic() + timeout
         try:
             for rank in ranks:
                 rank.start()
+            # Not before: the first rank of all waits until the fork server has loaded torch.
+            deadline = time.monotonic() + timeout
             for rank in ranks:
                 rank.join(max(0.0, deadline - time.monotonic()))
             codes = [rank.exitcode for rank in ranks]
+            for code, output in zip(codes, outputs, strict=True):
+                if code is None:
+                    _await_stacks(output)
         finally:
             for rank in ranks:
                 if rank.pid is not None:
@@ -69,8 +78,24 @@ def run_program(
     return written
 
 
+def _await_stacks(output: Path) -> None:
+    """Wait until a rank that is late has written where its threads are."""
+    deadline, before = time.monotonic() + _DUMP_TIME, ""
+    while time.monotonic() < deadline:
+        time.sleep(_PART_TIME)
+        text = output.read_text() if output.exists() else ""
+        if text == before and "Timeout (" in text:
+            return
+        before = text
+
+
 def _play(
-    script: Path, arguments: tuple[str, ...], workers: str | None, variables: dict[str, str], output: Path
+    script: Path,
+    arguments: tuple[str, ...],
+    workers: str | None,
+    timeout: float,
+    variables: dict[str, str],
+    output: Path,
 ) -> None:
     """Be one rank."""
     if workers is not None:
@@ -80,6 +105,8 @@ def _play(
     for number in (1, 2):
         os.dup2(descriptor, number)
     os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.dump_traceback_later(timeout, file=2)
     os.chdir(output.parent)
     os.environ.update(variables)
     sys.argv = [str(script), *arguments]
