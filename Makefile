@@ -8,6 +8,9 @@ PYTHON ?= python3
 CXX := $(if $(filter default,$(origin CXX)),c++,$(CXX))
 export CXX
 
+# Containers often set it, and then every process compiles torch's Python again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.done
