@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -115,6 +117,33 @@ def test_subgroups_go_on_and_the_block_of_the_old_group_closes_the_new_one() -> 
     on_ranks(rank, 2)
 
 
+def test_groups_of_pairs_are_rebuilt() -> None:
+    def rank(group: ProcessGroup) -> None:
+        pairs = rebuilt(group.subgroup([2, 1, 0], scope="pair"))
+        assert pairs.ranks == (2, 1, 0)
+        if pairs.rank:
+            pairs.send(torch.tensor([pairs.rank]), 0).wait()
+        else:
+            assert [pairs.recv(src=other).wait().item() for other in (2, 1)] == [2, 1]
+        pairs.close()
+
+    on_ranks(rank, 3)
+
+
+def test_rebuilds_without_end_keep_nothing() -> None:
+    def rank(group: ProcessGroup) -> None:
+        with group:
+            new, older = group, []
+            for _ in range(1500):
+                older.append(weakref.ref(new))
+                new = rebuilt(new)
+            gc.collect()
+            assert [each() for each in older if each() is not None] == [group]
+        assert new.state == "closed"
+
+    on_ranks(rank, 2)
+
+
 def test_messages_of_the_old_group_never_arrive_in_the_new_one() -> None:
     def rank(group: ProcessGroup) -> None:
         if group.rank == 0:
@@ -181,8 +210,13 @@ def test_a_rebuild_that_fails_goes_on_with_the_group_that_others_have() -> None:
 
         def lame(*how: Any) -> ProcessGroup:
             successor = made(*how)
-            barrier = successor.barrier
-            successor.barrier = lambda **how: barrier(**how).then(give_up)  # type: ignore[method-assign]
+            agree = successor.agree
+
+            def agree_once(*votes: Any, **how: Any) -> Any:
+                del successor.agree
+                return agree(*votes, **how).then(give_up)
+
+            successor.agree = agree_once  # type: ignore[method-assign]
             return successor
 
         with pytest.MonkeyPatch.context() as patch:

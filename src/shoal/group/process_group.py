@@ -482,8 +482,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._successor is not None:  # the block is of what became of it
-            self._successor.__exit__(kind, error, trace)
+        if self._line is not None and self._line.newest not in (None, self):  # the block is of that one
+            self._line.newest.__exit__(kind, error, trace)
         orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
         if not orderly and self._state == "open":
             reason = f"an exception left the group's block on rank {self.rank}: {error!r}"

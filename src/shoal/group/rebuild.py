@@ -1,8 +1,8 @@
 """Rebuilding: the ranks that go on make a new group, over the connections that they have.
 
-One agreement decides who they are, and each rank computes the same plan from it: nothing else is exchanged.
-A death after the agreement breaks the new group, which is then rebuilt in its turn.  Where that fails, by a
-timeout say, the next call goes on with the newest group: some ranks may have seen it whole and have it.
+An agreement decides who they are, and each rank computes the same plan from it: nothing else is exchanged.
+Another one, in the new group, shows whether that is whole; if ranks have died meanwhile, it is rebuilt in its
+turn.  Where that fails, by a timeout say, the next call goes on with the newest group: others may have it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .. import failure_report
 from ..backend.base import GroupSpec, ident_of
-from ..errors import GroupClosed, PeerLost, ProtocolError, TooFewRanks
+from ..errors import ProtocolError, TooFewRanks
 from ..keywords import explained
 from ..store import PrefixStore, Store
 from ..wire import Deadline
@@ -26,8 +26,8 @@ from .submission import called
 R = TypeVar("R", bound="Rebuilding")
 
 #: of a vote: the last collective that has completed, the newest epoch, the least size, whether the rank
-#: leaves, how many it names
-_HEAD = struct.Struct("<qIIBxH")
+#: leaves, whether its program has the group already, how many it names
+_HEAD = struct.Struct("<qIIBBH")
 _RANK = struct.Struct("<I")
 _SHORTEST = 0.001  # seconds for what is left of a rebuild
 
@@ -72,12 +72,14 @@ class _Line:
         spec, store: of the first of them.
         is_world: whether they are groups of all ranks.
         epoch: the newest that this rank knows of.
+        newest: the last of them that the program has; None: the first.
     """
 
     spec: GroupSpec
     store: Store
     is_world: bool
     epoch: int = 0
+    newest: Any = None
 
 
 class _Vote(NamedTuple):
@@ -85,12 +87,14 @@ class _Vote(NamedTuple):
     epoch: int
     min_size: int
     leaves: bool
+    is_in_use: bool
     without: frozenset[int]
     note: bytes
 
     def encode(self) -> bytes:
         named = b"".join(map(_RANK.pack, sorted(self.without)))
-        head = _HEAD.pack(self.completed, self.epoch, self.min_size, self.leaves, len(self.without))
+        flags = self.leaves, self.is_in_use
+        head = _HEAD.pack(self.completed, self.epoch, self.min_size, *flags, len(self.without))
         return head + named + self.note
 
 
@@ -99,12 +103,17 @@ def _decoded(vote: bytes, rank: int, size: int) -> _Vote:
     flaw = f"rank {rank} sent a vote for a rebuild that is none"
     if len(vote) < _HEAD.size:
         raise ProtocolError(flaw, [rank])
-    completed, epoch, min_size, leaves, count = _HEAD.unpack_from(vote)
+    completed, epoch, min_size, leaves, is_in_use, count = _HEAD.unpack_from(vote)
     end = _HEAD.size + count * _RANK.size
     without = frozenset(each for (each,) in _RANK.iter_unpack(vote[_HEAD.size : end]))
-    if len(vote) < end or leaves > 1 or completed < -1 or any(each >= size for each in without):
+    if (
+        len(vote) < end
+        or max(leaves, is_in_use) > 1
+        or completed < -1
+        or any(each >= size for each in without)
+    ):
         raise ProtocolError(flaw, [rank])
-    return _Vote(completed, epoch, min_size, bool(leaves), without, vote[end:])
+    return _Vote(completed, epoch, min_size, bool(leaves), bool(is_in_use), without, vote[end:])
 
 
 def new_ranks(stays: Sequence[int]) -> tuple[int, ...]:
@@ -131,8 +140,7 @@ class Rebuilding(Agreements):
     rebuilt: Rebuilt | None = None
     _line: _Line | None = None
     _is_first: bool
-    #: what it has become, and what it would have become but for an error
-    _successor: Any = None
+    #: what it would have become but for an error
     _pending: Any = None
 
     @explained(called)
@@ -183,7 +191,7 @@ class Rebuilding(Agreements):
         if not isinstance(note, bytes):
             call.refuse(f"note must be bytes, got {type(note).__name__}")
         named = frozenset(call.root(rank, "every element of without") for rank in without)
-        asks = _Vote(-1, 0, min_size, bool(leave), named, note)
+        asks = _Vote(-1, 0, min_size, bool(leave), True, named, note)
         room = self._vote_limit() - len(asks.encode()) + len(note)
         if len(note) > room:
             call.refuse(f"a note of {len(note)} bytes: there is room for {max(room, 0)}")
@@ -192,28 +200,24 @@ class Rebuilding(Agreements):
         if self._pending is not None:
             group, seen = self._pending, self._pending.rebuilt
             old = enumerate(seen.previous)
-            asks = asks._replace(without=frozenset(rank for rank, before in old if before in named))
+            named = frozenset(rank for rank, before in old if before in named)
+            asks = asks._replace(is_in_use=False, without=named)
         while True:
-            plan = group._agree_on_plan(asks, max(deadline.remaining(), _SHORTEST))
-            if group._rank not in plan.previous:
+            plan, is_whole = group._agree_on_plan(asks, max(deadline.remaining(), _SHORTEST))
+            if is_whole:
+                self._become(group)
+            if is_whole or group._rank not in plan.previous:
                 self.close(max(deadline.remaining(), _SHORTEST))
-                return None
+                return group if is_whole else None
             older, group = group, group._succeed(plan)
             group.rebuilt = seen = plan.after(seen)
             self._pending = group
             if older is not self:
                 older.close(_SHORTEST)
-            try:
-                group.barrier(timeout=max(deadline.remaining(), _SHORTEST)).wait()
-            except (PeerLost, GroupClosed):  # others died, or gave up
-                asks = asks._replace(leaves=False, without=frozenset())
-            else:
-                self._become(group)
-                self.close(max(deadline.remaining(), _SHORTEST))
-                return group
+            asks = asks._replace(leaves=False, is_in_use=False, without=frozenset())
 
-    def _agree_on_plan(self, asks: _Vote, timeout: float) -> Rebuilt:
-        """What all that go on compute from one decision."""
+    def _agree_on_plan(self, asks: _Vote, timeout: float) -> tuple[Rebuilt, bool]:
+        """What all that go on compute from one decision, and whether they can take this group as it is."""
         line = self._line_of_it()
         vote = asks._replace(completed=self._channel.last_completed(), epoch=line.epoch)
         agreed = self.agree(vote.encode(), "gather", timeout=timeout).wait()
@@ -221,10 +225,11 @@ class Rebuilding(Agreements):
             rank: _decoded(each, rank, self._size)
             for rank, each in zip(agreed.ranks, agreed.value, strict=True)
         }
-        line.epoch = 1 + max(each.epoch for each in votes.values())
         named = frozenset[int]().union(*(each.without for each in votes.values()))
         left = tuple(rank for rank in agreed.ranks if votes[rank].leaves or rank in named)
         stays = [rank for rank in agreed.ranks if rank not in left]
+        is_whole = len(stays) == self._size and not any(each.is_in_use for each in votes.values())
+        line.epoch = max(each.epoch for each in votes.values()) + (not is_whole)
         least = max(each.min_size for each in votes.values())
         if len(stays) < least:
             gone = [
@@ -237,10 +242,11 @@ class Rebuilding(Agreements):
                 f"{len(stays)} would go on, and min_size is {least}: {' and '.join(gone)}"
             )
         completed = [each.completed for each in votes.values()]
-        return Rebuilt(
+        plan = Rebuilt(
             new_ranks(stays), agreed.lost, left, {rank: each.note for rank, each in votes.items()},
             (min(completed), max(completed)),
         )  # fmt: skip
+        return plan, is_whole
 
     def _line_of_it(self) -> _Line:
         if self._line is None:
@@ -269,7 +275,7 @@ class Rebuilding(Agreements):
 
     def _become(self: R, successor: R) -> None:
         """``successor`` takes the place of this group, which is closed next."""
-        self._successor, self._pending = successor, None
+        self._line_of_it().newest, self._pending = successor, None
         failure_report.rebuilt()
 
     def _close_pending(self, timeout: float) -> None:
@@ -279,7 +285,3 @@ class Rebuilding(Agreements):
     @abc.abstractmethod
     def close(self, timeout: float | None = None) -> None:
         """Release everything."""
-
-    @abc.abstractmethod
-    def barrier(self, *, timeout: float | None = None) -> Any:
-        """Wait for all ranks."""
