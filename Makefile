@@ -35,8 +35,9 @@ demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ran
 	$(BIN)/shoal run -n 2 examples/digits.py
 
 # Two processes share the files among them, because many tests wait for processes, deadlines and the network.
+# tests/conftest.py sorts the files.
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile --durations=20 $(ARGS)
+	$(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -34,6 +36,24 @@ hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
+
+
+#: Files of few tests that take long.  The processes of ``make test`` begin with them: a file that begins last
+#: keeps one process busy while the other has nothing to do.
+LONGEST = (
+    "compat/launching/test_launchers.py", "compat/frameworks/test_frameworks.py",
+    "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
+    "examples/test_notebook.py", "parallel/test_device.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort files for several processes: the longest first, then those of many tests before those of few."""
+    if not hasattr(config, "workerinput"):  # one process
+        return
+    first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (first.get(item.path, len(first)), -count[item.path]))
 
 
 def pytest_collection_finish() -> None:

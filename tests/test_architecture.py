@@ -13,6 +13,7 @@ from tools.imports import circles, import_graph, imports, module_name
 
 import shoal
 import shoal.errors
+from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "shoal"
@@ -181,3 +182,7 @@ def test_files_fit_in_a_readers_head() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     too_long = {name: length for name, length in lengths.items() if length > 500}
     assert not too_long, f"one idea a file, 500 lines at most: {too_long}"
+
+
+def test_the_files_of_tests_with_which_runs_begin_are_there() -> None:
+    assert not [name for name in LONGEST if not (ROOT / "tests" / name).exists()]
