@@ -13,6 +13,8 @@ namespace {
 
 // Bytes kept of one peer's frames that end groups which do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
+// Between two looks for deaths, times the ranks per core.
+constexpr std::int64_t kLookOut = 20 * kMillisecond;
 
 }  // namespace
 
@@ -30,6 +32,7 @@ Context::Context(Options options)
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
   // Progress threads look in once a millisecond a core, not a rank: 64 ranks on 2 cores would do little else.
   look_in_ = kMillisecond * std::max(1, options_.local_size / cores);
+  look_out_ = kLookOut * std::max(1, (options_.local_size + cores - 1) / cores);
 }
 
 Context::~Context() {
@@ -73,6 +76,7 @@ void Context::close(std::int64_t deadline) {
 
 void Context::disown() {
   forked_ = true;
+  drowsy_ = false;
   arena_->disown();
   peers_.disown();
   // The threads exist only in the parent.

@@ -110,6 +110,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     void resume();
   };
   void rearm();
+  std::int64_t look_out();
+  bool busy();
+  void rouse();
   void park_or_rearm(bool readable, std::uint64_t& seen);
   bool progress(bool& waiting);
   void check(std::int64_t now, std::int64_t& next);
@@ -128,6 +131,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   int spins_;              // looks at what a wait is for, before giving the core away
   std::int64_t patience_;  // how long (ns) to give it away before sleeping
   std::int64_t look_in_;   // how often (ns) the progress thread looks for small operations
+  std::int64_t look_out_;  // how often (ns) the watch thread looks for deaths while operations are pending
   Peers peers_;
   Messenger messenger_;
 
@@ -146,6 +150,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<std::uint64_t> drives_{0};  // how often one began to
   std::atomic<int> asleep_{0};            // threads in wait() that sleep
   std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
+  std::atomic<bool> drowsy_{false};       // the watch thread looks for deaths rarely: nothing is pending
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};
   std::atomic<std::uint64_t> submissions_{0};

@@ -44,7 +44,7 @@ Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat)
 Peers::~Peers() {
   for (Peer& peer : peers_) peer.link.reset();
   close_descriptors();
-  close_all({&wakeup_, &epoll_, &sockets_});
+  close_all({&epoll_, &sockets_});
 }
 
 std::uint64_t Peers::make_ring(Arena& arena) {
@@ -139,7 +139,13 @@ Peers::News Peers::wait_for_news(int milliseconds) {
   for (int i = 0; i < count; ++i) {
     const std::uint64_t what = events[i].data.u64;
     news.readable |= what == kSockets;
-    if (what == kSockets || what == kWakeup) continue;
+    if (what == kSockets) continue;
+    if (what == kWakeup) {
+      std::uint64_t times;
+      (void)!read(wakeup_, &times, sizeof times);
+      news.woken = true;
+      continue;
+    }
     const int rank = static_cast<int>(what & 0xffffffffULL);
     const bool process = (what & kPidfd) != 0;
     const int fd = process ? at(rank).pidfd : at(rank).socket;
@@ -154,6 +160,7 @@ Peers::News Peers::wait_for_news(int milliseconds) {
 
 void Peers::wake() {
   std::uint64_t one = 1;
+  std::lock_guard lock(descriptors_mutex_);
   (void)!write(wakeup_, &one, sizeof one);
 }
 
@@ -207,13 +214,19 @@ bool Peers::mark_departed(int rank, Departure why) {
   return at(rank).state.compare_exchange_strong(alive, why == kProgramEnded ? kEnded : kDeparted);
 }
 
+bool Peers::any_marked() const {
+  return std::ranges::any_of(ring_peers_,
+                             [&](int rank) { return marked(at(rank)) && state(rank) == kAlive; });
+}
+
 std::vector<Loss> Peers::ended() {
   std::vector<Loss> dead, losses;
   {
     std::lock_guard lock(descriptors_mutex_);
     for (int rank = 0; rank < size(); ++rank) {
+      if (state(rank) != kAlive) continue;
       pollfd look{at(rank).pidfd, POLLIN, 0};
-      if (look.fd >= 0 && state(rank) == kAlive && ::poll(&look, 1, 0) == 1)
+      if (marked(at(rank)) || (look.fd >= 0 && ::poll(&look, 1, 0) == 1))
         dead.push_back({rank, kProcessEnded, ErrorCode::kPeerLost, true});
     }
   }
@@ -268,13 +281,14 @@ void Peers::say_goodbye(Departure why, std::int64_t deadline) {
 void Peers::close_descriptors() {
   std::lock_guard lock(descriptors_mutex_);
   for (Peer& peer : peers_) close_all({&peer.socket, &peer.pidfd});
+  close_all({&wakeup_});
 }
 
 void Peers::close() {
   for (Peer& peer : peers_)
     if (peer.link) peer.link->close();
   close_descriptors();
-  close_all({&epoll_, &wakeup_});
+  close_all({&epoll_});
 }
 
 // Locks may be held by threads that exist only in the parent.

@@ -44,7 +44,8 @@ class Peers {
   const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
   State state(int rank) const { return static_cast<State>(at(rank).state.load()); }
   bool dead(int rank) const { return at(rank).dead.load(); }
-  bool remote() const { return remote_; }  // some are on other hosts
+  bool remote() const { return remote_; }              // some are on other hosts
+  bool local() const { return !ring_peers_.empty(); }  // some are on this one
   bool remote(int rank) const { return at(rank).tcp != nullptr; }
   // Room for the payload of a control frame on its way in.
   std::vector<std::byte>& text(int rank) { return at(rank).text; }
@@ -56,6 +57,7 @@ class Peers {
   // For the thread that watches: waits until something is told of a peer, or so many milliseconds.
   struct News {
     bool readable = false;  // sockets, if they are listened to
+    bool woken = false;     // by wake()
     std::vector<Loss> losses;
   };
   News wait_for_news(int milliseconds);
@@ -71,7 +73,9 @@ class Peers {
   bool mark_lost(Loss& loss);
   bool mark_departed(int rank, Departure why);
   void lost_to_others(int rank) { at(rank).lost_to_others.store(true); }
-  // Marks the local peers whose processes have ended, of which nobody knew.
+  // Whether the processes of local peers have died of which nobody knows.  Costs a load a peer.
+  bool any_marked() const;
+  // Marks the local peers whose processes have died or ended, of which nobody knew.
   std::vector<Loss> ended();
   // All that are lost by now, to this rank or to one that said so.
   std::vector<int> all_lost() const;
@@ -92,12 +96,15 @@ class Peers {
     SocketLink* tcp = nullptr;
     std::unique_ptr<Mapping> memory;
     int socket = -1;  // local: its end means the peer's
-    int pidfd = -1;
+    int pidfd = -1;   // its end means that the peer's memory is unmapped
     std::atomic<int> state{kAlive};
     std::atomic<bool> lost_to_others{false};
     std::atomic<bool> dead{false};  // certainly
     std::vector<std::byte> text;
   };
+  bool marked(const Peer& peer) const {
+    return peer.memory && peer.memory->at<ArenaHeader>(0)->life.marked();
+  }
   Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int size() const { return static_cast<int>(peers_.size()); }
@@ -109,7 +116,7 @@ class Peers {
   Heartbeat heartbeat_;
   std::vector<Peer> peers_;
   std::vector<int> ring_peers_;
-  std::mutex descriptors_mutex_;  // those of the peers are not closed under it
+  std::mutex descriptors_mutex_;  // those of the peers, and `wakeup_`, are not closed under it
   int epoll_ = -1;
   // The TCP sockets, watched through an epoll of their own: a thread that waits for an operation polls it,
   // and one call hands it back to the thread that watches.

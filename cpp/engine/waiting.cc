@@ -17,6 +17,8 @@ constexpr std::int64_t kActive = 20 * kMillisecond;
 // How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
 constexpr std::int64_t kWarm = 2000 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds after which the watch thread takes back sockets that nobody polls
+// Between two looks for deaths, at least, while nothing is pending.
+constexpr std::int64_t kIdle = 250 * kMillisecond;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -80,6 +82,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
     driving.pause();
     moved = op.group().lanes().drive(op) || peers_.poll_rings();
     if (op.done()) return true;
+    rouse();
     if (!moved) sleeper.sleep(next - now);
     driving.resume();
     idle = moved ? 0 : spins_;  // woken: what was rung for is there, or is not for us
@@ -109,6 +112,7 @@ void Context::progress_loop() {
       bool moved = progress(still);
       if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
           !stop_.load()) {
+        if (waiting) rouse();
         std::int64_t nap = waiting ? 50 * kMillisecond : active ? look_in_ : 1000 * kMillisecond;
         sleeper.sleep(std::min(nap, next - now));
       }
@@ -120,17 +124,49 @@ void Context::progress_loop() {
 // -- news of the peers ----------------------------------------------------------------------------
 
 void Context::watch_loop() {
+  const Holding holding(header_->life);
   std::uint64_t drives = 0;
+  std::int64_t look_at = 0;
   while (!stop_.load(std::memory_order_acquire)) {
-    const int patience = !peers_.remote() ? -1
-                         : parked_.load() ? kParked
-                                          : static_cast<int>(peers_.period() / kMillisecond);
+    int patience = -1;
+    if (peers_.local()) {
+      const std::int64_t now = now_ns();
+      if (now >= look_at) look_at = now + look_out();
+      patience = static_cast<int>((look_at - now) / kMillisecond) + 1;
+    }
+    if (peers_.remote()) {
+      const int period = parked_.load() ? kParked : static_cast<int>(peers_.period() / kMillisecond);
+      patience = patience < 0 ? period : std::min(patience, period);
+    }
     Peers::News news = peers_.wait_for_news(patience);
     for (Loss& loss : news.losses) lost(std::move(loss));
+    if (news.woken) look_at = 0;
     if (!peers_.remote()) continue;
     park_or_rearm(news.readable, drives);
     for (Loss& loss : peers_.heartbeats(now_ns())) lost(std::move(loss));
   }
+}
+
+// Looks for deaths; the time (ns) until the next look.
+std::int64_t Context::look_out() {
+  if (peers_.any_marked()) tell_groups(peers_.ended());
+  return busy() ? look_out_ : std::max(look_out_, kIdle);
+}
+
+// Whether operations are pending.  If not, who waits for one later rouses the watch thread.
+bool Context::busy() {
+  drowsy_.store(true, std::memory_order_seq_cst);
+  for (auto& group : groups()) {
+    if (!group->lanes().pending()) continue;
+    drowsy_.store(false, std::memory_order_relaxed);
+    return true;
+  }
+  return false;
+}
+
+// Before a sleep, so that operations which end without one cost nothing.
+void Context::rouse() {
+  if (drowsy_.load(std::memory_order_seq_cst) && drowsy_.exchange(false)) peers_.wake();
 }
 
 // While a thread in wait() polls the sockets, the watch thread would only take its core away at every

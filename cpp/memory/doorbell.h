@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <ctime>
 
+#include "memory/life.h"
+
 namespace shoal {
 
 enum class Wake : int {
@@ -78,13 +80,14 @@ struct DirectoryEntry {
   std::atomic<std::uint64_t> offset{0};
 };
 
-constexpr std::uint64_t kArenaMagic = 0x316c616f6873ULL;  // "shoal1"
+constexpr std::uint64_t kArenaMagic = 0x326c616f6873ULL;  // "shoal2"
 constexpr std::size_t kDirectorySize = 4096;
 
 // At offset 0 of every arena.
 struct ArenaHeader {
   std::uint64_t magic = kArenaMagic;
   Doorbell doorbell;
+  Life life;
   alignas(64) DirectoryEntry directory[kDirectorySize];
 };
 
