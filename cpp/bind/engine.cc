@@ -287,12 +287,12 @@ void bind_engine(nb::module_& m) {
       .def_static(
           "make",
           [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit,
-             double heartbeat) {
+             double heartbeat, bool patient) {
             return std::make_shared<Context>(
-                Context::Options{rank, size, local_size, capacity, limit, nanoseconds(heartbeat)});
+                Context::Options{rank, size, local_size, capacity, limit, nanoseconds(heartbeat), patient});
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("local_size"), nb::arg("capacity"), nb::arg("limit"),
-          nb::arg("heartbeat"))
+          nb::arg("heartbeat"), nb::arg("patient") = false)
       .def_prop_ro("memory_fd", &Context::memory_fd)
       .def_prop_ro("memory_capacity", &Context::memory_capacity)
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })

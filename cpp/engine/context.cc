@@ -13,26 +13,36 @@ namespace {
 
 // Bytes kept of one peer's frames that end groups which do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
-// Between two looks for deaths, times the ranks per core.
-constexpr std::int64_t kLookOut = 20 * kMillisecond;
+
+int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
+
+// Nanoseconds between two looks at the local peers: while operations are pending, and while none are.
+std::int64_t look_out(int ranks) { return 20 * kMillisecond * std::max(1, (ranks + cores() - 1) / cores()); }
+std::int64_t look_out_idle(int ranks) { return std::max(look_out(ranks), 250 * kMillisecond); }
+// So many idle looks without a beat until a peer's process is looked at, 1.25 s in most jobs.  A rank that
+// was stopped itself, for less than half of them, does not know it, and has seen the others' last beats at
+// most 3.5 looks before it goes on: so if a job is suspended as a whole, no rank takes the others for
+// stopped.
+constexpr int kLooks = 5;
 
 }  // namespace
 
 Context::Context(Options options)
-    : options_(options), peers_(*this, options.rank, options.size, options.heartbeat) {
+    : options_(options),
+      look_out_(shoal::look_out(options.local_size)),
+      look_out_idle_(shoal::look_out_idle(options.local_size)),
+      peers_(*this, options.rank, options.size, options.heartbeat, kLooks * look_out_idle_) {
   arena_ = std::make_shared<Arena>(options.capacity, options.limit);
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
   // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
-  const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  bool roomy = options_.local_size <= cores;
+  bool roomy = options_.local_size <= cores();
   // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake
   // again.
   spins_ = roomy ? 1000 : 0;
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
   // Progress threads look in once a millisecond a core, not a rank: 64 ranks on 2 cores would do little else.
-  look_in_ = kMillisecond * std::max(1, options_.local_size / cores);
-  look_out_ = kLookOut * std::max(1, (options_.local_size + cores - 1) / cores);
+  look_in_ = kMillisecond * std::max(1, options_.local_size / cores());
 }
 
 Context::~Context() {

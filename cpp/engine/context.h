@@ -38,6 +38,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     std::size_t capacity = 0;    // bytes of address space for shared memory
     std::size_t limit = 0;       // bytes of shared memory that may be in use
     std::int64_t heartbeat = 0;  // nanoseconds without a word from a remote peer until it is lost
+    bool patient = false;        // local peers that are stopped are waited for
   };
   explicit Context(Options options);
   ~Context() override;
@@ -110,7 +111,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     void resume();
   };
   void rearm();
-  std::int64_t look_out();
+  std::int64_t look_out(std::int64_t now);
   bool busy();
   void rouse();
   void park_or_rearm(bool readable, std::uint64_t& seen);
@@ -131,7 +132,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   int spins_;              // looks at what a wait is for, before giving the core away
   std::int64_t patience_;  // how long (ns) to give it away before sleeping
   std::int64_t look_in_;   // how often (ns) the progress thread looks for small operations
-  std::int64_t look_out_;  // how often (ns) the watch thread looks for deaths while operations are pending
+  // How often (ns) the watch thread looks at local peers while operations are pending, and while none are.
+  const std::int64_t look_out_, look_out_idle_;
   Peers peers_;
   Messenger messenger_;
 
@@ -150,7 +152,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<std::uint64_t> drives_{0};  // how often one began to
   std::atomic<int> asleep_{0};            // threads in wait() that sleep
   std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
-  std::atomic<bool> drowsy_{false};       // the watch thread looks for deaths rarely: nothing is pending
+  std::atomic<bool> drowsy_{false};       // the watch thread looks at local peers rarely: nothing is pending
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};
   std::atomic<std::uint64_t> submissions_{0};

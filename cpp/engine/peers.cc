@@ -15,20 +15,32 @@
 #include "base/clock.h"
 #include "base/descriptors.h"
 #include "base/duration.h"
+#include "base/process.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
-constexpr const char* kProcessEnded = "its process has ended";
+
+Loss process_ended(int rank) { return {rank, "its process has ended", ErrorCode::kPeerLost, true}; }
+
+// Whether a pidfd tells that the process has ended.
+bool over(int pidfd) {
+  pollfd look{pidfd, POLLIN, 0};
+  return pidfd >= 0 && ::poll(&look, 1, 0) == 1;
+}
 
 // The subject of an epoll event, beside the rank of a local peer.
 constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
 
 }  // namespace
 
-Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat)
-    : sink_(sink), rank_(rank), heartbeat_(heartbeat), peers_(static_cast<std::size_t>(size)) {
+Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t standstill)
+    : sink_(sink),
+      rank_(rank),
+      heartbeat_(heartbeat),
+      beats_(standstill),
+      peers_(static_cast<std::size_t>(size)) {
   try {
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
     wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
@@ -89,6 +101,7 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
   }
   peer.memory = std::move(memory);
   peer.socket = socket;
+  peer.pid = pidfd >= 0 ? pid : 0;
   peer.pidfd = pidfd;
   peer.dead = ended;
   peer.ring = link.get();
@@ -113,6 +126,11 @@ bool Peers::poll_rings() {
     if (ring.backlog()) any |= ring.flush();
   }
   return any;
+}
+
+void Peers::read_rings() {
+  for (int rank : ring_peers_)
+    if (RingLink& ring = *at(rank).ring; !ring.broken()) ring.receive_all();
 }
 
 bool Peers::poll_sockets() {
@@ -152,8 +170,7 @@ Peers::News Peers::wait_for_news(int milliseconds) {
     char byte;
     if (!process && read(fd, &byte, 1) == 1) continue;
     epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
-    news.losses.push_back(
-        {rank, process ? kProcessEnded : "its connection closed", ErrorCode::kPeerLost, process});
+    news.losses.push_back(process ? process_ended(rank) : Loss{rank, "its connection closed"});
   }
   return news;
 }
@@ -186,8 +203,26 @@ std::vector<Loss> Peers::heartbeats(std::int64_t now) {
   return losses;
 }
 
+std::vector<Loss> Peers::stopped(std::int64_t now) {
+  std::vector<Loss> losses;
+  beats_.due(now);  // there are no beats to send, but it learns when this thread did not run
+  for (int rank : ring_peers_) {
+    Peer& peer = at(rank);
+    if (peer.pid == 0 || state(rank) != kAlive) continue;
+    if (const std::int64_t beat = life(peer).beat.load(std::memory_order_relaxed); beat != peer.beat) {
+      peer.beat = beat;
+      peer.beat_at = now;
+    } else if (beats_.quiet(peer.beat_at, now) > beats_.limit() && stopped_by_signal(peer.pid) &&
+               !over(peer.pidfd)) {  // the number is not another process's by now
+      losses.push_back({rank, "its process is stopped"});
+    }
+  }
+  return losses;
+}
+
 std::string Peers::absence() const {
-  const std::int64_t gap = remote_ ? heartbeat_.absence(now_ns()) : 0;
+  const std::int64_t now = now_ns();
+  const std::int64_t gap = std::max(remote_ ? heartbeat_.absence(now) : 0, local() ? beats_.absence(now) : 0);
   return gap == 0 ? ""
                   : "this rank did not run for " + seconds(gap) + " (it was stopped, or got no processor)";
 }
@@ -203,7 +238,7 @@ bool Peers::mark_lost(Loss& loss) {
   int alive = kAlive;
   if (!peer.state.compare_exchange_strong(alive, kLost)) return false;
   if (peer.link) peer.link->give_up();
-  if (peer.tcp == nullptr) return true;
+  if (loss.dead) return true;
   if (const std::string gap = absence(); !gap.empty())
     loss.why += "; " + gap + ", so it may have been given up";
   return true;
@@ -216,7 +251,7 @@ bool Peers::mark_departed(int rank, Departure why) {
 
 bool Peers::any_marked() const {
   return std::ranges::any_of(ring_peers_,
-                             [&](int rank) { return marked(at(rank)) && state(rank) == kAlive; });
+                             [&](int rank) { return life(at(rank)).marked() && state(rank) == kAlive; });
 }
 
 std::vector<Loss> Peers::ended() {
@@ -224,10 +259,9 @@ std::vector<Loss> Peers::ended() {
   {
     std::lock_guard lock(descriptors_mutex_);
     for (int rank = 0; rank < size(); ++rank) {
-      if (state(rank) != kAlive) continue;
-      pollfd look{at(rank).pidfd, POLLIN, 0};
-      if (marked(at(rank)) || (look.fd >= 0 && ::poll(&look, 1, 0) == 1))
-        dead.push_back({rank, kProcessEnded, ErrorCode::kPeerLost, true});
+      const Peer& peer = at(rank);
+      if (state(rank) == kAlive && peer.memory && (life(peer).marked() || over(peer.pidfd)))
+        dead.push_back(process_ended(rank));
     }
   }
   for (Loss& loss : dead)

@@ -29,8 +29,9 @@ class Peers {
  public:
   enum State : int { kAlive, kDeparted, kEnded, kLost };  // kEnded: departed with its program
 
-  // heartbeat: nanoseconds without a word from a remote peer until it is lost.
-  Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat);
+  // heartbeat: nanoseconds without a word from a remote peer until it is lost; standstill: nanoseconds
+  // without a beat of a local one until its process is looked at.
+  Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t standstill);
   ~Peers();
 
   // See Context.
@@ -38,7 +39,10 @@ class Peers {
   void add_local(Arena& arena, int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                  std::uint64_t in, int pid);
   void add_remote(int rank, int socket);
-  void start(std::int64_t now) { heartbeat_.start(now); }
+  void start(std::int64_t now) {
+    heartbeat_.start(now);
+    beats_.start(now);
+  }
 
   Link* link(int rank) const { return at(rank).link.get(); }
   const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
@@ -52,6 +56,8 @@ class Peers {
 
   // Reads and writes what is there, and what there is room for; true if anything moved.
   bool poll_rings();
+  // Reads all that local peers have written by now, also what another thread is reading.
+  void read_rings();
   bool poll_sockets();
 
   // For the thread that watches: waits until something is told of a peer, or so many milliseconds.
@@ -66,6 +72,9 @@ class Peers {
   std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, nanoseconds
   // Sends what is due, and tells whom nothing was heard of for too long.
   std::vector<Loss> heartbeats(std::int64_t now);
+  // The local peers whose processes are stopped.  To be called regularly: the time for which it was not does
+  // not count.
+  std::vector<Loss> stopped(std::int64_t now);
   // Says in words that this process did not run for a while just now: it was stopped, or starved.
   std::string absence() const;
 
@@ -95,16 +104,16 @@ class Peers {
     RingLink* ring = nullptr;
     SocketLink* tcp = nullptr;
     std::unique_ptr<Mapping> memory;
-    int socket = -1;  // local: its end means the peer's
-    int pidfd = -1;   // its end means that the peer's memory is unmapped
+    int socket = -1;                     // local: its end means the peer's
+    int pid = 0;                         // of a local one that is another process
+    int pidfd = -1;                      // its end means that the peer's memory is unmapped
+    std::int64_t beat = 0, beat_at = 0;  // the last one that was seen, and when
     std::atomic<int> state{kAlive};
     std::atomic<bool> lost_to_others{false};
     std::atomic<bool> dead{false};  // certainly
     std::vector<std::byte> text;
   };
-  bool marked(const Peer& peer) const {
-    return peer.memory && peer.memory->at<ArenaHeader>(0)->life.marked();
-  }
+  static const Life& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
   Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int size() const { return static_cast<int>(peers_.size()); }
@@ -113,7 +122,8 @@ class Peers {
 
   FrameSink& sink_;
   const int rank_;
-  Heartbeat heartbeat_;
+  Heartbeat heartbeat_;  // of remote peers
+  Heartbeat beats_;      // of local ones
   std::vector<Peer> peers_;
   std::vector<int> ring_peers_;
   std::mutex descriptors_mutex_;  // those of the peers, and `wakeup_`, are not closed under it

@@ -17,8 +17,6 @@ constexpr std::int64_t kActive = 20 * kMillisecond;
 // How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
 constexpr std::int64_t kWarm = 2000 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds after which the watch thread takes back sockets that nobody polls
-// Between two looks for deaths, at least, while nothing is pending.
-constexpr std::int64_t kIdle = 250 * kMillisecond;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -131,7 +129,7 @@ void Context::watch_loop() {
     int patience = -1;
     if (peers_.local()) {
       const std::int64_t now = now_ns();
-      if (now >= look_at) look_at = now + look_out();
+      if (now >= look_at) look_at = now + look_out(now);
       patience = static_cast<int>((look_at - now) / kMillisecond) + 1;
     }
     if (peers_.remote()) {
@@ -139,6 +137,8 @@ void Context::watch_loop() {
       patience = patience < 0 ? period : std::min(patience, period);
     }
     Peers::News news = peers_.wait_for_news(patience);
+    // If others gave this rank up, one of them has said so, and all have cut their connections.
+    if (!news.losses.empty()) peers_.read_rings();
     for (Loss& loss : news.losses) lost(std::move(loss));
     if (news.woken) look_at = 0;
     if (!peers_.remote()) continue;
@@ -147,10 +147,17 @@ void Context::watch_loop() {
   }
 }
 
-// Looks for deaths; the time (ns) until the next look.
-std::int64_t Context::look_out() {
+// Looks for local peers that have died, or that a signal has stopped; the time (ns) until the next look.
+std::int64_t Context::look_out(std::int64_t now) {
+  header_->life.beat.store(now, std::memory_order_relaxed);
   if (peers_.any_marked()) tell_groups(peers_.ended());
-  return busy() ? look_out_ : std::max(look_out_, kIdle);
+  for (Loss& loss : peers_.stopped(now)) {
+    if (options_.patient) break;
+    const int peer = loss.peer;
+    lost(std::move(loss));
+    peers_.sever(peer);  // it hears of it when it goes on, whatever groups there are
+  }
+  return busy() ? look_out_ : look_out_idle_;
 }
 
 // Whether operations are pending.  If not, who waits for one later rouses the watch thread.

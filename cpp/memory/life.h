@@ -1,4 +1,4 @@
-// A word in which peers read that a process has died.
+// Where peers read that a process has died, or does nothing.
 //
 // The kernel marks the word when the thread that holds it ends without letting go, which is long before it
 // has freed the process's memory, closed its sockets and told its pidfds: 2 GB take it seconds.
@@ -21,6 +21,7 @@ namespace shoal {
 
 struct alignas(64) Life {
   std::atomic<std::uint32_t> holder{0};  // the thread's number; 0: nobody holds it, or has let go
+  std::atomic<std::int64_t> beat{0};     // when (ns) the thread last ran; peers look whether it changes
 
   // The process is dead: all its threads were sent their signals before one could end.  Its memory may still
   // be mapped.

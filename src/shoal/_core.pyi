@@ -168,7 +168,13 @@ class Group:
 class Context:
     @staticmethod
     def make(
-        rank: int, size: int, local_size: int, capacity: int, limit: int, heartbeat: float
+        rank: int,
+        size: int,
+        local_size: int,
+        capacity: int,
+        limit: int,
+        heartbeat: float,
+        patient: bool = False,
     ) -> Context: ...
     @property
     def memory_fd(self) -> int: ...

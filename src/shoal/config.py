@@ -190,7 +190,7 @@ TRANSPORT: Variable[str] = Variable(
     "How ranks on one host talk: shared memory (`shm`), sockets (`tcp`), or the best there is (`auto`).",
 )  # fmt: skip
 HEARTBEAT_TIMEOUT: Variable[float] = Variable(
-    "SHOAL_HEARTBEAT_TIMEOUT", _SECONDS, _seconds, 10.0,
+    "SHOAL_HEARTBEAT_TIMEOUT", _SECONDS, _seconds, 5.0,
     "Seconds of silence after which another host counts as lost, and after which a master gives up a node "
     "that a signal has stopped.",
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -62,3 +63,18 @@ def test_a_stopped_process_is_ended_when_it_is_replaced(
         master.replace(0, BACKSTOP)
         wait_until_gone([first])
         assert torch.ones(3, device="node:0").tolist() == [1] * 3
+
+
+def test_a_node_that_is_stopped_for_a_while_goes_on_with_its_collectives(
+    no_master: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_HEARTBEAT_TIMEOUT", "1000")
+    with shoal.init_master_worker(workers=2) as master:
+        team = master.nodes
+        both = team.all_reduce_(team.replicate(torch.ones(3)))
+        master.synchronize()
+        stop(master.pids[1])
+        team.all_reduce_(both)
+        time.sleep(2.5)  # ranks of a job would have given it up; what is tested is that nodes do not
+        os.kill(master.pids[1], signal.SIGCONT)
+        assert [each.tolist() for each in team.gather(both)] == [[4] * 3] * 2

@@ -1,8 +1,12 @@
-"""Ranks that are stopped and go on: the whole job goes on with them, a single one is given up and told so."""
+"""Ranks that are stopped and go on: the whole job goes on with them, a single one is given up and told so.
+
+No rank is given up that a debugger holds, or that computes without letting another thread run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import select
@@ -16,12 +20,17 @@ import torch
 from shoal import PeerLost, ProcessGroup
 from shoal.errors import StoreTimeout
 from shoal.testing import Ranks, no_leaks, processes
+from tests.support.debugger import held
 from tests.support.topologies import TOPOLOGIES, topology_options
 
 from .ranks import PATIENCE
 
 #: seconds without a word until a rank is given up
 HEARTBEAT = 1.5
+#: seconds for which ranks are stopped, held or busy: more than two until one of the same host is given up
+STANDSTILL = 3.0
+#: seconds until a rank that stays stopped must have been given up; the promise is 2 on an idle machine
+PROMISE = 10.0
 
 
 def work_until_told(group: ProcessGroup) -> int:
@@ -50,24 +59,54 @@ def stop(ranks: Ranks, *which: int) -> None:
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize("options", [{"transport": "tcp"}, {"hosts": ["a", "b", "a"]}], ids=["tcp", "mixed"])
+def end(ranks: Ranks) -> None:
+    """All ranks still work; they end in good order."""
+    ranks.store.set("stopped", b"")
+    with contextlib.suppress(StoreTimeout):  # the outcomes say more
+        ranks.store.wait([f"again/{rank}" for rank in range(3)], PATIENCE)
+    ranks.store.set("enough", b"")
+    outcomes = ranks.join()
+    assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+    assert len({outcome.value for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transport": "tcp"}, {"hosts": ["a", "b", "a"]}], ids=["shm", "tcp", "mixed"]
+)
 def test_a_job_that_was_stopped_as_a_whole_goes_on(options: dict[str, object]) -> None:
     with no_leaks(), processes(work_until_told, 3, heartbeat_timeout=HEARTBEAT, **options) as ranks:
         everybody = range(3)
         ranks.store.wait([f"ready/{rank}" for rank in everybody], PATIENCE)
         for _ in range(2):
             stop(ranks, *everybody)
-            time.sleep(1.5 * HEARTBEAT)  # what is tested is that time passes
+            time.sleep(STANDSTILL)  # what is tested is that time passes
             for rank in everybody:
                 os.kill(ranks.pids[rank], signal.SIGCONT)
                 time.sleep(HEARTBEAT / 8)  # a shell resumes them one after another, too
-        ranks.store.set("stopped", b"")
-        with contextlib.suppress(StoreTimeout):  # the outcomes say more
-            ranks.store.wait([f"again/{rank}" for rank in everybody], PATIENCE)
-        ranks.store.set("enough", b"")
+        end(ranks)
+
+
+def test_a_rank_that_a_debugger_holds_is_waited_for() -> None:
+    with no_leaks(), processes(work_until_told, 3) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+        with held(ranks.pids[1]):
+            time.sleep(STANDSTILL)  # what is tested is that time passes
+        end(ranks)
+
+
+def burn(group: ProcessGroup) -> float:
+    """Ranks 1 and 2 take the processors, and hold the interpreter nearly all the time."""
+    group.barrier().wait()
+    end = time.monotonic() + (STANDSTILL if group.rank > 0 else 0)
+    while time.monotonic() < end:
+        sum(itertools.repeat(1, 20_000_000))
+    return float(group.all_reduce(torch.ones(1)).wait().item())
+
+
+def test_a_rank_that_computes_for_long_is_waited_for() -> None:
+    with no_leaks(), processes(burn, 3) as ranks:
         outcomes = ranks.join()
-        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
-        assert len({outcome.value for outcome in outcomes}) == 1
+        assert [outcome.value for outcome in outcomes] == [3.0] * 3, [o.describe() for o in outcomes]
 
 
 def reduce_until_told(group: ProcessGroup) -> int:
@@ -131,6 +170,88 @@ def test_a_rank_that_was_given_up_while_it_was_stopped_says_so() -> None:
         assert lost == (1,)
         assert "this rank did not run for" in message
         assert "; the others gave it up: rank 1 is lost" in message
+
+
+def keep_what_is_there(group: ProcessGroup, registered: bool) -> tuple[float, str]:
+    """When the stopped rank was given up, and how; what the survivors have, they keep."""
+    survivors = [0, 2]
+    part = group.subgroup(survivors) if group.rank != 1 else None
+    count = 1_000_000
+    tensors = [group.empty(count) if registered else torch.empty(count) for _ in range(4)]
+    done = 0
+
+    def work() -> None:
+        nonlocal done
+        while True:
+            group.all_reduce(tensors[done % 4].fill_(done)).wait()
+            done += 1
+            if done == 10:
+                group.store.set(f"ready/{group.rank}", b"")
+
+    with pytest.raises(PeerLost) as caught:
+        work()
+    told = time.monotonic()
+    assert caught.value.ranks == (1,)
+    group.store.set(f"lost/{group.rank}", b"")
+    if part is not None:
+        after = part.all_reduce(torch.full((count,), 5.0)).wait()
+        group.store.wait(["lost/1"], PATIENCE)
+        assert after.eq(10).all()
+        for number in range(done - 3, done):
+            assert tensors[number % 4].eq(3 * number).all()
+        assert part.all_reduce(torch.ones(count)).wait().eq(2).all()
+        part.close()
+    return told, str(caught.value)
+
+
+@pytest.mark.concurrency
+@pytest.mark.parametrize("registered", [False, True], ids=["ordinary", "registered"])
+@pytest.mark.parametrize("options", [{}, {"hosts": ["a", "a", "b"]}], ids=["shm", "mixed"])
+def test_a_rank_that_stays_stopped_is_given_up_by_its_host(
+    options: dict[str, object], registered: bool
+) -> None:
+    with no_leaks(), processes(keep_what_is_there, 3, registered, **options) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+        stop(ranks, 1)
+        since = time.monotonic()
+        with contextlib.suppress(StoreTimeout):
+            ranks.store.wait(["lost/0", "lost/2"], PATIENCE)
+        os.kill(ranks.pids[1], signal.SIGCONT)
+        outcomes = ranks.join()
+        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        for rank in (0, 2):
+            told, message = outcomes[rank].value
+            assert "rank 1 is lost: its process is stopped" in message
+            assert told - since < PROMISE
+        _, message = outcomes[1].value
+        assert "this rank did not run for" in message
+        assert "; the others gave it up: rank 1 is lost: its process is stopped" in message
+
+
+def receive_until_given_up(group: ProcessGroup) -> str:
+    """A group of pairs goes on without the lost rank, so nobody tells that one in words."""
+    pairs = group.subgroup(range(2), scope="pair")
+    pairs.send(torch.ones(1), 1 - group.rank)
+    pairs.recv(None, 1 - group.rank).wait()
+    group.store.set(f"ready/{group.rank}", b"")
+    with pytest.raises(PeerLost) as caught:
+        pairs.recv(None, 1 - group.rank).wait()
+    group.store.set(f"lost/{group.rank}", b"")
+    group.store.wait(["lost/1"], PATIENCE)
+    return str(caught.value)
+
+
+def test_a_rank_that_was_given_up_in_a_group_of_pairs_hears_of_it() -> None:
+    with no_leaks(), processes(receive_until_given_up, 2) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(2)], PATIENCE)
+        stop(ranks, 1)
+        with contextlib.suppress(StoreTimeout):
+            ranks.store.wait(["lost/0"], PATIENCE)
+        os.kill(ranks.pids[1], signal.SIGCONT)
+        outcomes = ranks.join()
+        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        assert "rank 1 is lost: its process is stopped" in outcomes[0].value
+        assert "rank 0 is lost: its connection closed; this rank did not run for" in outcomes[1].value
 
 
 def wait_for_two_deaths(group: ProcessGroup) -> tuple[tuple[int, ...], str, tuple[int, ...]]:

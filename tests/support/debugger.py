@@ -42,7 +42,7 @@ def held_at_its_end(pid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[None]:
-    """All threads of the process stand still, as in a debugger at a breakpoint."""
+    """All threads of the process stand still, as in a debugger at a breakpoint; it must outlive the block."""
     threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
     for thread in threads:
         _ptrace(_SEIZE, thread)

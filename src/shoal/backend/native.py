@@ -102,8 +102,9 @@ class NativeBackend(Backend):
         with limits(f"rank {membership.rank} cannot start ({room})"):
             try:
                 self._context = _core.Context.make(
-                    membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat
-                )
+                    membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
+                    membership.waits_for_stopped,
+                )  # fmt: skip
                 if membership.size > 1:
                     self._connect(way, timeout)
                 self._context.start()

@@ -24,6 +24,8 @@ class Membership:
         secret: the job's secret; b"" at most for a group of one.
         interface: the address that listeners bind to (loopback unless ranks are elsewhere).
         ranks: where only some ranks of the world connect, their ranks in the world; empty: all do.
+        waits_for_stopped: whoever made the membership decides when a rank of this host is lost whose
+            process is stopped; the others wait for it.
         host: identity of the host; ranks with equal values try shared memory first.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in
             the store, closes it, and stops the server if this rank hosts it.
@@ -47,6 +49,7 @@ class Membership:
     interface: str
     host: str
     ranks: tuple[int, ...] = ()
+    waits_for_stopped: bool = False
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=_nothing, compare=False, repr=False)
     look: Callable[..., None] = field(default=_nothing, compare=False, repr=False)

@@ -213,7 +213,7 @@ class Teams:
                 job=agent.job, epoch=agent.epoch, secret=agent.secret, interface=agent.interface,
                 host=agent.worker.host, release=lambda seconds: store.close(),
                 abandon=lambda error: _abandon(store, rank, error),
-                look=lambda ranks=None: self._look(team, store),
+                look=lambda ranks=None: self._look(team, store), waits_for_stopped=True,
             )  # fmt: skip
         except ShoalError as error:
             _abandon(store, rank, error)
