@@ -18,7 +18,6 @@ class Heartbeat {
   // limit: nanoseconds without a word from another until it is lost.
   explicit Heartbeat(std::int64_t limit) : limit_(limit) {}
 
-  std::int64_t limit() const { return limit_; }
   std::int64_t period() const { return std::clamp(limit_ / 4, 10 * kMillisecond, kSecond); }
   void start(std::int64_t now) { last_round_ = listening_since_ = now; }
 
@@ -34,14 +33,9 @@ class Heartbeat {
   }
   std::int64_t next() const { return last_beat_ + period(); }
 
-  // For how long nothing was heard of another, of which something was last heard at a time.
-  std::int64_t quiet(std::int64_t last_heard, std::int64_t now) const {
-    return now - std::max(last_heard, listening_since_.load());
-  }
-
-  // Why such a one counts as lost; empty: it does not.
+  // Why another, of which something was last heard at a time, counts as lost; empty: it does not.
   std::string silence(std::int64_t last_heard, std::int64_t now) const {
-    const std::int64_t quiet = this->quiet(last_heard, now);
+    const std::int64_t quiet = now - std::max(last_heard, listening_since_.load());
     if (quiet <= limit_) return {};
     return "nothing was heard from its host for " + seconds(quiet) +
            "; it is stopped or starved, or the network is cut";

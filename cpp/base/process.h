@@ -1,5 +1,8 @@
-// What the system tells of other processes.
+// What the system tells of other processes, which are named by their pidfds: a number may be another
+// process's by now, or in the /proc that is mounted here.
 #pragma once
+
+#include <poll.h>
 
 #include <cstdio>
 #include <cstring>
@@ -7,16 +10,34 @@
 
 namespace shoal {
 
-// Whether a signal has stopped the process, as Ctrl-Z and SIGSTOP do; false if a debugger holds it, and when
-// unknown.
-inline bool stopped_by_signal(int pid) {
-  std::FILE* file = std::fopen(("/proc/" + std::to_string(pid) + "/stat").c_str(), "re");
-  if (file == nullptr) return false;
-  char text[128];  // the number, the program's name (at most 64 bytes) in brackets, the state
-  text[std::fread(text, 1, sizeof text - 1, file)] = 0;
+// Whether the process has ended; false if unknown.
+inline bool has_ended(int pidfd) {
+  pollfd look{pidfd, POLLIN, 0};
+  return pidfd >= 0 && ::poll(&look, 1, 0) == 1;
+}
+
+// The beginning of a file of the system; empty if it cannot be read.
+inline std::string beginning(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return {};
+  char text[256];
+  const std::size_t length = std::fread(text, 1, sizeof text, file);
   std::fclose(file);
-  const char* name_end = std::strrchr(text, ')');  // a name may hold brackets itself
-  return name_end != nullptr && name_end[1] == ' ' && name_end[2] == 'T';
+  return {text, length};
+}
+
+// Whether a signal has stopped the process, as Ctrl-Z and SIGSTOP do; false if a debugger holds it, and if
+// unknown.
+inline bool stopped_by_signal(int pidfd) {
+  const std::string handle = beginning("/proc/self/fdinfo/" + std::to_string(pidfd));
+  const std::size_t number = handle.find("\nPid:");
+  int pid = 0;  // as this /proc knows it
+  if (number == std::string::npos || std::sscanf(handle.c_str() + number, "\nPid: %d", &pid) != 1 || pid <= 0)
+    return false;
+  // The number, the program's name (at most 64 bytes, which may be brackets) in brackets, the state.
+  const std::string stat = beginning("/proc/" + std::to_string(pid) + "/stat").substr(0, 128);
+  const std::size_t name_end = stat.rfind(')');
+  return name_end != std::string::npos && stat.compare(name_end, 3, ") T") == 0 && !has_ended(pidfd);
 }
 
 }  // namespace shoal

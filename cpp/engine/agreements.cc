@@ -68,11 +68,17 @@ Agreements::News Agreements::wait(std::uint64_t number, std::int64_t until) {
     return result;
   };
   auto any = [](const News& it) { return it.outcome != Outcome::kOpen || it.request || it.closed; };
+  struct Attention {
+    std::atomic<int>& waiting;
+    explicit Attention(std::atomic<int>& w) : waiting(w) { waiting.fetch_add(1, std::memory_order_seq_cst); }
+    ~Attention() { waiting.fetch_sub(1, std::memory_order_relaxed); }
+  } attention(waiting_);
   for (;;) {
     News now = news();
     if (any(now) || now_ns() >= until) return now;
     Doorbell::Sleeper sleeper(group_.context().bell(), Wake::Any);
     if (now = news(); any(now)) return now;
+    group_.context().rouse();
     sleeper.sleep(std::min(until - now_ns(), 20 * kMillisecond));
   }
 }

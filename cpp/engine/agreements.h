@@ -6,6 +6,7 @@
 // tells them what it knows to be decided.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -41,6 +42,8 @@ class Agreements {
   std::optional<std::uint64_t> begin(agreement::Vote vote, std::int64_t timeout);
   // Waits until `until` for anything of this.  An outcome is told once.
   News wait(std::uint64_t number, std::int64_t until);
+  // Whether a thread waits.
+  bool awaited() const { return waiting_.load(std::memory_order_seq_cst) > 0; }
   void answer(std::uint64_t number, const agreement::WitnessAnswer& answer);
   // Who is lost, and who of these is certainly dead.
   std::pair<agreement::RankSet, agreement::RankSet> losses();
@@ -75,6 +78,7 @@ class Agreements {
   std::uint64_t next_number_ = 0;  // of this member's calls
   bool closed_ = false;
   agreement::RankSet lost_, dead_;
+  std::atomic<int> waiting_{0};  // threads
 };
 
 }  // namespace shoal

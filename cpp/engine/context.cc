@@ -19,11 +19,6 @@ int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurre
 // Nanoseconds between two looks at the local peers: while operations are pending, and while none are.
 std::int64_t look_out(int ranks) { return 20 * kMillisecond * std::max(1, (ranks + cores() - 1) / cores()); }
 std::int64_t look_out_idle(int ranks) { return std::max(look_out(ranks), 250 * kMillisecond); }
-// So many idle looks without a beat until a peer's process is looked at, 1.25 s in most jobs.  A rank that
-// was stopped itself, for less than half of them, does not know it, and has seen the others' last beats at
-// most 3.5 looks before it goes on: so if a job is suspended as a whole, no rank takes the others for
-// stopped.
-constexpr int kLooks = 5;
 
 }  // namespace
 
@@ -31,7 +26,7 @@ Context::Context(Options options)
     : options_(options),
       look_out_(shoal::look_out(options.local_size)),
       look_out_idle_(shoal::look_out_idle(options.local_size)),
-      peers_(*this, options.rank, options.size, options.heartbeat, kLooks * look_out_idle_) {
+      peers_(*this, options.rank, options.size, options.heartbeat, look_out_idle_) {
   arena_ = std::make_shared<Arena>(options.capacity, options.limit);
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;

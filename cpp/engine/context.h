@@ -60,6 +60,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void drop_groups();
   // Drives `op` until it is done or `until` (ns); true if done.
   bool wait(Operation& op, std::int64_t until);
+  // Before a thread sleeps that waits for peers (so what ends without a sleep costs nothing): lets the watch
+  // thread look at them often.
+  void rouse();
   void close(std::int64_t deadline);
   // The program ends: the peers are told so of what is closed from now on.
   void program_ends() { program_ends_.store(true); }
@@ -111,9 +114,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     void resume();
   };
   void rearm();
-  std::int64_t look_out(std::int64_t now);
+  std::int64_t look_out(std::int64_t now, bool held, std::int64_t late);
   bool busy();
-  void rouse();
   void park_or_rearm(bool readable, std::uint64_t& seen);
   bool progress(bool& waiting);
   void check(std::int64_t now, std::int64_t& next);

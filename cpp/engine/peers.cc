@@ -1,6 +1,5 @@
 #include "engine/peers.h"
 
-#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -24,10 +23,16 @@ constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sid
 
 Loss process_ended(int rank) { return {rank, "its process has ended", ErrorCode::kPeerLost, true}; }
 
-// Whether a pidfd tells that the process has ended.
-bool over(int pidfd) {
-  pollfd look{pidfd, POLLIN, 0};
-  return pidfd >= 0 && ::poll(&look, 1, 0) == 1;
+// A local peer's process is looked at after so many looks without a beat, and lost when it was found stopped
+// at each of so many more: after 1.25 s in most jobs.
+constexpr int kQuiet = 2, kStopped = 3;
+// How long a peer that stands still is waited for if this process was stopped too: the whole job may have
+// been suspended, and whoever continues it may take a while from one process to the next.
+constexpr std::int64_t kExcused = 60 * kSecond;
+
+// The same for a thread that may have been stopped, or have had no processor.
+std::int64_t excused(std::int64_t late) {
+  return late < kSecond / 10 ? 0 : std::clamp(10 * late, 5 * kSecond, kExcused);
 }
 
 // The subject of an epoll event, beside the rank of a local peer.
@@ -35,11 +40,12 @@ constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1U
 
 }  // namespace
 
-Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t standstill)
+Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t look)
     : sink_(sink),
       rank_(rank),
+      look_(look),
       heartbeat_(heartbeat),
-      beats_(standstill),
+      beats_((kQuiet + kStopped) * look),
       peers_(static_cast<std::size_t>(size)) {
   try {
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
@@ -101,7 +107,6 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
   }
   peer.memory = std::move(memory);
   peer.socket = socket;
-  peer.pid = pidfd >= 0 ? pid : 0;
   peer.pidfd = pidfd;
   peer.dead = ended;
   peer.ring = link.get();
@@ -154,6 +159,7 @@ Peers::News Peers::wait_for_news(int milliseconds) {
   epoll_event events[64];
   int count = epoll_wait(epoll_, events, 64, milliseconds);
   News news;
+  news.held = count < 0 && errno == EINTR;  // this thread takes no signals
   for (int i = 0; i < count; ++i) {
     const std::uint64_t what = events[i].data.u64;
     news.readable |= what == kSockets;
@@ -203,19 +209,25 @@ std::vector<Loss> Peers::heartbeats(std::int64_t now) {
   return losses;
 }
 
-std::vector<Loss> Peers::stopped(std::int64_t now) {
+std::vector<Loss> Peers::stopped(std::int64_t now, bool held, std::int64_t late) {
   std::vector<Loss> losses;
   beats_.due(now);  // there are no beats to send, but it learns when this thread did not run
+  const std::int64_t excuse = held ? kExcused : excused(late);
   for (int rank : ring_peers_) {
     Peer& peer = at(rank);
-    if (peer.pid == 0 || state(rank) != kAlive) continue;
+    if (peer.pidfd < 0 || state(rank) != kAlive) continue;
     if (const std::int64_t beat = life(peer).beat.load(std::memory_order_relaxed); beat != peer.beat) {
       peer.beat = beat;
       peer.beat_at = now;
-    } else if (beats_.quiet(peer.beat_at, now) > beats_.limit() && stopped_by_signal(peer.pid) &&
-               !over(peer.pidfd)) {  // the number is not another process's by now
-      losses.push_back({rank, "its process is stopped"});
+      peer.excused_until = 0;
     }
+    if (excuse > 0) peer.excused_until = std::max(peer.excused_until, now + excuse);
+    if (now < peer.excused_until || now - peer.beat_at < kQuiet * look_ || !stopped_by_signal(peer.pidfd))
+      peer.stopped_since = 0;
+    else if (peer.stopped_since == 0)
+      peer.stopped_since = now;
+    else if (now - peer.stopped_since >= kStopped * look_)
+      losses.push_back({rank, "its process is stopped"});
   }
   return losses;
 }
@@ -249,9 +261,11 @@ bool Peers::mark_departed(int rank, Departure why) {
   return at(rank).state.compare_exchange_strong(alive, why == kProgramEnded ? kEnded : kDeparted);
 }
 
-bool Peers::any_marked() const {
-  return std::ranges::any_of(ring_peers_,
-                             [&](int rank) { return life(at(rank)).marked() && state(rank) == kAlive; });
+std::vector<Loss> Peers::died() const {
+  std::vector<Loss> losses;
+  for (int rank : ring_peers_)
+    if (life(at(rank)).marked() && !dead(rank)) losses.push_back(process_ended(rank));
+  return losses;
 }
 
 std::vector<Loss> Peers::ended() {
@@ -260,7 +274,7 @@ std::vector<Loss> Peers::ended() {
     std::lock_guard lock(descriptors_mutex_);
     for (int rank = 0; rank < size(); ++rank) {
       const Peer& peer = at(rank);
-      if (state(rank) == kAlive && peer.memory && (life(peer).marked() || over(peer.pidfd)))
+      if (state(rank) == kAlive && peer.memory && (life(peer).marked() || has_ended(peer.pidfd)))
         dead.push_back(process_ended(rank));
     }
   }

@@ -29,9 +29,9 @@ class Peers {
  public:
   enum State : int { kAlive, kDeparted, kEnded, kLost };  // kEnded: departed with its program
 
-  // heartbeat: nanoseconds without a word from a remote peer until it is lost; standstill: nanoseconds
-  // without a beat of a local one until its process is looked at.
-  Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t standstill);
+  // heartbeat: nanoseconds without a word from a remote peer until it is lost; look: nanoseconds between two
+  // calls of stopped(), at most.
+  Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t look);
   ~Peers();
 
   // See Context.
@@ -64,6 +64,7 @@ class Peers {
   struct News {
     bool readable = false;  // sockets, if they are listened to
     bool woken = false;     // by wake()
+    bool held = false;      // this process was stopped meanwhile
     std::vector<Loss> losses;
   };
   News wait_for_news(int milliseconds);
@@ -72,9 +73,9 @@ class Peers {
   std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, nanoseconds
   // Sends what is due, and tells whom nothing was heard of for too long.
   std::vector<Loss> heartbeats(std::int64_t now);
-  // The local peers whose processes are stopped.  To be called regularly: the time for which it was not does
-  // not count.
-  std::vector<Loss> stopped(std::int64_t now);
+  // The local peers whose processes a signal has stopped for long.  held: this one was stopped since the last
+  // call; late: how late this call is, in nanoseconds.
+  std::vector<Loss> stopped(std::int64_t now, bool held, std::int64_t late);
   // Says in words that this process did not run for a while just now: it was stopped, or starved.
   std::string absence() const;
 
@@ -82,8 +83,8 @@ class Peers {
   bool mark_lost(Loss& loss);
   bool mark_departed(int rank, Departure why);
   void lost_to_others(int rank) { at(rank).lost_to_others.store(true); }
-  // Whether the processes of local peers have died of which nobody knows.  Costs a load a peer.
-  bool any_marked() const;
+  // The local peers of which nobody knew that their processes have died.  Costs a load a peer.
+  std::vector<Loss> died() const;
   // Marks the local peers whose processes have died or ended, of which nobody knew.
   std::vector<Loss> ended();
   // All that are lost by now, to this rank or to one that said so.
@@ -105,9 +106,10 @@ class Peers {
     SocketLink* tcp = nullptr;
     std::unique_ptr<Mapping> memory;
     int socket = -1;                     // local: its end means the peer's
-    int pid = 0;                         // of a local one that is another process
     int pidfd = -1;                      // its end means that the peer's memory is unmapped
     std::int64_t beat = 0, beat_at = 0;  // the last one that was seen, and when
+    std::int64_t excused_until = 0;      // if no beat comes before
+    std::int64_t stopped_since = 0;      // each look since then found it stopped; 0: the last one did not
     std::atomic<int> state{kAlive};
     std::atomic<bool> lost_to_others{false};
     std::atomic<bool> dead{false};  // certainly
@@ -122,6 +124,7 @@ class Peers {
 
   FrameSink& sink_;
   const int rank_;
+  const std::int64_t look_;
   Heartbeat heartbeat_;  // of remote peers
   Heartbeat beats_;      // of local ones
   std::vector<Peer> peers_;

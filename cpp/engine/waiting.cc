@@ -124,12 +124,16 @@ void Context::progress_loop() {
 void Context::watch_loop() {
   const Holding holding(header_->life);
   std::uint64_t drives = 0;
-  std::int64_t look_at = 0;
+  std::int64_t look_at = now_ns();
+  bool at_once = false, held = false;
   while (!stop_.load(std::memory_order_acquire)) {
     int patience = -1;
     if (peers_.local()) {
       const std::int64_t now = now_ns();
-      if (now >= look_at) look_at = now + look_out(now);
+      if (now >= look_at || at_once) {
+        look_at = now + look_out(now, held, now - look_at);
+        at_once = held = false;
+      }
       patience = static_cast<int>((look_at - now) / kMillisecond) + 1;
     }
     if (peers_.remote()) {
@@ -140,7 +144,8 @@ void Context::watch_loop() {
     // If others gave this rank up, one of them has said so, and all have cut their connections.
     if (!news.losses.empty()) peers_.read_rings();
     for (Loss& loss : news.losses) lost(std::move(loss));
-    if (news.woken) look_at = 0;
+    held |= news.held;
+    at_once |= news.woken || news.held;
     if (!peers_.remote()) continue;
     park_or_rearm(news.readable, drives);
     for (Loss& loss : peers_.heartbeats(now_ns())) lost(std::move(loss));
@@ -148,10 +153,10 @@ void Context::watch_loop() {
 }
 
 // Looks for local peers that have died, or that a signal has stopped; the time (ns) until the next look.
-std::int64_t Context::look_out(std::int64_t now) {
+std::int64_t Context::look_out(std::int64_t now, bool held, std::int64_t late) {
   header_->life.beat.store(now, std::memory_order_relaxed);
-  if (peers_.any_marked()) tell_groups(peers_.ended());
-  for (Loss& loss : peers_.stopped(now)) {
+  for (Loss& loss : peers_.died()) lost(std::move(loss));
+  for (Loss& loss : peers_.stopped(now, held, late)) {
     if (options_.patient) break;
     const int peer = loss.peer;
     lost(std::move(loss));
@@ -160,18 +165,17 @@ std::int64_t Context::look_out(std::int64_t now) {
   return busy() ? look_out_ : look_out_idle_;
 }
 
-// Whether operations are pending.  If not, who waits for one later rouses the watch thread.
+// Whether operations or agreements are pending.  If not, who waits for one later rouses the watch thread.
 bool Context::busy() {
   drowsy_.store(true, std::memory_order_seq_cst);
   for (auto& group : groups()) {
-    if (!group->lanes().pending()) continue;
+    if (!group->lanes().pending() && !group->agreements().awaited()) continue;
     drowsy_.store(false, std::memory_order_relaxed);
     return true;
   }
   return false;
 }
 
-// Before a sleep, so that operations which end without one cost nothing.
 void Context::rouse() {
   if (drowsy_.load(std::memory_order_seq_cst) && drowsy_.exchange(false)) peers_.wake();
 }

@@ -24,8 +24,9 @@ struct alignas(64) Life {
   std::atomic<std::int64_t> beat{0};     // when (ns) the thread last ran; peers look whether it changes
 
   // The process is dead: all its threads were sent their signals before one could end.  Its memory may still
-  // be mapped.
-  bool marked() const { return (holder.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0; }
+  // be mapped.  The kernel takes the thread's number away, so words that are written by mistake hardly mark
+  // it.
+  bool marked() const { return holder.load(std::memory_order_acquire) == FUTEX_OWNER_DIED; }
 };
 static_assert(sizeof(std::atomic<std::uint32_t>) == 4 && std::atomic<std::uint32_t>::is_always_lock_free);
 

@@ -447,7 +447,8 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
                                                 : 0;
         __atomic_store_n(&at, value, __ATOMIC_RELAXED);
         if (chance(own, 50)) entry.offset.store(own());
-        if (chance(own, 100)) header.life.holder.store(static_cast<std::uint32_t>(own()));
+        if (chance(own, 100))
+          header.life.holder.store(chance(own, 2) ? FUTEX_OWNER_DIED : static_cast<std::uint32_t>(own()));
       }
       nap(own, 0, 30);
     }

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal import PeerLost, ProcessGroup
+from shoal import Agreement, PeerLost, ProcessGroup
+from shoal.errors import QuorumLost
 from shoal.testing import no_leaks, processes
 from tests.support.debugger import held_at_its_end
 
@@ -106,6 +107,40 @@ def test_a_death_with_much_memory_is_told_long_before_the_memory_is_freed(tmp_pa
         if told < freed / 2:
             return
     raise AssertionError(f"seconds until it was told, and until the pipe of the dead was closed: {times}")
+
+
+def agree_alone(group: ProcessGroup) -> object:
+    """What rank 0 agrees on with itself, once the others have died that it had given up."""
+    group.barrier().wait()
+    group.store.set(f"ready/{group.rank}", b"")
+    lost: tuple[int, ...] = ()
+    while lost != (1, 2):
+        with pytest.raises(PeerLost) as caught:
+            reduce_for_ever(group)
+        lost = caught.value.ranks
+    with pytest.raises(QuorumLost):
+        group.agree(1, timeout=0.1).wait()  # they may live
+    agreed = group.agree(5, timeout=PATIENCE)
+    group.store.set("waits", b"")
+    result = agreed.wait()
+    group.store.set("agreed", b"")
+    return result
+
+
+def test_the_death_of_ranks_that_were_given_up_is_certain_before_they_have_ended() -> None:
+    with no_leaks(), processes(agree_alone, 3) as ranks, contextlib.ExitStack() as stack:
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+        for rank in (1, 2):
+            ranks.stop(rank)
+        ranks.store.wait(["waits"], PATIENCE)
+        ended = [stack.enter_context(readable(os.pidfd_open(ranks.pids[rank]))) for rank in (1, 2)]
+        with held_at_its_end(ranks.pids[1]), held_at_its_end(ranks.pids[2]):
+            for rank in (1, 2):
+                ranks.kill(rank)
+            ranks.store.wait(["agreed"], PATIENCE)
+            assert not any(each.poll(0) for each in ended)
+        outcomes = ranks.join()
+        assert outcomes[0].value == Agreement(5, (0,), (1, 2)), outcomes[0].describe()
 
 
 def become_another_program(group: ProcessGroup) -> str:

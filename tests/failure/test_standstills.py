@@ -63,7 +63,7 @@ def end(ranks: Ranks) -> None:
     """All ranks still work; they end in good order."""
     ranks.store.set("stopped", b"")
     with contextlib.suppress(StoreTimeout):  # the outcomes say more
-        ranks.store.wait([f"again/{rank}" for rank in range(3)], PATIENCE)
+        ranks.store.wait([f"again/{rank}" for rank in range(len(ranks.pids))], PATIENCE)
     ranks.store.set("enough", b"")
     outcomes = ranks.join()
     assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
@@ -83,6 +83,18 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(options: dict[str, object]) -
             for rank in everybody:
                 os.kill(ranks.pids[rank], signal.SIGCONT)
                 time.sleep(HEARTBEAT / 8)  # a shell resumes them one after another, too
+        end(ranks)
+
+
+def test_ranks_of_a_stopped_job_that_are_continued_long_after_one_another_go_on() -> None:
+    with no_leaks(), processes(work_until_told, 2) as ranks:
+        ranks.store.wait(["ready/0", "ready/1"], PATIENCE)
+        for first, standstill in ((0, 0.2), (1, 1.0)):  # also where no rank misses a beat
+            stop(ranks, 0, 1)
+            time.sleep(standstill)
+            for rank in (first, 1 - first):
+                os.kill(ranks.pids[rank], signal.SIGCONT)
+                time.sleep(STANDSTILL if rank == first else HEARTBEAT / 8)
         end(ranks)
 
 
