@@ -121,6 +121,13 @@ void Peers::add_remote(int rank, int socket) {
   remote_ = true;
 }
 
+// Of the time before, nobody knows whether this process was stopped.
+void Peers::start(std::int64_t now) {
+  heartbeat_.start(now);
+  beats_.start(now);
+  for (int rank : ring_peers_) at(rank).excused_until = now + kExcused;
+}
+
 // -- reading and writing ----------------------------------------------------------------------------------
 
 bool Peers::poll_rings() {

@@ -39,10 +39,7 @@ class Peers {
   void add_local(Arena& arena, int rank, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                  std::uint64_t in, int pid);
   void add_remote(int rank, int socket);
-  void start(std::int64_t now) {
-    heartbeat_.start(now);
-    beats_.start(now);
-  }
+  void start(std::int64_t now);
 
   Link* link(int rank) const { return at(rank).link.get(); }
   const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
