@@ -3,6 +3,8 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
@@ -38,6 +40,11 @@ inline bool stopped_by_signal(int pidfd) {
   const std::string stat = beginning("/proc/" + std::to_string(pid) + "/stat").substr(0, 128);
   const std::size_t name_end = stat.rfind(')');
   return name_end != std::string::npos && stat.compare(name_end, 3, ") T") == 0 && !has_ended(pidfd);
+}
+
+// Sends the process a signal; false if that is not possible.
+inline bool send_signal(int pidfd, int number) {
+  return syscall(SYS_pidfd_send_signal, pidfd, number, nullptr, 0) == 0;
 }
 
 }  // namespace shoal

@@ -264,6 +264,17 @@ void bind_engine(nb::module_& m) {
           nb::arg("op"), nb::arg("value"), nb::arg("timeout"),
           "Votes; returns the number of the agreement, None: too many are under way.")
       .def("last_completed", [](Group& group) { return group.lanes().last_completed(); })
+      .def(
+          "fence",
+          [](Group& group, const std::vector<int>& ranks, double timeout) {
+            std::vector<int> peers;
+            for (int rank : ranks) peers.push_back(group.global(rank));
+            std::vector<int> left = group.context().peers().fence(peers, until(timeout));
+            for (int& rank : left) rank = group.rank_of(rank);
+            return left;
+          },
+          nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>(),
+          "Ends the processes of lost ranks of this host; returns those that have not ended.")
       .def("vote_limit", [](const Group& group) { return agreement::vote_limit(group.size()); })
       .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
            "What comes of an agreement: (outcome, op, value, ranks, request).")

@@ -1,5 +1,7 @@
 #include "engine/peers.h"
 
+#include <fcntl.h>
+#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -288,6 +290,34 @@ std::vector<Loss> Peers::ended() {
   for (Loss& loss : dead)
     if (mark_lost(loss)) losses.push_back(std::move(loss));
   return losses;
+}
+
+std::vector<int> Peers::fence(const std::vector<int>& ranks, std::int64_t until) {
+  std::vector<std::pair<int, int>> living;  // rank and pidfd
+  {
+    std::lock_guard lock(descriptors_mutex_);
+    for (int rank : ranks) {
+      const Peer& peer = at(rank);
+      if (!peer.memory || peer.pidfd < 0 || dead(rank)) continue;
+      if (state(rank) != kLost && !stopped_by_signal(peer.pidfd)) continue;
+      living.emplace_back(rank, checked(fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 0), "fcntl"));
+      send_signal(living.back().second, SIGKILL);
+    }
+  }
+  // Once the kernel has marked its life, none of its threads runs; freeing its memory may take a second.
+  auto ended = [&](const std::pair<int, int>& it) {
+    return life(at(it.first)).marked() || has_ended(it.second);
+  };
+  while (!std::ranges::all_of(living, ended) && now_ns() < until) usleep(500);
+  std::vector<int> left;
+  for (auto& it : living) {
+    if (ended(it))
+      at(it.first).dead.store(true);
+    else
+      left.push_back(it.first);
+    close_all({&it.second});
+  }
+  return left;
 }
 
 std::vector<int> Peers::all_lost() const {

@@ -84,6 +84,10 @@ class Peers {
   std::vector<Loss> died() const;
   // Marks the local peers whose processes have died or ended, of which nobody knew.
   std::vector<Loss> ended();
+  // Ends those of the local peers `ranks` that this rank has lost, or a signal has stopped, and that may
+  // live: what they still write would hit memory that others use again.  Returns those that have not ended at
+  // `until`, or cannot be ended.
+  std::vector<int> fence(const std::vector<int>& ranks, std::int64_t until);
   // All that are lost by now, to this rank or to one that said so.
   std::vector<int> all_lost() const;
 

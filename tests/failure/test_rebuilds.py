@@ -338,6 +338,40 @@ def outlive_two(group: ProcessGroup, first: int, second: int, point: str) -> tup
     return group.rank, group.size, group.epoch
 
 
+def outlive_a_stopped_one(group: ProcessGroup, seed: int) -> str:
+    """One is stopped in an all-reduce; what the others then do with the memory of the old group stays."""
+    choose = random.Random(seed)
+    victim, delay = choose.randrange(group.size), choose.uniform(0.0, 0.02)
+    x = group.empty(choose.choice((1_000, 300_000)))
+    group.barrier().wait()
+    if group.rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    try:
+        while True:
+            x.fill_(1.0)
+            group.all_reduce(x).wait()
+    except PeerLost as error:
+        cause = str(error)
+    new = rebuilt(group)
+    x.fill_(7.0)
+    works(new)
+    time.sleep(0.2)
+    assert bool((x == 7.0).all())
+    new.close()
+    return cause
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_stopped_rank_that_is_given_up_writes_nothing_any_more(seed: int) -> None:
+    victim = random.Random(seed).randrange(3)
+    with no_leaks(), processes(outlive_a_stopped_one, 3, seed, timeout=PATIENCE) as ranks:
+        outcomes = ranks.join()
+    assert outcomes.pop(victim).describe() == f"rank {victim} was ended by SIGKILL"
+    for each in outcomes:
+        assert each.ok, each.describe()
+        assert "its process is stopped" in each.value
+
+
 def die_at(point: str) -> None:
     """Let this process die where it gets to ``point`` of a rebuild."""
     name, after = {

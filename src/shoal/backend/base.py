@@ -196,6 +196,18 @@ class DataChannel(abc.ABC):
         """The number of the last collective that has completed here with all before it; -1: none is known."""
         return -1
 
+    def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
+        """See to it that lost ranks, should they live, write into no memory of this one any more.
+
+        Args:
+            ranks: without which the group goes on.
+            timeout: in seconds.
+
+        Returns:
+            Those of which that is not certain.
+        """
+        return []
+
     def vote_limit(self) -> int:
         """The most bytes of a vote.
 

@@ -341,6 +341,10 @@ class NativeChannel(DataChannel):
         number: int = self._core.last_completed()
         return number
 
+    def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
+        left: list[int] = self._core.fence(list(ranks), timeout)
+        return left
+
     def vote_limit(self) -> int:
         limit: int = self._core.vote_limit()
         return limit

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .. import failure_report
 from ..backend.base import GroupSpec, ident_of
-from ..errors import ProtocolError, TooFewRanks
+from ..errors import OperationTimeout, ProtocolError, TooFewRanks
 from ..keywords import explained
 from ..store import PrefixStore, Store
 from ..wire import Deadline
@@ -155,7 +155,9 @@ class Rebuilding(Agreements):
     ) -> R | None:
         """Make a group of the ranks that live, and close this one.
 
-        Every rank that lives calls it, whatever became of the group; it waits for the others.  The new group
+        Every rank that lives calls it, whatever became of the group; it waits for the others.  Processes of
+        lost ranks on the same host, should they live, are ended: they could write into memory of the others.
+        The new group
         uses the connections that there are, so it takes milliseconds.  Who can keeps its rank; the highest
         ranks fill the places of those that are gone.  Nothing that was sent in the old group arrives in the
         new one, and what is still under way in it fails with GroupClosed.  Groups made from this one stay as
@@ -209,6 +211,12 @@ class Rebuilding(Agreements):
             if is_whole or group._rank not in plan.previous:
                 self.close(max(deadline.remaining(), _SHORTEST))
                 return group if is_whole else None
+            if living := group._channel.fence(plan.lost, max(deadline.remaining(), _SHORTEST)):
+                raise OperationTimeout(
+                    f"rebuild on rank {group._rank} of group {group._spec.name!r}: SIGKILL did not end "
+                    f"{ranks_named(living)}, without which the group goes on, and which may still write to it",
+                    living,
+                )
             older, group = group, group._succeed(plan)
             group.rebuilt = seen = plan.after(seen)
             self._pending = group
