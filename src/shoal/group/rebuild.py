@@ -214,7 +214,7 @@ class Rebuilding(Agreements):
             if living := group._channel.fence(plan.lost, max(deadline.remaining(), _SHORTEST)):
                 raise OperationTimeout(
                     f"rebuild on rank {group._rank} of group {group._spec.name!r}: SIGKILL did not end "
-                    f"{ranks_named(living)}, without which the group goes on, and which may still write to it",
+                    f"{ranks_named(living)}, without which the group goes on; it may still write to it",
                     living,
                 )
             older, group = group, group._succeed(plan)
