@@ -124,17 +124,26 @@ def connect_to_parent(group: ProcessGroup, port: int) -> bytes:
         return sock.recv(1)
 
 
+def accept(listener: socket.socket) -> socket.socket:
+    """The connection of the rank; another program may look for a server that had the port before."""
+    while True:
+        server, _ = listener.accept()
+        server.settimeout(20)
+        if server.recv(1) == b"x":
+            return server
+        server.close()
+
+
 def test_a_connection_of_another_process_can_be_cut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)
-        with processes(connect_to_parent, 1, listener.getsockname()[1], **HOW) as ranks:
-            server, _ = listener.accept()
-            with server:
-                server.settimeout(20)
-                assert server.recv(1) == b"x"
-                assert cut(ranks.pids[0], os.getpid()) >= 1
-                assert server.recv(1) == b""
-                ranks.join()
+        with (
+            processes(connect_to_parent, 1, listener.getsockname()[1], **HOW) as ranks,
+            accept(listener) as server,
+        ):
+            assert cut(ranks.pids[0], os.getpid()) >= 1
+            assert server.recv(1) == b""
+            ranks.join()
 
 
 def raise_in_main(group: ProcessGroup) -> None:
