@@ -1,6 +1,7 @@
 #include "engine/context.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -13,6 +14,8 @@ namespace {
 
 // Bytes kept of one peer's frames that end groups which do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
+// How long, at most, is waited for threads that are about to tell of deaths.
+constexpr std::int64_t kTelling = kSecond;
 
 int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
@@ -155,6 +158,11 @@ std::shared_ptr<Group> Context::find(std::uint64_t ident) {
 // -- peers that leave or die ----------------------------------------------------------------------
 
 void Context::lost(Loss loss) {
+  struct Telling {
+    std::atomic<int>& count;
+    explicit Telling(std::atomic<int>& c) : count(c) { count.fetch_add(1); }
+    ~Telling() { count.fetch_sub(1); }
+  } telling(telling_);
   if (peers_.mark_lost(loss)) {
     std::vector<Loss> losses{std::move(loss)};
     for (Loss& other : peers_.ended()) losses.push_back(std::move(other));  // several often die together
@@ -182,6 +190,8 @@ void Context::look_for_deaths() {
   poll_sockets();
   const std::vector<Loss> losses = peers_.ended();
   if (!losses.empty()) tell_groups(losses);
+  const std::int64_t until = now_ns() + kTelling;
+  while ((peers_.breaking() || telling_.load() > 0) && now_ns() < until) usleep(100);
 }
 
 std::vector<int> Context::all_lost() {

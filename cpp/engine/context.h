@@ -154,6 +154,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<std::uint64_t> drives_{0};  // how often one began to
   std::atomic<int> asleep_{0};            // threads in wait() that sleep
   std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
+  std::atomic<int> telling_{0};           // threads that tell of a loss just now
   std::atomic<bool> drowsy_{false};       // the watch thread looks at local peers rarely: nothing is pending
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};

@@ -270,6 +270,17 @@ bool Peers::mark_departed(int rank, Departure why) {
   return at(rank).state.compare_exchange_strong(alive, why == kProgramEnded ? kEnded : kDeparted);
 }
 
+bool Peers::breaking() {
+  bool any = false;
+  for (int rank = 0; rank < size(); ++rank) {
+    SocketLink* tcp = at(rank).tcp;
+    if (tcp == nullptr || state(rank) != kAlive) continue;
+    if (!tcp->broken()) tcp->await_reader();
+    any |= tcp->broken() && state(rank) == kAlive;
+  }
+  return any;
+}
+
 std::vector<Loss> Peers::died() const {
   std::vector<Loss> losses;
   for (int rank : ring_peers_)

@@ -80,6 +80,8 @@ class Peers {
   bool mark_lost(Loss& loss);
   bool mark_departed(int rank, Departure why);
   void lost_to_others(int rank) { at(rank).lost_to_others.store(true); }
+  // Whether connections to remote peers have ended, and another thread is about to tell so.
+  bool breaking();
   // The local peers of which nobody knew that their processes have died.  Costs a load a peer.
   std::vector<Loss> died() const;
   // Marks the local peers whose processes have died or ended, of which nobody knew.

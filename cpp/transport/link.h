@@ -129,6 +129,8 @@ class Link {
   bool receive();
   // Reads until nothing is there, after any other thread that is reading.
   void receive_all();
+  // Waits until a thread that is reading has done so.
+  void await_reader() { std::lock_guard lock(receive_mutex_); }
   // From now on nothing is written to the receive's buffer.  `forget`: it is not told of the frame either
   // that is just arriving for it.
   void detach(const Incoming* incoming, bool forget);
