@@ -43,7 +43,8 @@ hypothesis.settings.load_profile("patient")
 LONGEST = (
     "compat/launching/test_launchers.py", "compat/frameworks/test_frameworks.py",
     "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
-    "examples/test_notebook.py", "parallel/test_device.py",
+    "examples/test_notebook.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
+    "compat/launching/test_failures.py", "examples/test_digits.py",
 )  # fmt: skip
 
 
