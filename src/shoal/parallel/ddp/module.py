@@ -175,6 +175,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if carrying := take_over_optimizers_in_backward(parameter for _, parameter in named):
             self._reducer.set_hook(None, hook_then_optimizers_in_backward(allreduce_hook))
             self._reducer.after_pass.append(partial(_forget_gradients, carrying))
+        self._passes_before = 0
         self._buffers_in_step = BufferSync(ranks, module) if broadcast_buffers else None
         self._watch = ModelWatch(module, ranks.rank)
         self._participants = Participants()
@@ -232,7 +233,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _run_otherwise(self, args: Any, kwargs: Any) -> Any:
         """Forward in several copies, in lower precision, or both."""
         precision, copies = self._precision, self._copies
-        step = self._reducer.passes if self._reducer is not None else 0
+        step = self._passes_before + (self._reducer.passes if self._reducer is not None else 0)
         first: Callable[..., Any] = self.module
         if precision is not None:
             precision.refresh(step)
@@ -272,6 +273,43 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(hook)
         self._active_reducer().set_hook(state, hook)
+
+    # -- another group ---------------------------------------------------------------------------
+
+    def check_regroup(self) -> None:
+        """Find out whether :meth:`regroup` can work, long before it must.
+
+        Raises:
+            UsageError: a communication hook with a state, or an optimiser in backward, is in the way.
+        """
+        self._active_reducer().check_regroup()
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
+            raise UsageError(
+                "this DistributedDataParallel cannot follow another group: its parameters carry optimisers "
+                "that run in backward, so ranks would differ when one is lost in a backward pass"
+            )
+
+    def regroup(self, group: ProcessGroup) -> None:
+        """Train over ``group`` from now on.  Every rank of it calls this; nothing is sent.
+
+        Gradients stay what they are.  A backward pass that was under way is dropped, and the order in which
+        gradients arrive is learnt anew.
+
+        Args:
+            group: of ranks that hold equal parameters, as the survivors of a lost rank do.
+
+        Raises:
+            UsageError: as of :meth:`check_regroup`.
+            OutOfSharedMemory: the buckets do not fit.
+        """
+        self.check_regroup()
+        old = self._active_reducer()
+        self._passes_before += old.passes + 1
+        self._reducer = old.over(group)
+        self.group = group
+        if self._buffers_in_step is not None:
+            self._buffers_in_step = BufferSync(group, self.module)
+        self._participants = Participants()
 
     # -- uneven inputs ---------------------------------------------------------------------------
 

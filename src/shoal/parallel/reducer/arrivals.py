@@ -62,6 +62,10 @@ class Hooks:
         self._handles = handles
         self._last_id = RemovableHandle.next_id
 
+    def remove(self) -> None:
+        """The reducer has ended."""
+        _remove(self._handles)
+
     def registered(self, count: int) -> None:
         """So many hooks were put on other tensors."""
         self._last_id += count

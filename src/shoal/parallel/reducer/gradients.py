@@ -254,6 +254,12 @@ class Gradients:
             if parameter.grad is view:
                 parameter.grad = None
 
+    def release(self) -> None:
+        """Copy the gradients out that are in the buckets: these go with their group."""
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            if parameter.grad is view:
+                parameter.grad = view.clone()
+
     # -- of the copies ---------------------------------------------------------------------------
 
     def is_further(self, index: int, parameter: torch.Tensor) -> bool:

@@ -146,6 +146,36 @@ class Reducer:
         self._hook = (hook, state)
         self._use_tail()
 
+    # -- another group ---------------------------------------------------------------------------
+
+    def check_regroup(self) -> None:
+        """Raise unless :meth:`over` can work.
+
+        Raises:
+            UsageError: the communication hook has a state.
+        """
+        if self._hook is not None and self._hook[1] is not None:
+            raise UsageError(
+                f"this model cannot follow another group: the state of its communication hook, a "
+                f"{type(self._hook[1]).__name__}, is that of the group before, and may differ between the "
+                "ranks that are left; use a hook with the state None"
+            )
+
+    def over(self, group: ProcessGroup) -> Reducer:
+        """End this one, and make another one like it over ``group``; gradients stay what they are.
+
+        Raises:
+            OutOfSharedMemory: the buckets do not fit; this one goes on.
+        """
+        successor = Reducer(group, self._names, self._copies, self._options)
+        if self._hook is not None:
+            successor.set_hook(self._hook[1], self._hook[0])
+        successor.after_pass = self.after_pass
+        self._hooks.remove()
+        self._gradients.release()
+        self._forget_pass()
+        return successor
+
     # -- called around a forward pass ------------------------------------------------------------
 
     def in_backward(self) -> bool:
