@@ -122,6 +122,7 @@ def test_the_first_example_runs_on_two_ranks_as_the_page_says(
                 "data-parallel",
                 "distributed",
                 "comm-hooks",
+                "elastic",
                 "join",
                 "zero",
                 "when-it-hangs",

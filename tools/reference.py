@@ -36,6 +36,11 @@ TOPICS = {
         "Modules, optimisers and contexts for [data-parallel training](../data-parallel.md).",
         ["parallel"],
     ),
+    "elastic": (
+        "Elastic training",
+        "`shoal.elastic`; [Elastic training](../elastic.md) says how to use it.",
+        ["elastic"],
+    ),
     "hooks": (
         "Communication hooks",
         "`shoal.parallel.hooks`; [Communication hooks](../comm-hooks.md) compares them.",
@@ -71,7 +76,7 @@ def names() -> dict[str, list[str]]:
     """The full public names by the module that exports them: ``{"future": ["shoal.Future", ...], ...}``."""
     top: dict[str, list[str]] = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
     found = {module: [f"shoal.{name}" for name in names] for module, names in top.items()}
-    for module in ("parallel.hooks", "distributed", "rpc", "controller", "testing"):
+    for module in ("parallel.hooks", "elastic", "distributed", "rpc", "controller", "testing"):
         path = PACKAGE / module.replace(".", "/") / "__init__.py"
         above = found.get(module, [])
         found[module] = above + [

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import config as config
     from . import controller as controller
     from . import distributed as distributed
+    from . import elastic as elastic
     from . import errors as errors
     from . import future as future
     from . import group as group
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .errors import RendezvousTimeout as RendezvousTimeout
     from .errors import RpcError as RpcError
     from .errors import ShoalError as ShoalError
+    from .errors import StateDiverged as StateDiverged
     from .errors import StoreError as StoreError
     from .errors import StoreTimeout as StoreTimeout
     from .errors import TooFewRanks as TooFewRanks
@@ -160,6 +162,7 @@ _PUBLIC = {
         "RendezvousTimeout",
         "RpcError",
         "ShoalError",
+        "StateDiverged",
         "StoreError",
         "StoreTimeout",
         "TooFewRanks",
@@ -208,6 +211,7 @@ _SUBMODULES = (
     "config",
     "controller",
     "distributed",
+    "elastic",
     "errors",
     "future",
     "group",

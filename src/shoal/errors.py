@@ -265,6 +265,15 @@ class ModelMismatch(ShoalError):
     """The ranks wrapped models that differ; the message names rank and parameter."""
 
 
+class StateDiverged(ShoalError):
+    """The ranks of a session of :mod:`shoal.elastic` hold different states, or commit different steps.
+
+    Every rank raises it in the same commit, before any parameter changes.  Each rank must make the same
+    ``State``, and load the same checkpoint, before the session begins; and only what is the same on all ranks
+    may change parameters and optimisers.
+    """
+
+
 class LaunchError(ShoalError):
     """The launcher could not start what it was asked to start."""
 

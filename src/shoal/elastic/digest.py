@@ -1,0 +1,40 @@
+"""SHA-256 of tensors, and of dicts and lists of them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Any
+
+import torch
+
+
+class Digest:
+    """Collects values; equal ones, bit by bit, give equal digests on all ranks."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a value: a tensor; a dict, list or tuple of values; anything else counts by its ``repr``."""
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(name, value)
+        elif isinstance(value, dict):
+            for key, each in sorted(value.items(), key=lambda item: str(item[0])):
+                self.add(f"{name}.{key}", each)
+        elif isinstance(value, (list, tuple)):
+            for index, each in enumerate(value):
+                self.add(f"{name}.{index}", each)
+        else:
+            self._hash.update(f"{name}={value!r}\n".encode())
+
+    def value(self) -> bytes:
+        """The digest, 32 bytes."""
+        return self._hash.digest()
+
+    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        self._hash.update(f"{name}:{tensor.dtype}{tuple(tensor.shape)}\n".encode())
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if plain.numel():
+            length = plain.numel() * plain.element_size()
+            self._hash.update((ctypes.c_char * length).from_address(plain.data_ptr()))

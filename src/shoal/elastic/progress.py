@@ -1,0 +1,54 @@
+"""How far each survivor had come, and which step the survivors go on with.
+
+A rank has *prepared* a step when it has called ``commit``: all averaged gradients are there.  It has
+*committed* the step when the exchange in ``commit`` has come to its end: this proves that every rank had
+prepared it.  Each survivor gives both as its note in the rebuild, so all of them decide alike.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_NOTE = struct.Struct("<qqq")
+_NONE = -1
+
+
+class Progress(NamedTuple):
+    """How far one rank has come.
+
+    Attributes:
+        committed: how many steps count, as far as it knows; the next one has this number.
+        prepared: the number of the step that it has prepared and not committed, or -1.
+        epoch: of the group in which it has prepared that step.  A rank may vote with a note of the epoch
+            before, when a second death repeats its rebuild.
+    """
+
+    committed: int
+    prepared: int = _NONE
+    epoch: int = 0
+
+    def encode(self) -> bytes:
+        """The note for a rebuild."""
+        return _NOTE.pack(*self)
+
+    @classmethod
+    def decode(cls, note: bytes) -> Progress:
+        """The progress of which ``note`` tells."""
+        return cls(*_NOTE.unpack(note))
+
+
+def steps_that_count(survivors: Iterable[Progress]) -> int:
+    """How many steps count: what some survivor has committed, and what all have prepared.
+
+    A step that all survivors have prepared counts although a rank that died may not have committed it: no
+    averaged gradient is lost.  One that only some have prepared is computed again: had any rank committed it,
+    all would have prepared it.
+    """
+    known = list(survivors)
+    committed = max(each.committed for each in known)
+    epoch = known[0].epoch
+    if all(each == (committed, committed, epoch) for each in known):
+        return committed + 1
+    return committed

@@ -1,0 +1,288 @@
+"""Training that goes on through deaths: the steps, the models, and the group that becomes smaller.
+
+A step changes parameters only after its commit, and every rank commits it or none does.  So survivors of a
+death hold the same parameters: nothing is rolled back, and nothing is sent but the notes of the rebuild.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import (
+    GroupClosed,
+    GroupError,
+    OperationTimeout,
+    PeerLost,
+    ProtocolError,
+    ShoalError,
+    StateDiverged,
+    UsageError,
+)
+from ..group import ProcessGroup
+from ..group.regroup import Regroupable
+from ..initialize import init
+from ..parallel import DistributedDataParallel
+from .progress import Progress, steps_that_count
+from .resize import Resize
+from .state import State
+from .step import Step
+
+#: errors after which the ranks that are left can go on, if one is lost
+_OF_LOSSES = (PeerLost, ProtocolError, OperationTimeout, GroupClosed)
+_LEAVING = 5.0  # seconds for closing the group of a program that fails
+
+
+class Session:
+    """Ranks that train together, and go on without those that die.
+
+        with Session(state, min=2) as session:
+            model = session.parallel(net)
+            for step in session.steps(until=10_000):
+                with step:
+                    x, y = data[step.indices]
+                    (loss_fn(model(x), y) * step.weight).backward()
+                    step.commit()
+                    opt.step()
+                    opt.zero_grad()
+
+    A rank whose program leaves the block by an exception leaves the training; the others go on as after a
+    death.
+
+    Args:
+        state: what is trained; the same on every rank.
+        min: with fewer ranks the survivors raise TooFewRanks.
+        group: the ranks; the session uses it up.  None: ``shoal.init()``, closed at the end of the block.
+
+    Attributes:
+        state: what is trained.
+        group: the ranks that live, a new group after every death.
+        events: every change of the group, in order.
+    """
+
+    def __init__(self, state: State, *, min: int = 1, group: ProcessGroup | None = None) -> None:
+        if not isinstance(state, State):
+            raise UsageError(f"Session takes a shoal.elastic.State, got {type(state).__name__}")
+        if not isinstance(min, int) or min < 1:
+            raise UsageError(f"Session: min={min!r}: expected a positive integer")
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise UsageError(f"Session: group must be a shoal.ProcessGroup, got {type(group).__name__}")
+        self.state = state
+        self.events: list[Resize] = []
+        self._min = min
+        self._group = group
+        self._own = group is None
+        self._following: list[Regroupable] = []
+        self._callbacks: list[Callable[[Resize], None]] = []
+        self._told = 0
+        self._step: Step | None = None
+        self._hooks: list[RemovableHandle] = []
+        #: The first commit in a group compares everything; later ones what was dealt.
+        self._compared = False
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that live."""
+        if self._group is None:
+            raise UsageError("a Session has its group within its block: with Session(state) as session")
+        return self._group
+
+    def parallel(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """Wrap a model; the wrapped one follows the session from group to group.
+
+        A collective.  A rank that dies in it ends the session of the others.
+
+        Args:
+            module: a part of the state, or a module inside one.
+            options: those of :class:`shoal.DistributedDataParallel`, but for ``group``.
+
+        Raises:
+            UsageError: the module is not in the state, or what it carries cannot follow.
+        """
+        if "group" in options:
+            raise UsageError("session.parallel: the group is that of the session; leave group= out")
+        if not any(module is each for part in self.state.all_models() for each in part.modules()):
+            raise UsageError("session.parallel: the module is no part of the State: State(model=module, ...)")
+        model = DistributedDataParallel(module, group=self.group, **options)
+        model.check_regroup()
+        self._following.append(model)
+        return model
+
+    def on_resize(self, fn: Callable[[Resize], None]) -> None:
+        """Call ``fn`` on every rank after the group has become smaller, before the next step begins.
+
+        The place to scale a learning rate, where the batch shrinks with the group.
+        """
+        self._callbacks.append(fn)
+
+    def steps(self, until: int | None = None) -> Iterator[Step]:
+        """The steps that are to be done, from ``state.steps`` on; one that was lost comes again.
+
+        Args:
+            until: as many count at the end; None: without an end.
+        """
+        while until is None or self.state.steps < until:
+            for event in self.events[self._told :]:
+                self._told += 1
+                for fn in self._callbacks:
+                    fn(event)
+            step = Step(self)
+            yield step
+            if not step.entered:
+                raise UsageError(f"step {step.number} was not used: the loop's body is `with step:`")
+
+    # -- what a step asks for ------------------------------------------------------------------
+
+    def begins(self, step: Step) -> None:
+        """The block of ``step`` begins."""
+        self._step = step
+        if not self._compared:
+            for each in self._following:
+                each.check_regroup()
+
+    def exchange(self, step: Step) -> None:
+        """Wait until every rank has called ``commit``, and compare what they have done."""
+        group, state = self.group, self.state
+        seen = hashlib.blake2b(repr((group.size, step.number)).encode(), digest_size=16)
+        if state.samples is not None:
+            seen.update(repr(state.samples.state_dict()).encode())
+        if not self._compared:
+            seen.update(state.digest())
+        digest = seen.digest()
+        halves = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
+        mine = torch.tensor([group.epoch, step.number, *halves])
+        table = torch.empty(group.size, mine.numel(), dtype=mine.dtype)
+        group.all_gather_single(table, mine).wait()
+        rows = table.tolist()
+        if any(row != rows[0] for row in rows):
+            raise self._diverged(rows, step)
+        self._compared = True
+
+    def recover(self, error: BaseException, progress: Progress) -> int | None:
+        """Rebuild the group without the ranks that are lost; how many steps count, None: none is lost."""
+        if not self._is_of_a_loss(error):
+            return None
+        began = time.monotonic()
+        prepared = progress.prepared >= 0
+        self._detach_gradients(keep=prepared)
+        before = self.group
+        rebuilt = self._rebuild(progress, min(self._min, before.size))
+        if not rebuilt.lost:
+            raise error  # of the program, which would meet it again
+        counts = steps_that_count(map(Progress.decode, rebuilt.notes.values()))
+        if counts > progress.committed + prepared:
+            raise StateDiverged(
+                f"rank {before.rank} of group {before.name!r} had not prepared step {progress.committed} "
+                "when another rank committed it"
+            )
+        again = self._step is not None and self._step.entered and counts == self._step.number
+        after = self.group
+        self.events.append(
+            Resize(
+                counts, again, after.epoch, after.rank, after.size, before.size, rebuilt.lost,
+                time.monotonic() - began,
+            )
+        )  # fmt: skip
+        return counts
+
+    # -- the block -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        if self._group is None:
+            self._group = init()
+        try:
+            if self.state.samples is not None:
+                self.state.samples.batch(self.group.size)
+            if self._min > self.group.size:
+                raise UsageError(f"Session: min={self._min}, and there are {self.group.size} ranks")
+            self.group._channel.vote_limit()
+        except BaseException:
+            if self._own:
+                self._group.close()
+            raise
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._refuse_early_step)
+            for optimizer in self.state.all_optimizers()
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            if error is None:
+                self._end_together()
+        finally:
+            if error is not None:
+                with contextlib.suppress(ShoalError):
+                    self.group.close(_LEAVING)
+            elif self._own:
+                self.group.close()
+
+    def _end_together(self) -> None:
+        """Wait until all have come to the end: one in its last commit may need what this rank knows."""
+        while True:
+            try:
+                self.group.barrier().wait()
+                return
+            except GroupError as error:
+                if not self._is_of_a_loss(error):
+                    raise
+            try:
+                self._rebuild(Progress(self.state.steps), 1)
+            except GroupError:
+                return  # this rank has all that counts, and the others have ended
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _rebuild(self, progress: Progress, least: int) -> Any:
+        group = self.group.rebuild(min_size=least, note=progress.encode())
+        assert group is not None
+        assert group.rebuilt is not None
+        self._group = group
+        self._compared = False
+        for each in self._following:
+            each.regroup(group)
+        return group.rebuilt
+
+    def _is_of_a_loss(self, error: BaseException) -> bool:
+        return isinstance(error, _OF_LOSSES) and self.group.state == "broken"
+
+    def _detach_gradients(self, *, keep: bool) -> None:
+        """Let go of the memory of the group in which gradients are."""
+        for model in self.state.all_models():
+            for parameter in model.parameters():
+                gradient = parameter.grad
+                parameter.grad = gradient.clone() if keep and gradient is not None else None
+
+    def _refuse_early_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._step is not None and self._step.running:
+            raise UsageError(
+                f"{type(optimizer).__name__} stepped before step.commit(): if a rank were lost now, the "
+                "others could not tell whether to do the step again.  Call step.commit() first; optimisers "
+                "that step in backward cannot be used"
+            )
+
+    def _diverged(self, rows: list[list[int]], step: Step) -> StateDiverged:
+        said = []
+        for rank, (epoch, number, *seen) in enumerate(rows):
+            if (epoch, number) != (rows[0][0], rows[0][1]):
+                said.append(f"rank {rank} commits step {number} in epoch {epoch}")
+            elif seen != rows[0][2:]:
+                what = "samples" if self._compared else "parameters, optimisers or samples"
+                said.append(f"rank {rank} has other {what} than rank 0")
+        return StateDiverged(
+            f"commit of step {step.number} on rank {self.group.rank} of {self.group.size}: "
+            f"{'; '.join(said)}.  Every rank must make the same State, and load the same checkpoint, "
+            "before the session"
+        )

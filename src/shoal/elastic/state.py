@@ -1,0 +1,256 @@
+"""What training changes, on this rank: what a step that is computed again starts from, and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from ..parallel import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from .digest import Digest
+from .samples import Samples
+
+_FORMAT = 1
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+class State:
+    """The parts of a training: models, optimisers, whatever else has a ``state_dict``, and plain values.
+
+        state = State(model=net, optimizer=opt, scheduler=sched, samples=samples, best=0.0)
+        state.best = max(state.best, accuracy)
+
+    Parts are attributes; their names are free.  Plain values can be set again; what a step has done to them,
+    and to the buffers of models, is undone when the step is computed again.  Everything else is to change
+    after ``step.commit()`` alone.
+
+    Args:
+        samples: the order of the samples; None: the program finds its data itself.
+        parts: all others.
+
+    Attributes:
+        steps: how many steps count so far.
+
+    Raises:
+        UsageError: a part cannot be used here; the message says why.
+    """
+
+    _parts: dict[str, Any]
+    _steps: int
+
+    def __init__(self, *, samples: Samples | None = None, **parts: Any) -> None:
+        if samples is not None and not isinstance(samples, Samples):
+            raise UsageError(f"State: samples must be shoal.elastic.Samples, got {type(samples).__name__}")
+        for name, part in parts.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise UsageError(f"State: {name!r} cannot be the name of a part")
+            _refuse(name, part)
+        held = Held([part for part in parts.values() if isinstance(part, nn.Module)])
+        self.__dict__.update(_parts=dict(parts), _samples=samples, _steps=0, _held=held, _values={})
+
+    @property
+    def samples(self) -> Samples | None:
+        """The order of the samples."""
+        found: Samples | None = self.__dict__["_samples"]
+        return found
+
+    @property
+    def steps(self) -> int:
+        """How many steps count so far; the next one has this number."""
+        return self._steps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_parts"][name]
+        except KeyError:
+            raise AttributeError(f"this State has no part {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._parts:
+            raise AttributeError(f"this State has no part {name!r}: give it a first value, State({name}=...)")
+        if not _is_plain(self._parts[name]):
+            raise UsageError(f"State: {name!r} is a {type(self._parts[name]).__name__}, which stays the same")
+        _refuse(name, value)
+        if not _is_plain(value):
+            raise UsageError(f"State: {name!r} is a plain value, and cannot become a {type(value).__name__}")
+        self._parts[name] = value
+
+    def all_models(self) -> Iterator[nn.Module]:
+        """The parts that are modules."""
+        return (part for part in self._parts.values() if isinstance(part, nn.Module))
+
+    def all_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The parts that are optimisers."""
+        return (part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer))
+
+    def digest(self) -> bytes:
+        """SHA-256 of all parameters and the state of all optimisers: equal on ranks that agree in every bit.
+
+        It reads all of them, about a gigabyte a second.
+        """
+        digest = Digest()
+        for name, part in sorted(self._parts.items()):
+            if isinstance(part, nn.Module):
+                digest.add(name, dict(part.named_parameters()))
+            elif isinstance(part, torch.optim.Optimizer):
+                digest.add(name, part.state_dict())
+        return digest.value()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Remember what :meth:`put_back` brings back."""
+        self._held.take()
+        self.__dict__["_values"] = {
+            name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+            for name, value in self._parts.items()
+            if _is_plain(value)
+        }
+
+    def put_back(self) -> None:
+        """Undo what has happened to buffers and plain values since :meth:`hold`; drop all gradients."""
+        self._held.put_back()
+        self._parts.update(self.__dict__["_values"])
+        self.__dict__["_values"] = {}
+        for model in self.all_models():
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def step_counts(self, batch: int) -> None:
+        """A step of ``batch`` samples counts."""
+        self.__dict__["_steps"] += 1
+        if self.samples is not None:
+            self.samples.advance(batch)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a file, between two steps; one rank does it, as all hold the same.
+
+        The file is complete or not there, whenever the machine dies: it is written beside its place, flushed
+        to the disk, and renamed.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        target = Path(path)
+        beside = target.with_name(f"{target.name}.{os.getpid()}.part")
+        parts = {name: part if _is_plain(part) else part.state_dict() for name, part in self._parts.items()}
+        samples = None if self.samples is None else self.samples.state_dict()
+        try:
+            with open(beside, "wb") as file:
+                torch.save({"format": _FORMAT, "steps": self.steps, "samples": samples, "parts": parts}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what :meth:`save` has written, on every rank, before its session begins.
+
+        Raises:
+            UsageError: the file was not written by :meth:`save`, or by a state with other parts.
+            OSError: it cannot be read.
+        """
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+            raise UsageError(f"{os.fspath(path)} was not written by State.save of this release")
+        parts = saved["parts"]
+        if parts.keys() != self._parts.keys() or (saved["samples"] is None) != (self.samples is None):
+            raise UsageError(
+                f"{os.fspath(path)} holds the parts {', '.join(sorted(parts))}"
+                f"{' and samples' if saved['samples'] is not None else ''}; this State has "
+                f"{', '.join(sorted(self._parts))}{' and samples' if self.samples is not None else ''}"
+            )
+        for name, part in self._parts.items():
+            if _is_plain(part):
+                self._parts[name] = parts[name]
+            else:
+                part.load_state_dict(parts[name])
+        if self.samples is not None:
+            self.samples.load_state_dict(saved["samples"])
+        self.__dict__["_steps"] = int(saved["steps"])
+
+
+class Held:
+    """Copies of the buffers of modules."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        # The places and not the tensors: a module may replace its buffer at any time.
+        owners = {id(owner): owner for module in modules for owner in module.modules()}
+        self._tables = [owner._buffers for owner in owners.values()]
+        self._held: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._copies: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the buffers."""
+        self._held = [
+            (table, name, buffer)
+            for table in self._tables
+            for name, buffer in table.items()
+            if buffer is not None
+        ]
+        buffers = [buffer for _, _, buffer in self._held]
+        if len(buffers) == len(self._copies) and all(map(_alike, buffers, self._copies)):
+            if buffers:
+                torch._foreach_copy_(self._copies, buffers)
+        else:
+            self._copies = [buffer.clone() for buffer in buffers]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the buffers what they were."""
+        for (table, name, buffer), kept in zip(self._held, self._copies, strict=True):
+            buffer.copy_(kept)
+            table[name] = buffer
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _is_plain(part: Any) -> bool:
+    return not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict"))
+
+
+def _refuse(name: str, part: Any) -> None:
+    """Raise for a part that cannot follow a group that shrinks."""
+    if isinstance(part, ZeroRedundancyOptimizer):
+        raise UsageError(
+            f"State: {name!r} is a ZeroRedundancyOptimizer, which keeps each part of its state on one rank: "
+            "that part would die with the rank.  Use the optimiser inside on every rank, or train without a "
+            "Session and save checkpoints"
+        )
+    if isinstance(part, PostLocalSGDOptimizer):
+        raise UsageError(
+            f"State: {name!r} is a PostLocalSGDOptimizer, whose ranks differ between two averages: no rank "
+            "holds what a dead one had learnt.  Use the optimiser inside, with session.parallel(model)"
+        )
+    inside = part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else ()
+    for each in inside:
+        if not _is_plain(each):
+            raise UsageError(
+                f"State: {name!r} has a {type(each).__name__} inside; give each such object a name of its own"
+            )
+    if isinstance(part, nn.Module) and hasattr(part, "regroup"):
+        raise UsageError(
+            f"State: {name!r} is wrapped already; give State the module itself, and wrap it with "
+            "session.parallel(module)"
+        )
