@@ -155,13 +155,12 @@ class Rebuilding(Agreements):
     ) -> R | None:
         """Make a group of the ranks that live, and close this one.
 
-        Every rank that lives calls it, whatever became of the group; it waits for the others.  Processes of
-        lost ranks on the same host, should they live, are ended: they could write into memory of the others.
-        The new group
+        Every rank that lives calls it, whatever became of the group; it waits for the others.  The new group
         uses the connections that there are, so it takes milliseconds.  Who can keeps its rank; the highest
         ranks fill the places of those that are gone.  Nothing that was sent in the old group arrives in the
         new one, and what is still under way in it fails with GroupClosed.  Groups made from this one stay as
-        they are.
+        they are.  Processes of lost ranks on the same host, should they live, are ended by SIGKILL: they
+        could write into memory of the others.
 
         Args:
             min_size: with fewer ranks nothing is made; where ranks differ, the largest counts.
@@ -273,7 +272,7 @@ class Rebuilding(Agreements):
             if line.is_world
             else self._spec.world_ranks and tuple(self._spec.world_ranks[rank] for rank in plan.previous),
         )  # fmt: skip
-        successor = self._made_again(spec, PrefixStore(f"@{line.epoch}", line.store))
+        successor = self._made_again(spec, PrefixStore(f"@{line.epoch}/", line.store))
         successor.epoch, successor._line = line.epoch, line
         return successor
 
