@@ -92,7 +92,7 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 # -- groups ------------------------------------------------------------------------------------
 
 
-class _OfRanks(Exception):
+class _OfRanks(RuntimeError):
     """What an error has that names ranks."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -26,6 +27,8 @@ from shoal.testing.processes import fork_server
 
 #: a job takes a second on an idle machine
 DEADLINE = 60
+#: seconds after which a rank that still runs shows its stacks
+_STACKS = 50
 
 
 class QuickLauncher:
@@ -139,6 +142,7 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     failure_report._line = failure_report._inherited()
+    faulthandler.dump_traceback_later(_STACKS)  # on stderr, which the launcher passes on
     sys.argv[:] = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     python = ctypes.pythonapi

@@ -168,7 +168,9 @@ class Agent:
         if isinstance(name, int):
             name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
         line = self.links.existing(name)
-        if line is not None:
+        if name == self.name:
+            found = self.worker
+        elif line is not None:
             found = line.worker
         else:
             waits = timeout is not None

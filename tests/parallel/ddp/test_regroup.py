@@ -18,6 +18,35 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+@on_ranks(2)
+def test_a_model_can_be_wrapped_anew_while_its_wrapper_over_an_ended_group_lives(group: ProcessGroup) -> None:
+    net, data = mlp(), batches(8)
+    pair = group.subgroup([0, 1])
+    older = DistributedDataParallel(net, group=pair, bucket_cap_mb=SMALL_MB)
+    parameters = list(net.parameters())
+
+    def interrupt(_: torch.Tensor) -> None:
+        raise Interrupted
+
+    handle = parameters[0].register_hook(interrupt)
+    with pytest.raises(Interrupted):
+        loss_of(older, data[group.rank]).backward()
+    handle.remove()
+    pair.close()
+    net.zero_grad()
+    model = DistributedDataParallel(net, group=group, bucket_cap_mb=SMALL_MB)
+    for batch in (data[group.rank], data[2 + group.rank]):
+        net.zero_grad()
+        loss_of(model, batch).backward()
+    averages = gradients(net)
+    alone = mlp()
+    for batch in data[2:4]:
+        (loss_of(alone, batch) / 2).backward()
+    for average, expected in zip(averages, gradients(alone), strict=True):
+        torch.testing.assert_close(average, expected)
+    assert older.module is net
+
+
 class Interrupted(Exception):
     """Raised in a backward pass."""
 

@@ -102,7 +102,19 @@ class Reducer:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._forget_pass()
         self.after_pass: list[Callable[[], None]] = []
+        self._replace_ended()
         self._hooks = watch_gradients(self, self._pass, self._gradients, trained)
+        _living.add(self)
+
+    def _replace_ended(self) -> None:
+        """Let no reducer of a group that has ended watch these parameters any more.
+
+        A program that goes on in another group may still hold the wrapped model of the one before; so does
+        the traceback of what ended that.
+        """
+        for other in list(_living):
+            if other._group.state != "open" and not self._index_of.keys().isdisjoint(other._index_of):
+                other._hooks.remove()
 
     def _forget_pass(self) -> None:
         """Begin to record the next pass: the part of its state that holds tensors and futures."""
@@ -464,3 +476,6 @@ class Reducer:
         self._hook_buckets = {}
         self._pass.rebuild(self._gradients.set.members(), expected)
         self._use_tail()
+
+
+_living: weakref.WeakSet[Reducer] = weakref.WeakSet()
