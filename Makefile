@@ -81,7 +81,7 @@ training: $(DONE)/shoal  ## what a training step with DDP costs beyond computing
 scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
-chaos: $(DONE)/shoal  ## deaths and standstills at random moments, 3 minutes; rewrites the table of docs/failures.md
+chaos: $(DONE)/shoal  ## deaths and standstills at random moments, 6 minutes; rewrites the table of docs/failures.md
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 controller: $(DONE)/shoal  ## what an operation of the master-worker mode costs, beside local torch, 4 minutes

@@ -58,7 +58,7 @@ class Row:
 # -- the programs -----------------------------------------------------------------------------------------
 
 
-def collectives(group: shoal.ProcessGroup, operations: int = 600, resident: int = 0) -> tuple[int, int]:
+def collectives(group: shoal.ProcessGroup, operations: int = 1200, resident: int = 0) -> tuple[int, int]:
     """All-reduce, each operation with its right result, in as many groups as that needs.
 
     Returns:
@@ -95,7 +95,7 @@ def rebuilt(group: shoal.ProcessGroup, done: int) -> shoal.ProcessGroup:
     return new
 
 
-def training(group: shoal.ProcessGroup, steps: int = 80) -> str:
+def training(group: shoal.ProcessGroup, steps: int = 300) -> str:
     """Train a small model in a session; the digest of its parameters and optimiser."""
     torch.manual_seed(0)
     x = torch.randn(500, 16)
@@ -122,7 +122,7 @@ def training(group: shoal.ProcessGroup, steps: int = 80) -> str:
 LATER = {"within": 1.0, "ready": True}
 ROWS = (
     Row("a death in collectives", 150, collectives, {"within": 0.4}),
-    Row("the same with 2 GB on each rank", 15, collectives, {"within": 0.4, "args": (600, 2000)}),
+    Row("the same with 2 GB on each rank", 15, collectives, {"within": 0.4, "args": (1200, 2000)}),
     Row("two deaths, close together", 40, collectives, {"most": 2, "within": 0.3, "apart": 0.03}),
     Row("up to three deaths", 40, collectives, {"most": 3, "within": 0.3, "apart": 0.1}),
     Row("a standstill in collectives", 40, collectives, {"kinds": ("stop",), "within": 0.4}),
@@ -136,7 +136,7 @@ ROWS = (
 
 def summed_up(row: Row, trials: Sequence[chaos.Trial]) -> dict[str, Any]:
     """What the table and the file of results say of one row."""
-    harmed = [harm for trial in trials for harm in trial.harms]
+    harmed = [harm for trial in trials for harm in trial.harms if harm.rank in trial.lost]
     return {
         "name": row.name,
         "ranks": RANKS,

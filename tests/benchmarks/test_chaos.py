@@ -31,9 +31,9 @@ def test_the_table_counts_what_was_done(
 ) -> None:
     harms = (Harm(0, "kill", 0.1), Harm(2, "stop", 0.2))
     trials = [
-        Trial(0, 4, harms[:1], 1.0, ""),
-        Trial(1, 4, harms, 3.0, "rank 1 raised"),
-        Trial(2, 4, harms, 2.0, ""),
+        Trial(0, 4, harms[:1], (0,), 1.0, ""),
+        Trial(1, 4, harms, (0, 1, 2), 3.0, "rank 1 raised"),
+        Trial(2, 4, harms, (2,), 2.0, ""),
     ]
     row = chaos.summed_up(chaos.ROWS[0], trials)
     page = tmp_path / "failures.md"
@@ -43,7 +43,7 @@ def test_the_table_counts_what_was_done(
     chaos.write_page([row])
     assert page.read_text().splitlines()[3:] == [
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| a death in collectives | 3 | 3 | 2 | 1 | 2.00 | 3.00 |",
+        "| a death in collectives | 3 | 2 | 2 | 1 | 2.00 | 3.00 |",
         "<!-- end of chaos -->",
         "after",
     ]

@@ -91,3 +91,4 @@ def test_ranks_that_do_not_go_on_are_told() -> None:
 def test_results_that_differ_are_told() -> None:
     trial = chaos.play(disagreeing, 4, harms=[chaos.Harm(3, "kill", 0.0)], timeout=PATIENCE)
     assert trial.bad == "ranks 0, 2 returned 0; rank 1 returned 1"
+    assert trial.lost == (3,)

@@ -58,6 +58,7 @@ class Trial:
 
     Attributes:
         harms: what was done, in the order of time.
+        lost: the ranks that did not return; who came to its end before its turn is not met by a harm.
         seconds: from the moment at which all ranks were ready to the end of the last one.
         bad: what was wrong, in words; empty: nothing.
     """
@@ -65,6 +66,7 @@ class Trial:
     seed: int
     ranks: int
     harms: tuple[Harm, ...]
+    lost: tuple[int, ...]
     seconds: float
     bad: str
 
@@ -105,6 +107,7 @@ def play(
 ) -> Trial:
     """One trial, in which ``harms`` are done; for the other arguments see :func:`trials`."""
     began = time.monotonic()
+    lost: tuple[int, ...] = ()
     try:
         with no_leaks(), Ranks(_run, ranks, fn, args, not ready, timeout=timeout, **how) as running:
             running.store.wait([_ready(rank) for rank in range(ranks)], timeout)
@@ -116,10 +119,11 @@ def play(
                 seconds = time.monotonic() - began
                 for each in doing:
                     each.end()
+        lost = tuple(each.rank for each in outcomes if not each.ok)
         bad = _verdict(outcomes, {harm.rank for harm in harms})
     except AssertionError as error:  # of no_leaks
         seconds, bad = time.monotonic() - began, str(error)
-    return Trial(seed, ranks, tuple(sorted(harms, key=lambda harm: harm.after)), seconds, bad)
+    return Trial(seed, ranks, tuple(sorted(harms, key=lambda harm: harm.after)), lost, seconds, bad)
 
 
 def trials(
