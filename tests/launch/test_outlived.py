@@ -44,8 +44,8 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-#: Ends may be seen in another order than that in which they came: the kernel tells the launcher of one when it
-#: has freed the memory, long after the others went on.
+#: Ends may be seen in another order than that in which they came: the kernel tells the launcher of one once
+#: it has freed the memory, long after the others went on.
 FAILED = r"failed: killed by SIGKILL, after [0-9.]+ s \(process [0-9]+\); ranks [-0-9, ]+ go on$"
 
 
