@@ -254,7 +254,7 @@ def test_who_is_cut_off_is_evicted_and_hears_it() -> None:
 
 
 def test_who_comes_too_late_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_VOTE_TIMEOUT", "0.3")
+    monkeypatch.setenv("SHOAL_VOTE_TIMEOUT", "2")
 
     def rank(group: ProcessGroup) -> Any:
         if group.rank == 0:
