@@ -216,7 +216,7 @@ def test_what_is_decided_reaches_the_others_before_a_rank_leaves() -> None:
 
 
 def test_who_votes_too_late_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_VOTE_TIMEOUT", "0.3")
+    monkeypatch.setenv("SHOAL_VOTE_TIMEOUT", "2")
 
     def rank(group: ProcessGroup) -> Any:
         if group.rank == 1:
