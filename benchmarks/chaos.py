@@ -135,7 +135,7 @@ ROWS = (
 
 
 def summed_up(row: Row, trials: Sequence[chaos.Trial]) -> dict[str, Any]:
-    """What the table and the file of results say of one row."""
+    """One row of the table, and of the file of results."""
     harmed = [harm for trial in trials for harm in trial.harms if harm.rank in trial.lost]
     return {
         "name": row.name,

@@ -40,7 +40,7 @@ _KILLED = "killed at"
 
 @dataclass(frozen=True)
 class Case:
-    """What was measured of groups of one size, in milliseconds.
+    """Times of groups of one size, in milliseconds.
 
     Attributes:
         resident: MB that each rank holds.

@@ -124,7 +124,7 @@ class PeerLost(_OfRanks, GroupError, ConnectionError):
         ranks: all that are known to be lost when it is raised, numbered in this group.  A rank that the
             others gave up, because it was stopped for too long, finds itself here.
 
-    The survivors can go on: make a new group without the lost ranks.
+    The survivors can go on in a new group: see :meth:`shoal.ProcessGroup.rebuild`.
     """
 
 
@@ -193,7 +193,7 @@ class Evicted(_OfRanks, GroupError):
         ranks: those that go on, numbered in this group.
 
     They had lost it, or it had not voted in time.  It can take no part in what they do from now on: end the
-    process, and let it join again.
+    process.
     """
 
 

@@ -9,15 +9,12 @@ import pytest
 
 from shoal.testing.chaos import Harm, Trial, play
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from .scripts import benchmark_script
 
 
 @pytest.fixture
 def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import chaos  # type: ignore[import-not-found]
-
-    return chaos
+    return benchmark_script("chaos", monkeypatch)
 
 
 def test_collectives_and_training_outlive_a_death(chaos: ModuleType) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from .scripts import benchmark_script
 
 
 @pytest.fixture
 def recovery(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import recovery  # type: ignore[import-not-found]
-
-    return recovery
+    return benchmark_script("recovery", monkeypatch)
 
 
 def test_deaths_are_timed_from_the_kill_to_the_first_all_reduce(recovery: ModuleType) -> None:

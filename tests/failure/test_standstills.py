@@ -19,7 +19,7 @@ import torch
 
 from shoal import PeerLost, ProcessGroup
 from shoal.errors import StoreTimeout
-from shoal.testing import Ranks, no_leaks, processes
+from shoal.testing import Outcome, Ranks, no_leaks, processes
 from tests.support.debugger import held
 from tests.support.topologies import TOPOLOGIES, topology_options
 
@@ -161,18 +161,24 @@ def work_until_given_up(group: ProcessGroup) -> tuple[tuple[int, ...], str]:
     raise AssertionError("nothing happened")
 
 
+def outcomes_after_a_standstill(ranks: Ranks) -> list[Outcome]:
+    """Stop rank 1 until the other two have given it up, and let all come to their ends."""
+    ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+    stop(ranks, 1)
+    with contextlib.suppress(StoreTimeout):
+        ranks.store.wait(["lost/0", "lost/2"], PATIENCE)
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    outcomes = ranks.join()
+    assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+    return outcomes
+
+
 def test_a_rank_that_was_given_up_while_it_was_stopped_says_so() -> None:
     with (
         no_leaks(),
         processes(work_until_given_up, 3, transport="tcp", heartbeat_timeout=HEARTBEAT) as ranks,
     ):
-        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
-        stop(ranks, 1)
-        with contextlib.suppress(StoreTimeout):
-            ranks.store.wait(["lost/0", "lost/2"], PATIENCE)
-        os.kill(ranks.pids[1], signal.SIGCONT)
-        outcomes = ranks.join()
-        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        outcomes = outcomes_after_a_standstill(ranks)
         for rank in (0, 2):
             lost, message = outcomes[rank].value
             assert lost == (1,)
@@ -224,13 +230,8 @@ def test_a_rank_that_stays_stopped_is_given_up_by_its_host(
 ) -> None:
     with no_leaks(), processes(keep_what_is_there, 3, registered, **options) as ranks:
         ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
-        stop(ranks, 1)
         since = time.monotonic()
-        with contextlib.suppress(StoreTimeout):
-            ranks.store.wait(["lost/0", "lost/2"], PATIENCE)
-        os.kill(ranks.pids[1], signal.SIGCONT)
-        outcomes = ranks.join()
-        assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        outcomes = outcomes_after_a_standstill(ranks)
         for rank in (0, 2):
             told, message = outcomes[rank].value
             assert "rank 1 is lost: its process is stopped" in message

@@ -41,8 +41,8 @@ class Rebuilt:
         lost: the ranks of the old group that were lost, ascending.
         left: those that left, or were named in ``without=``.
         notes: what the ranks that took part gave as ``note=``, by their ranks in the old group.
-        completed: numbers of the last collective that had completed in the old group, together with all
-            before it, on the rank that was last and on the one that was first; -1: none had.
+        completed: the lowest and the highest over the ranks of a number: that of the last collective that
+            had completed in the old group, together with all before it; -1: none had.
     """
 
     previous: tuple[int, ...]
@@ -196,6 +196,10 @@ class Rebuilding(Agreements):
         room = self._vote_limit() - len(asks.encode()) + len(note)
         if len(note) > room:
             call.refuse(f"a note of {len(note)} bytes: there is room for {max(room, 0)}")
+
+        def left() -> float:
+            return max(deadline.remaining(), _SHORTEST)
+
         group: R = self
         seen = None
         if self._pending is not None:
@@ -204,13 +208,13 @@ class Rebuilding(Agreements):
             named = frozenset(rank for rank, before in old if before in named)
             asks = asks._replace(is_in_use=False, without=named)
         while True:
-            plan, is_whole = group._agree_on_plan(asks, max(deadline.remaining(), _SHORTEST))
+            plan, is_whole = group._agree_on_plan(asks, left())
             if is_whole:
                 self._become(group)
             if is_whole or group._rank not in plan.previous:
-                self.close(max(deadline.remaining(), _SHORTEST))
+                self.close(left())
                 return group if is_whole else None
-            if living := group._channel.fence(plan.lost, max(deadline.remaining(), _SHORTEST)):
+            if living := group._channel.fence(plan.lost, left()):
                 raise OperationTimeout(
                     f"rebuild on rank {group._rank} of group {group._spec.name!r}: SIGKILL did not end "
                     f"{ranks_named(living)}, without which the group goes on; it may still write to it",
