@@ -32,6 +32,7 @@ from ..group.regroup import Regroupable
 from ..initialize import init
 from ..parallel import DistributedDataParallel
 from .progress import Progress, steps_that_count
+from .record import Record, Wish, agree
 from .resize import Resize
 from .state import State
 from .step import Step
@@ -87,6 +88,8 @@ class Session:
         self._hooks: list[RemovableHandle] = []
         #: The first commit in a group compares everything; later ones what was dealt.
         self._compared = False
+        #: when the block of the present step began
+        self._began = 0.0
 
     @property
     def group(self) -> ProcessGroup:
@@ -143,7 +146,7 @@ class Session:
 
     def begins(self, step: Step) -> None:
         """The block of ``step`` begins."""
-        self._step = step
+        self._step, self._began = step, time.monotonic()
         if not self._compared:
             for each in self._following:
                 each.check_regroup()
@@ -156,13 +159,12 @@ class Session:
             seen.update(repr(state.samples.state_dict()).encode())
         if not self._compared:
             seen.update(state.digest())
-        digest = seen.digest()
-        halves = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
-        mine = torch.tensor([group.epoch, step.number, *halves])
+        busy = time.monotonic() - self._began
+        mine = torch.tensor(Record.of(group.epoch, step.number, seen.digest(), Wish.NONE, busy))
         table = torch.empty(group.size, mine.numel(), dtype=mine.dtype)
         group.all_gather_single(table, mine).wait()
-        rows = table.tolist()
-        if any(row != rows[0] for row in rows):
+        rows = [Record(*row) for row in table.tolist()]
+        if not agree(rows):
             raise self._diverged(rows, step)
         self._compared = True
 
@@ -273,12 +275,12 @@ class Session:
                 "that step in backward cannot be used"
             )
 
-    def _diverged(self, rows: list[list[int]], step: Step) -> StateDiverged:
+    def _diverged(self, rows: list[Record], step: Step) -> StateDiverged:
         said = []
-        for rank, (epoch, number, *seen) in enumerate(rows):
-            if (epoch, number) != (rows[0][0], rows[0][1]):
-                said.append(f"rank {rank} commits step {number} in epoch {epoch}")
-            elif seen != rows[0][2:]:
+        for rank, row in enumerate(rows):
+            if (row.epoch, row.step) != (rows[0].epoch, rows[0].step):
+                said.append(f"rank {rank} commits step {row.step} in epoch {row.epoch}")
+            elif row.digest != rows[0].digest:
                 what = "samples" if self._compared else "parameters, optimisers or samples"
                 said.append(f"rank {rank} has other {what} than rank 0")
         return StateDiverged(

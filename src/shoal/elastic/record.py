@@ -1,0 +1,47 @@
+"""What each rank tells all others in the exchange of a commit: one row of 64-bit integers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Wish(enum.IntFlag):
+    """What a rank asks of all others, for the time after the step."""
+
+    NONE = 0
+
+
+class Record(NamedTuple):
+    """One row.
+
+    Attributes:
+        epoch, step: of the group, and the number of the step that is committed.
+        first, second: halves of a digest of what must be equal on all ranks.
+        wishes: of this rank.
+        busy: microseconds from the beginning of the step's block to its commit.
+    """
+
+    epoch: int
+    step: int
+    first: int
+    second: int
+    wishes: int = Wish.NONE
+    busy: int = 0
+
+    @classmethod
+    def of(cls, epoch: int, step: int, digest: bytes, wishes: Wish, busy: float) -> Record:
+        """The row of a rank; ``digest`` has 16 bytes, ``busy`` is in seconds."""
+        first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
+        return cls(epoch, step, first, second, wishes, int(busy * 1e6))
+
+    @property
+    def digest(self) -> tuple[int, int]:
+        """What must be equal on all ranks, in the same epoch and step."""
+        return self.first, self.second
+
+
+def agree(rows: Sequence[Record]) -> bool:
+    """Whether all ranks commit the same."""
+    return len({row[:4] for row in rows}) == 1
