@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .errors import RpcError as RpcError
     from .errors import ShoalError as ShoalError
     from .errors import StateDiverged as StateDiverged
+    from .errors import StateLost as StateLost
     from .errors import StoreError as StoreError
     from .errors import StoreTimeout as StoreTimeout
     from .errors import TooFewRanks as TooFewRanks
@@ -163,6 +164,7 @@ _PUBLIC = {
         "RpcError",
         "ShoalError",
         "StateDiverged",
+        "StateLost",
         "StoreError",
         "StoreTimeout",
         "TooFewRanks",

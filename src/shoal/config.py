@@ -91,6 +91,12 @@ def _choice(*options: str) -> Callable[[str], str]:
     return parse
 
 
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
 def _bytes(text: str) -> int:
     """A number of bytes, optionally with a unit: 1048576, 64M, 2G (powers of 1024)."""
     units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -156,6 +162,10 @@ JOB: Variable[str] = Variable(
 EPOCH: Variable[int] = Variable(
     "SHOAL_EPOCH", _RANK, _at_least(0), 0,
     "Incarnation of the job; a restart counts it up, and nothing of an older one is accepted.",
+)  # fmt: skip
+JOIN: Variable[bool] = Variable(
+    "SHOAL_JOIN", "0 or 1", _flag, False,
+    "1: this process joins a running session of `shoal.elastic` in the place of meeting the first ranks.",
 )  # fmt: skip
 SECRET: Variable[str | None] = Variable(
     "SHOAL_SECRET", "any text", str, None,

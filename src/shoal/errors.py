@@ -274,6 +274,13 @@ class StateDiverged(ShoalError):
     """
 
 
+class StateLost(ShoalError):
+    """No rank that lives holds the state of a session of :mod:`shoal.elastic`, or a part of it.
+
+    Start again from a checkpoint.
+    """
+
+
 class LaunchError(ShoalError):
     """The launcher could not start what it was asked to start."""
 

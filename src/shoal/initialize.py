@@ -101,8 +101,14 @@ def world_group(
     timeout: float,
     concurrency: int,
     options: dict[str, Any],
+    within: float | None = None,
 ) -> ProcessGroup:
-    """Connect to the others of ``membership`` by the backend that ``factory`` makes; the group of all."""
+    """Connect to the others of ``membership`` by the backend that ``factory`` makes; the group of all.
+
+    Args:
+        timeout: of the group's operations, in seconds.
+        within: seconds until all are connected; None: as ``timeout``.
+    """
     name = encodable(name)
     identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
@@ -113,5 +119,6 @@ def world_group(
         concurrency=concurrency,
         options=options,
     )
-    world = World.connect(membership, factory, timeout=timeout, options=options)
+    seconds = timeout if within is None else within
+    world = World.connect(membership, factory, timeout=seconds, options=options)
     return ProcessGroup._in(world, world.links, spec, membership.store, timeout=timeout)

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from tests.support.quick_workers import quick_workers
 
 ROOT = Path(__file__).resolve().parent.parent.parent

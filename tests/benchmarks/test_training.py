@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
 from tests.support.quick_launcher import QuickLauncher
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -40,6 +40,7 @@ class Log:
     parameters: list[torch.Tensor] = field(default_factory=list)
     best: float = 0.0
     buffers: list[torch.Tensor] = field(default_factory=list)
+    session: Session | None = None
 
 
 class Training:
@@ -85,11 +86,18 @@ def nothing(point: str, step: Step) -> None:
 
 
 def train(
-    group: ProcessGroup, visit: Visit = nothing, *, until: int = STEPS, min: int = 1, **samples: Any
+    group: ProcessGroup | None,
+    visit: Visit = nothing,
+    *,
+    until: int = STEPS,
+    min: int = 1,
+    max: int | None = None,
+    **samples: Any,
 ) -> Log:
     """Train in a session, and call ``visit`` at each point of each step."""
     training, log = Training(**samples), Log()
-    with Session(training.state, group=group, min=min) as session:
+    with Session(training.state, group=group, min=min, max=max) as session:
+        log.session = session
         log.events = session.events
         model = session.parallel(training.net, bucket_cap_mb=0.0005)
         running: list[Step] = []
@@ -113,6 +121,7 @@ def train(
         visit("after the last", step)
         log.parameters = [parameter.detach().clone() for parameter in training.net.parameters()]
         log.best = training.state.best
+    log.session = None
     return log
 
 
@@ -120,19 +129,21 @@ def assert_as_undisturbed(logs: list[Log], *, until: int = STEPS) -> None:
     """Survivors agree in every bit at every commit, each sample counted once a pass, and the result is that
     of training without a fault."""
     first = logs[0]
+    assert len(first.steps) == until
     for log in logs:
-        assert [each.number for each in log.steps] == list(range(until))
-        assert [each.digest for each in log.steps] == [each.digest for each in first.steps]
+        since = until - len(log.steps)  # those that joined have not seen the first ones
+        assert [each.number for each in log.steps] == list(range(since, until))
+        assert [each.digest for each in log.steps] == [each.digest for each in first.steps[since:]]
         assert log.best == until
         assert all(map(torch.equal, log.parameters, first.parameters))
     training = Training()
     batches = []
     for number in range(until):
         together = training.samples.share(0, 1).indices
-        for log in logs:
-            each = log.steps[number]
+        here = [each for log in logs for each in log.steps if each.number == number]
+        for each in here:
             assert each.indices == training.samples.share(each.rank, each.size).indices.tolist()
-        assert len({log.steps[number].size for log in logs}) == 1
+        assert len({each.size for each in here}) == 1
         batches.append(together)
         training.samples.advance(BATCH)
     dealt = torch.cat(batches)[: LENGTH * (until * BATCH // LENGTH)].view(-1, LENGTH)

@@ -19,7 +19,8 @@ class Progress(NamedTuple):
     """How far one rank has come.
 
     Attributes:
-        committed: how many steps count, as far as it knows; the next one has this number.
+        committed: how many steps count, as far as it knows; the next one has this number.  -1: it has
+            joined, and does not hold the state yet.
         prepared: the number of the step that it has prepared and not committed, or -1.
         epoch: of the group in which it has prepared that step.  A rank may vote with a note of the epoch
             before, when a second death repeats its rebuild.
@@ -39,14 +40,20 @@ class Progress(NamedTuple):
         return cls(*_NOTE.unpack(note))
 
 
+#: of a rank that has joined and does not hold the state yet
+NOTHING = Progress(_NONE)
+
+
 def steps_that_count(survivors: Iterable[Progress]) -> int:
-    """How many steps count: what some survivor has committed, and what all have prepared.
+    """How many steps count (-1: nobody knows): what some survivor has committed, and what all have prepared.
 
     A step that all survivors have prepared counts although a rank that died may not have committed it: no
     averaged gradient is lost.  One that only some have prepared is computed again: had any rank committed it,
-    all would have prepared it.
+    all would have prepared it.  Ranks that do not hold the state do not count.
     """
-    known = list(survivors)
+    known = [each for each in survivors if each.committed >= 0]
+    if not known:
+        return _NONE
     committed = max(each.committed for each in known)
     epoch = known[0].epoch
     if all(each == (committed, committed, epoch) for each in known):

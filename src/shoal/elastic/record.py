@@ -11,6 +11,7 @@ class Wish(enum.IntFlag):
     """What a rank asks of all others, for the time after the step."""
 
     NONE = 0
+    ADMIT = 1  #: processes wait that want to join
 
 
 class Record(NamedTuple):
@@ -45,3 +46,11 @@ class Record(NamedTuple):
 def agree(rows: Sequence[Record]) -> bool:
     """Whether all ranks commit the same."""
     return len({row[:4] for row in rows}) == 1
+
+
+def all_wishes(rows: Sequence[Record]) -> Wish:
+    """What any rank asks for."""
+    wishes = Wish.NONE
+    for row in rows:
+        wishes |= Wish(row.wishes)
+    return wishes

@@ -1,4 +1,4 @@
-"""What a session remembers of a group that became smaller."""
+"""What a session remembers of a group that became smaller or larger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """The survivors have gone on in a new group.
+    """The session has gone on in a new group.
 
     Attributes:
         step: number of the next step, which is the first to run in the new group.
@@ -17,7 +17,9 @@ class Resize:
         size: of the new group.
         previous_size: of the old group.
         lost: ranks of the old group that are not in the new one, ascending.
-        seconds: from the error to the new group, on this rank.
+        joined: ranks of the new group that were not in the old one, ascending.
+        seconds: for which this rank did not train: from the error, or from the end of the step before, to the
+            new group, with the state of those that joined.
     """
 
     step: int
@@ -27,4 +29,5 @@ class Resize:
     size: int
     previous_size: int
     lost: tuple[int, ...]
+    joined: tuple[int, ...]
     seconds: float

@@ -1,7 +1,8 @@
-"""Training that goes on through deaths: the steps, the models, and the group that becomes smaller.
+"""Training that goes on through deaths: the steps, the models, and the group that shrinks and grows.
 
 A step changes parameters only after its commit, and every rank commits it or none does.  So survivors of a
 death hold the same parameters: nothing is rolled back, and nothing is sent but the notes of the rebuild.
+Newcomers join between two steps; then they receive the state from all the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import config
 from ..errors import (
     GroupClosed,
     GroupError,
@@ -25,17 +27,21 @@ from ..errors import (
     ProtocolError,
     ShoalError,
     StateDiverged,
+    StateLost,
     UsageError,
 )
 from ..group import ProcessGroup
+from ..group.rebuild import Rebuilt
 from ..group.regroup import Regroupable
 from ..initialize import init
 from ..parallel import DistributedDataParallel
-from .progress import Progress, steps_that_count
-from .record import Record, Wish, agree
+from .growth import Door, Newcomer
+from .progress import NOTHING, Progress, steps_that_count
+from .record import Record, Wish, agree, all_wishes
 from .resize import Resize
 from .state import State
 from .step import Step
+from .transfer import receive_state, send_state
 
 #: errors after which the ranks that are left can go on, if one is lost
 _OF_LOSSES = (PeerLost, ProtocolError, OperationTimeout, GroupClosed)
@@ -56,29 +62,35 @@ class Session:
                     opt.zero_grad()
 
     A rank whose program leaves the block by an exception leaves the training; the others go on as after a
-    death.
+    death.  A process with ``SHOAL_JOIN=1`` in its environment joins the session that runs at its place.
 
     Args:
         state: what is trained; the same on every rank.
         min: with fewer ranks the survivors raise TooFewRanks.
+        max: no process joins so many ranks; None: as many as come.
         group: the ranks; the session uses it up.  None: ``shoal.init()``, closed at the end of the block.
 
     Attributes:
         state: what is trained.
-        group: the ranks that live, a new group after every death.
+        group: the ranks that live, a new group after every death and whenever processes have joined.  In a
+            process that joins it is a group of one until the first step.
         events: every change of the group, in order.
     """
 
-    def __init__(self, state: State, *, min: int = 1, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, state: State, *, min: int = 1, max: int | None = None, group: ProcessGroup | None = None
+    ) -> None:
         if not isinstance(state, State):
             raise UsageError(f"Session takes a shoal.elastic.State, got {type(state).__name__}")
         if not isinstance(min, int) or min < 1:
             raise UsageError(f"Session: min={min!r}: expected a positive integer")
+        if max is not None and (not isinstance(max, int) or max < min):
+            raise UsageError(f"Session: max={max!r}: expected a number from min={min}, or None")
         if group is not None and not isinstance(group, ProcessGroup):
             raise UsageError(f"Session: group must be a shoal.ProcessGroup, got {type(group).__name__}")
         self.state = state
         self.events: list[Resize] = []
-        self._min = min
+        self._min, self._max = min, max
         self._group = group
         self._own = group is None
         self._following: list[Regroupable] = []
@@ -90,6 +102,14 @@ class Session:
         self._compared = False
         #: when the block of the present step began
         self._began = 0.0
+        #: Whether nothing has been done yet in the present group.
+        self._is_new = False
+        self._holds_state = True
+        self._door: Door | None = None
+        self._newcomer: Newcomer | None = None
+        self._wishes = Wish.NONE
+        #: the group before one that has grown, until all ranks are known to have gone over
+        self._older: ProcessGroup | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -97,6 +117,11 @@ class Session:
         if self._group is None:
             raise UsageError("a Session has its group within its block: with Session(state) as session")
         return self._group
+
+    @property
+    def waiting(self) -> int:
+        """How many processes wait to join, as rank 0 knows; 0 on the other ranks."""
+        return 0 if self._door is None else self._door.waiting
 
     def parallel(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap a model; the wrapped one follows the session from group to group.
@@ -120,9 +145,10 @@ class Session:
         return model
 
     def on_resize(self, fn: Callable[[Resize], None]) -> None:
-        """Call ``fn`` on every rank after the group has become smaller, before the next step begins.
+        """Call ``fn`` after the group has become smaller or larger, before the next step begins.
 
-        The place to scale a learning rate, where the batch shrinks with the group.
+        On every rank but those that have just joined.  The place to scale a learning rate, where the batch
+        changes with the group.
         """
         self._callbacks.append(fn)
 
@@ -132,7 +158,12 @@ class Session:
         Args:
             until: as many count at the end; None: without an end.
         """
-        while until is None or self.state.steps < until:
+        while True:
+            self._settle()
+            if until is not None and self.state.steps >= until:
+                return
+            if Wish.ADMIT in self._wishes:
+                self._grow()
             for event in self.events[self._told :]:
                 self._told += 1
                 for fn in self._callbacks:
@@ -160,19 +191,22 @@ class Session:
         if not self._compared:
             seen.update(state.digest())
         busy = time.monotonic() - self._began
-        mine = torch.tensor(Record.of(group.epoch, step.number, seen.digest(), Wish.NONE, busy))
+        mine = torch.tensor(Record.of(group.epoch, step.number, seen.digest(), self._wish(), busy))
         table = torch.empty(group.size, mine.numel(), dtype=mine.dtype)
         group.all_gather_single(table, mine).wait()
         rows = [Record(*row) for row in table.tolist()]
         if not agree(rows):
             raise self._diverged(rows, step)
         self._compared = True
+        self._wishes = all_wishes(rows)
 
     def recover(self, error: BaseException, progress: Progress) -> int | None:
         """Rebuild the group without the ranks that are lost; how many steps count, None: none is lost."""
         if not self._is_of_a_loss(error):
             return None
         began = time.monotonic()
+        if not self._holds_state:
+            progress = NOTHING
         prepared = progress.prepared >= 0
         self._detach_gradients(keep=prepared)
         before = self.group
@@ -180,7 +214,7 @@ class Session:
         if not rebuilt.lost:
             raise error  # of the program, which would meet it again
         counts = steps_that_count(map(Progress.decode, rebuilt.notes.values()))
-        if counts > progress.committed + prepared:
+        if self._holds_state and counts > progress.committed + prepared:
             raise StateDiverged(
                 f"rank {before.rank} of group {before.name!r} had not prepared step {progress.committed} "
                 "when another rank committed it"
@@ -189,7 +223,7 @@ class Session:
         after = self.group
         self.events.append(
             Resize(
-                counts, again, after.epoch, after.rank, after.size, before.size, rebuilt.lost,
+                counts, again, after.epoch, after.rank, after.size, before.size, rebuilt.lost, (),
                 time.monotonic() - began,
             )
         )  # fmt: skip
@@ -198,18 +232,21 @@ class Session:
     # -- the block -----------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        if self._group is None:
+        if self._group is None and config.JOIN.get():
+            self._newcomer = Newcomer()
+            self._group, self._holds_state = self._newcomer.alone, False
+        elif self._group is None:
             self._group = init()
         try:
-            if self.state.samples is not None:
-                self.state.samples.batch(self.group.size)
-            if self._min > self.group.size:
-                raise UsageError(f"Session: min={self._min}, and there are {self.group.size} ranks")
+            if self._newcomer is None:
+                self._check_size(self.group.size)
             self.group._channel.vote_limit()
         except BaseException:
             if self._own:
                 self._group.close()
             raise
+        if self._newcomer is None:
+            self._open_door()
         self._hooks = [
             optimizer.register_step_pre_hook(self._refuse_early_step)
             for optimizer in self.state.all_optimizers()
@@ -222,9 +259,10 @@ class Session:
         for hook in self._hooks:
             hook.remove()
         try:
-            if error is None:
+            if error is None and self._newcomer is None:
                 self._end_together()
         finally:
+            self._close_door(over=error is None)
             if error is not None:
                 with contextlib.suppress(ShoalError):
                     self.group.close(_LEAVING)
@@ -234,6 +272,7 @@ class Session:
     def _end_together(self) -> None:
         """Wait until all have come to the end: one in its last commit may need what this rank knows."""
         while True:
+            self._settle()
             try:
                 self.group.barrier().wait()
                 return
@@ -245,16 +284,117 @@ class Session:
             except GroupError:
                 return  # this rank has all that counts, and the others have ended
 
+    def _close_door(self, *, over: bool) -> None:
+        if self._door is not None:
+            self._door.close(over=over)
+        for each in (self._older, self._newcomer):
+            if each is not None:
+                with contextlib.suppress(ShoalError):
+                    each.close()
+        self._door = self._older = self._newcomer = None
+
+    # -- who joins -----------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Begin in a new group: ranks that do not hold the state yet receive it."""
+        if self._newcomer is not None:
+            self._take(self._newcomer.join(config.TIMEOUT.get()))
+        while self._is_new:
+            try:
+                self._share_state()
+                self._is_new = False
+            except GroupError as error:
+                if self.recover(error, Progress(self.state.steps)) is None:
+                    raise
+        for old in (self._older, self._newcomer):
+            if old is not None:
+                old.close()
+        if self._newcomer is not None:
+            self._open_door()
+        self._older = self._newcomer = None
+
+    def _share_state(self) -> None:
+        group = self.group
+        table = torch.empty(group.size, dtype=torch.int64)
+        group.all_gather_single(table, torch.tensor([int(self._holds_state)])).wait()
+        holders = [rank for rank, holds in enumerate(table.tolist()) if holds]
+        others = [rank for rank, holds in enumerate(table.tolist()) if not holds]
+        if not holders:
+            raise StateLost(
+                f"rank {group.rank} of {group.size} joined a session whose other ranks died before it had "
+                "received their state; start again from a checkpoint"
+            )
+        if self._holds_state and others:
+            send_state(self.state, group, holders, others)
+        elif others:
+            receive_state(self.state, group, holders)
+            self._holds_state = True
+
+    def _wish(self) -> Wish:
+        wanted = self._door is not None and self._door.is_wanted(self.group)
+        return Wish.ADMIT if wanted else Wish.NONE
+
+    def _grow(self) -> None:
+        """Take in those that wait, unless they have gone."""
+        assert self._door is not None
+        self._wishes = Wish.NONE
+        began, before = time.monotonic(), self.group
+        try:
+            grown = self._door.grow(before)
+        except GroupError as error:
+            if self._is_of_a_loss(error):
+                return  # the step will meet it
+            raise
+        if grown is None:
+            return
+        self._detach_gradients(keep=True)
+        before._become(grown)
+        self._older = before
+        self._take(grown)
+        self._settle()
+        joined = tuple(range(before.size, grown.size))
+        self.events.append(
+            Resize(
+                self.state.steps, False, grown.epoch, grown.rank, grown.size, before.size, (), joined,
+                time.monotonic() - began,
+            )
+        )  # fmt: skip
+
+    def _open_door(self) -> None:
+        self._door = Door.of(self.group, self._fits)
+        if self._door is not None:
+            self._door.follow(self.group)
+
+    def _fits(self, size: int) -> bool:
+        try:
+            self._check_size(size)
+        except UsageError:
+            return False
+        return self._max is None or size <= self._max
+
+    def _check_size(self, size: int) -> None:
+        if self.state.samples is not None:
+            self.state.samples.batch(size)
+        if self._min > size:
+            raise UsageError(f"Session: min={self._min}, and there are {size} ranks")
+
     # -- inside --------------------------------------------------------------------------------
 
-    def _rebuild(self, progress: Progress, least: int) -> Any:
+    def _take(self, group: ProcessGroup) -> None:
+        """Go over to a new group."""
+        self._group = group
+        self._is_new, self._compared = True, False
+        self._wishes = Wish.NONE
+        for each in self._following:
+            each.regroup(group)
+        if self._door is not None:
+            self._door.follow(group)
+
+    def _rebuild(self, progress: Progress, least: int) -> Rebuilt:
         group = self.group.rebuild(min_size=least, note=progress.encode())
         assert group is not None
         assert group.rebuilt is not None
-        self._group = group
-        self._compared = False
-        for each in self._following:
-            each.regroup(group)
+        self._take(group)
         return group.rebuilt
 
     def _is_of_a_loss(self, error: BaseException) -> bool:

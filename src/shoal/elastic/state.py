@@ -144,11 +144,9 @@ class State:
         """
         target = Path(path)
         beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-        parts = {name: part if _is_plain(part) else part.state_dict() for name, part in self._parts.items()}
-        samples = None if self.samples is None else self.samples.state_dict()
         try:
             with open(beside, "wb") as file:
-                torch.save({"format": _FORMAT, "steps": self.steps, "samples": samples, "parts": parts}, file)
+                torch.save({"format": _FORMAT, **self.content()}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, target)
@@ -171,11 +169,31 @@ class State:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise UsageError(f"{os.fspath(path)} was not written by State.save of this release")
-        parts = saved["parts"]
-        if parts.keys() != self._parts.keys() or (saved["samples"] is None) != (self.samples is None):
+        self.take_over(saved, os.fspath(path))
+
+    # -- the whole of it -----------------------------------------------------------------------
+
+    def content(self) -> dict[str, Any]:
+        """Everything, as dicts, lists, plain values and tensors; these are not copied."""
+        return {
+            "steps": self.steps,
+            "samples": None if self.samples is None else self.samples.state_dict(),
+            "parts": {
+                name: part if _is_plain(part) else part.state_dict() for name, part in self._parts.items()
+            },
+        }
+
+    def take_over(self, content: dict[str, Any], source: str) -> None:
+        """Become what another state was when :meth:`content` was called there.
+
+        Raises:
+            UsageError: that state has other parts; the message calls it ``source``.
+        """
+        parts = content["parts"]
+        if parts.keys() != self._parts.keys() or (content["samples"] is None) != (self.samples is None):
             raise UsageError(
-                f"{os.fspath(path)} holds the parts {', '.join(sorted(parts))}"
-                f"{' and samples' if saved['samples'] is not None else ''}; this State has "
+                f"{source} holds the parts {', '.join(sorted(parts))}"
+                f"{' and samples' if content['samples'] is not None else ''}; this State has "
                 f"{', '.join(sorted(self._parts))}{' and samples' if self.samples is not None else ''}"
             )
         for name, part in self._parts.items():
@@ -184,8 +202,8 @@ class State:
             else:
                 part.load_state_dict(parts[name])
         if self.samples is not None:
-            self.samples.load_state_dict(saved["samples"])
-        self.__dict__["_steps"] = int(saved["steps"])
+            self.samples.load_state_dict(content["samples"])
+        self.__dict__["_steps"] = int(content["steps"])
 
 
 class Held:

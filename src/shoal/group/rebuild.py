@@ -289,6 +289,11 @@ class Rebuilding(Agreements):
         self._line_of_it().newest, self._pending = successor, None
         failure_report.rebuilt()
 
+    def _goes_on_from(self, epoch: int) -> None:
+        """This group, which is new, takes the place of one of ``epoch``, of which it was not rebuilt."""
+        self.epoch = epoch + 1
+        self._line_of_it().epoch = self.epoch
+
     def _close_pending(self, timeout: float) -> None:
         if self._pending is not None:
             self._pending.close(timeout)

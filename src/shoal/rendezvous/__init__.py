@@ -9,7 +9,7 @@ and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tell
 
 from ..store.opener import register_place
 from .environment import Launch
-from .meet import attend, meet_at, rendezvous
+from .meet import attend, meet_at, meet_beside, rendezvous
 from .membership import Membership
 from .place import Place, open_place
 from .private import default_secret, user_secret
@@ -41,6 +41,7 @@ __all__ = [
     "default_secret",
     "job_record",
     "meet_at",
+    "meet_beside",
     "note_exit",
     "open_place",
     "open_venue",

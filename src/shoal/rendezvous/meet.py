@@ -26,7 +26,7 @@ from ..wire import Deadline
 from .meeting import Meeting
 from .membership import Membership
 from .place import Place, checked_request, opened
-from .venue import Request, Venue
+from .venue import Request, Venue, nothing
 
 #: seconds for the change from one job's server to the next one's at the same address
 _SETTLING_TIME = 5.0
@@ -114,8 +114,11 @@ def attend(venue: Venue, request: Request) -> Membership:
     return meet_at(Place.at(venue, request))
 
 
-def meet_at(place: Place) -> Membership:
+def meet_at(place: Place, look: Callable[[], None] = nothing) -> Membership:
     """Meet the others of the job, whose number is fixed, at an opened place.
+
+    Args:
+        look: as of :func:`meet_beside`.
 
     The place is closed when the membership is released; it is the caller's if this raises.
     """
@@ -129,6 +132,7 @@ def meet_at(place: Place) -> Membership:
         host=place.host,
         here=place.here,
         deadline=place.request.deadline,
+        look=look,
     )
     try:
         meeting.join()
@@ -152,6 +156,38 @@ def meet_at(place: Place) -> Membership:
         raise
 
 
+def meet_beside(
+    place: Place,
+    name: str,
+    *,
+    rank: int,
+    size: int,
+    timeout: float,
+    look: Callable[[], None] = nothing,
+) -> Membership:
+    """Meet at a place that stays open, beside those who have met there: each under a ``name`` of its own.
+
+    Args:
+        rank, size: in this meeting.
+        timeout: seconds until all must be there.
+        look: called while others are waited for; a RendezvousError that it raises ends the meeting for all.
+
+    Raises:
+        RendezvousError, StoreError: as of :func:`rendezvous`.
+    """
+    venue = replace(
+        place.venue, store=PrefixStore(name, place.store.clone()), rank=rank, size=size,
+        local_rank=None, local_size=None, alone=None, met=nothing, close=nothing,
+    )  # fmt: skip
+    request = replace(place.request, rank=rank, size=size, deadline=Deadline(timeout))
+    beside = replace(place, venue=venue, request=request)
+    try:
+        return replace(meet_at(beside, look), place=place)
+    except BaseException:
+        beside.close()
+        raise
+
+
 def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -> Membership:
     venue = place.venue
     together = [rank for rank, member in enumerate(meeting.members) if member.host == place.host]
@@ -172,6 +208,7 @@ def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -
         secret=secret,
         interface=interface,
         host=place.host,
+        place=place,
         release=release,
         abandon=abandon,
         look=meeting.look,
@@ -195,6 +232,7 @@ def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membersh
     return replace(
         membership,
         store=store,
+        place=None,  # it goes with the meeting
         connected=partial(membership.release, _LEAVING),
         release=lambda _: store.close(),
         abandon=abandon,

@@ -51,6 +51,7 @@ from ..wording import in_seconds, ranks_named
 from .host import Here, now
 from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, room_number
 from .room import Room, died, never_came
+from .venue import nothing
 
 #: seconds between two looks at members that are leaving
 _LEAVING_CHECK = 0.5
@@ -74,6 +75,7 @@ class Meeting:
         size: None to take it from the record.
         host: identity of the host that is told to the others.
         deadline: until when everybody must be there.
+        look: called while others are waited for; an error that it raises ends the meeting for all.
 
     Attributes:
         rank, size: known after :meth:`join`.
@@ -91,6 +93,7 @@ class Meeting:
         host: str,
         here: Here,
         deadline: Deadline,
+        look: Callable[[], None] = nothing,
     ) -> None:
         self._root = store
         self._where = f"job {job!r}, epoch {epoch}"
@@ -101,6 +104,7 @@ class Meeting:
             host, here.machine, here.process, rank is not None, secrets.token_hex(8), at=now()
         )
         self._deadline = deadline
+        self._look = look
         self._room = Room(self._root, self._me, -1)
         self.rank = -1
         self.size = -1
@@ -228,6 +232,11 @@ class Meeting:
             with contextlib.suppress(StoreTimeout):
                 return self._room.store.multi_get(keys, min(pause, self._deadline.remaining()))
             self.look()
+            try:
+                self._look()
+            except RendezvousError as error:
+                self.fail(error)
+                raise
             if self._deadline.expired:
                 raise self._missing()
             pause = min(2 * pause, longest)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..store import Store
+from .place import Place
 
 
 def _nothing(*_: object) -> None:
@@ -27,6 +28,7 @@ class Membership:
         waits_for_stopped: whoever made the membership decides when a rank of this host is lost whose
             process is stopped; the others wait for it.
         host: identity of the host; ranks with equal values try shared memory first.
+        place: where the ranks have met, and others can come later; None: nobody can.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in
             the store, closes it, and stops the server if this rank hosts it.
         abandon: called in the place of ``release``, with the error, when this rank could not connect:
@@ -50,6 +52,7 @@ class Membership:
     host: str
     ranks: tuple[int, ...] = ()
     waits_for_stopped: bool = False
+    place: Place | None = None
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=_nothing, compare=False, repr=False)
     look: Callable[..., None] = field(default=_nothing, compare=False, repr=False)

@@ -40,7 +40,7 @@ class Request:
     job: str | None = None
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Nothing is to be done."""
 
 
@@ -77,8 +77,8 @@ class Venue:
     brief: bool = False
     address: str | None = None
     alone: Callable[[], bool] | None = None
-    met: Callable[[], None] = _nothing
-    close: Callable[[], None] = _nothing
+    met: Callable[[], None] = nothing
+    close: Callable[[], None] = nothing
 
 
 class Handler(Protocol):

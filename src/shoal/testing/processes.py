@@ -31,7 +31,7 @@ from ..wording import counted
 from . import faults
 from .leaks import ignoring
 from .outcome import Outcome, reported, values
-from .worker import DUMP_SIGNAL, run_rank
+from .worker import DUMP_SIGNAL, run_newcomer, run_rank
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Ranks:
             raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
         payload = pickled_work(fn, args, prepare)
         self._outcomes: dict[int, Outcome] = {}
-        secret = secrets.token_hex(16)
+        self._secret = secret = secrets.token_hex(16)
         self._server = TCPStoreServer(secret=secret.encode(), records=job_record(size)).start()
         self._client = TCPStore(self._server.host, self._server.port, secret.encode(), timeout=timeout)
         self.store: Store = PrefixStore("store", room_of(root_of(self._client, "default", 0), 0))
@@ -131,6 +131,28 @@ class Ranks:
         self.pids = [rank.pid for rank in self._ranks]
         # Not before: the first rank of all waits until the fork server has loaded torch.
         self._deadline = Deadline(timeout)
+
+    def newcomer(self, fn: Callable[..., Any], *args: Any, **environment: str) -> int:
+        """Start one more process, which can join the session of :mod:`shoal.elastic` that the ranks run.
+
+        Args:
+            fn: called as ``fn(*args)``, with ``SHOAL_JOIN=1`` in the environment.
+            environment: further variables.
+
+        Returns:
+            Its place in ``pids``, and in what :meth:`join` returns.
+        """
+        variables = {
+            "SHOAL_STORE": self._server.url,
+            "SHOAL_SECRET": self._secret,
+            "SHOAL_JOIN": "1",
+            **environment,
+        }
+        number = len(self._ranks)
+        child = Child(f"newcomer {number}", run_newcomer, pickled_work(fn, args, None), variables)
+        self._ranks.append(child)
+        self.pids.append(child.pid)
+        return number
 
     def kill(self, rank: int) -> None:
         """End a rank at once (SIGKILL)."""

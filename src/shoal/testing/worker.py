@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,6 +56,31 @@ def run_rank(
         reports: takes one tuple ``(kind, pickled value or exception, traceback, moment)``.
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
+
+    def work(fn: Any, args: tuple[Any, ...]) -> Any:
+        backend_factory(options["backend"])
+        with init(**options) as group:
+            value = fn(group, *args)
+        group.world.close(group.timeout)
+        return value
+
+    _run(payload, environment, reports, dumps, work)
+
+
+def run_newcomer(
+    payload: bytes, environment: Mapping[str, str], reports: Connection, dumps: Connection
+) -> None:
+    """Call a function that joins a session; for the arguments see :func:`run_rank`."""
+    _run(payload, environment, reports, dumps, lambda fn, args: fn(*args))
+
+
+def _run(
+    payload: bytes,
+    environment: Mapping[str, str],
+    reports: Connection,
+    dumps: Connection,
+    work: Callable[[Any, tuple[Any, ...]], Any],
+) -> None:
     attach(dumps)
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -63,10 +88,7 @@ def run_rank(
         fn, args, prepare = pickle.loads(payload)
         if prepare is not None:
             prepare()
-        backend_factory(options["backend"])
-        with init(**options) as group:
-            value = fn(group, *args)
-        group.world.close(group.timeout)
+        value = work(fn, args)
         report = ("value", pickle.dumps(value), "", time.monotonic())
     except BaseException as error:
         report = ("error", pickled(error), traceback.format_exc(), time.monotonic())

@@ -1,0 +1,288 @@
+"""How a session takes in processes that wait in the lobby.
+
+At the end of a step all ranks of the group, and the candidates that rank 0 invites, meet anew beside the
+group, which stays as it is.  Then its ranks agree whether every one of them got through: if so, all go over
+to the new group; if not, all stay.  So a candidate that dies on the way costs a moment and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from .. import config, failure_report
+from ..backend.registry import backend_factory
+from ..errors import (
+    GroupError,
+    RendezvousError,
+    ShoalError,
+    StoreError,
+    UsageError,
+    WireError,
+)
+from ..group import ProcessGroup
+from ..initialize import init, world_group
+from ..rendezvous import Place, meet_beside, open_place
+from ..rendezvous.venue import nothing
+from ..store import MemoryStore
+from ..wire import Deadline
+from .lobby import Invitation, Lobby, await_invitation
+
+#: for closing what came to nothing
+_SHORT = 1.0
+#: how often a newcomer tries, as each try makes the others wait; and seconds between the first two
+_ATTEMPTS, _PAUSE = 5, 0.5
+_TAKEN, _REFUSED = b"1", b"0"
+
+
+class Door:
+    """The ranks' side: one of a session.
+
+    Args:
+        group: of the ranks.
+        fits: whether the session can go on with so many ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, place: Place, fits: Callable[[int], bool]) -> None:
+        self._fits = fits
+        self._place = place
+        self._lobby = Lobby(place)
+        if group.rank == 0:
+            self._lobby.open()
+
+    @classmethod
+    def of(cls, group: ProcessGroup, fits: Callable[[int], bool]) -> Door | None:
+        """The door of a group; None: nobody can find the place where its ranks have met."""
+        place = group.world.membership.place
+        if place is None or not group._is_first or not _can_be_told(group):
+            return None
+        return cls(group, place, fits)
+
+    def follow(self, group: ProcessGroup) -> None:
+        """``group`` is that of the session from now on."""
+        if group.rank == 0:
+            self._lobby.listen()
+
+    @property
+    def waiting(self) -> int:
+        """How many candidates this rank knows of: on rank 0 all, on the others none."""
+        return self._lobby.waiting
+
+    def is_wanted(self, group: ProcessGroup) -> bool:
+        """Whether somebody waits who can be taken in."""
+        return self._lobby.waiting > 0 and self._fits(group.size + 1)
+
+    def grow(self, group: ProcessGroup) -> ProcessGroup | None:
+        """Meet those that wait; a collective of ``group``.
+
+        Returns:
+            The group of all, in which the ranks of ``group`` keep theirs; None: ``group`` stays.
+
+        Raises:
+            GroupError: of ``group``.
+        """
+        lobby = self._lobby
+        within = config.VOTE_TIMEOUT.get() / 2  # nobody may be late for the agreement
+        mine = [0, 0, 0, 0]
+        if group.rank == 0:
+            token = secrets.randbits(62)
+            meeting = _Meeting.of(group, lobby.name_of_meeting(token), within)
+            mine = [self._invite(group, meeting), lobby.ident, token, int(within * 1e6)]
+        head = torch.tensor(mine)
+        group.broadcast(head, 0).wait()
+        count, lobby.ident, token, microseconds = head.tolist()
+        if count == 0:
+            return None
+        meeting = _Meeting.of(group, lobby.name_of_meeting(token), microseconds / 1e6)
+        grown, release, taken = None, None, False
+
+        def look() -> None:
+            if group.state != "open":
+                raise RendezvousError(f"rank {group.rank} has heard that a rank of the session is lost")
+            if group.rank == 0:
+                lobby.check_invited()
+
+        try:
+            with contextlib.suppress(ShoalError, OSError):  # the others hear of it in the agreement
+                grown, release = meeting.connect(self._place, group.rank, group.size + count, look)
+            agreed = group.agree(int(grown is not None)).wait()
+            taken = bool(agreed.value) and not agreed.lost
+            with contextlib.suppress(StoreError, WireError):
+                self._place.store.set(meeting.verdict, _TAKEN if taken else _REFUSED)
+            if grown is None or release is None or not taken:
+                return None
+            group.world.enter()  # the new world goes with its place, which is that of the old one
+            release.then = group.world.exit
+            return grown
+        finally:
+            if grown is not None and not taken:
+                _drop(grown, "not every rank of the session got through")
+            failure_report.rebuilt()  # whatever became of the meeting, this rank has not failed
+
+    def close(self, *, over: bool) -> None:
+        """Nobody is let in any more; ``over``: because the session has come to its end."""
+        self._lobby.close(over=over)
+
+    def _invite(self, group: ProcessGroup, meeting: _Meeting) -> int:
+        most = self._lobby.waiting
+        while most > 0 and not self._fits(group.size + most):
+            most -= 1
+
+        def compose(index: int, count: int) -> Invitation:
+            return Invitation(rank=group.size + index, size=group.size + count, **asdict(meeting))
+
+        return self._lobby.invite(most, compose)
+
+
+class Newcomer:
+    """The side of a process that joins a session: alone at first, so that it can make its models."""
+
+    def __init__(self) -> None:
+        self._store = MemoryStore()
+        self.alone = init(store=self._store, rank=0, size=1)
+
+    def join(self, timeout: float) -> ProcessGroup:
+        """Wait until the session takes this process in; its group.
+
+        Args:
+            timeout: seconds until there must be a session.
+
+        Raises:
+            RendezvousError: there is none, it is over, or this process cannot connect to its ranks.
+            StoreError: the store is gone.
+        """
+        deadline = Deadline(timeout)
+        place = open_place(timeout=timeout)
+        try:
+            for attempt in range(_ATTEMPTS):
+                invitation = await_invitation(place, deadline)
+                with contextlib.suppress(GroupError, RendezvousError):
+                    if (group := self._met(place, invitation)) is not None:
+                        return group
+                time.sleep(_PAUSE * 2**attempt)
+            raise RendezvousError(
+                f"job {place.job!r}: the session invited this process {_ATTEMPTS} times, and each time not "
+                "all could connect"
+            )
+        except BaseException:
+            place.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the group of one, which another one has taken the place of."""
+        self.alone.close()
+        self._store.close()
+
+    def _met(self, place: Place, said: Invitation) -> ProcessGroup | None:
+        """The group of an invitation; None: its ranks went on without this process."""
+        meeting = _Meeting(**{each.name: getattr(said, each.name) for each in fields(_Meeting)})
+        group, release = meeting.connect(place, said.rank, said.size)
+        try:
+            # The agreement may take them as long as the meeting.
+            verdict = place.store.get(meeting.verdict, 2 * meeting.within)
+        except (StoreError, WireError):
+            verdict = _REFUSED
+        if verdict != _TAKEN:
+            _drop(group, "the session went on without this process")
+            return None
+        release.then = lambda _: place.close()
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """A meeting of ranks and newcomers, and the group that is to come of it.
+
+    Attributes:
+        meeting: its name, by which all find it in the store.
+        epoch: of the group before.
+        name, timeout, concurrency, backend, options: of the new group.
+        within: seconds until all must be connected.
+    """
+
+    meeting: str
+    epoch: int
+    name: str
+    timeout: float
+    concurrency: int
+    backend: str
+    options: dict[str, Any]
+    within: float
+
+    @classmethod
+    def of(cls, group: ProcessGroup, meeting: str, within: float) -> _Meeting:
+        """The meeting of a group's ranks with others."""
+        line, links = group._line, group._links
+        name = group.name if line is None else line.spec.name
+        return cls(
+            meeting, group.epoch, name, group.timeout, group._spec.concurrency, links.backend.name,
+            dict(links.options), within,
+        )  # fmt: skip
+
+    @property
+    def verdict(self) -> str:
+        """The key under which the ranks say whether they have taken the new group."""
+        return f"{self.meeting}/verdict"
+
+    def connect(
+        self, place: Place, rank: int, size: int, look: Callable[[], None] = nothing
+    ) -> tuple[ProcessGroup, _Release]:
+        """The new group, after all its ranks have shown that they are connected; ``look``: as of Meeting."""
+        deadline = Deadline(self.within)
+        membership = meet_beside(place, self.meeting, rank=rank, size=size, timeout=self.within, look=look)
+        release = _Release(membership.release)
+        group = world_group(
+            replace(membership, release=release), backend_factory(self.backend), name=self.name,
+            timeout=self.timeout, concurrency=self.concurrency, options=self.options,
+            within=max(deadline.remaining(), _SHORT),
+        )  # fmt: skip
+        try:
+            group._goes_on_from(self.epoch)
+            group.barrier(timeout=max(deadline.remaining(), _SHORT)).wait()
+        except BaseException:
+            _drop(group, "its ranks could not meet")
+            raise
+        return group, release
+
+
+class _Release:
+    """Releases the membership of a new world, and then what the world was made from."""
+
+    def __init__(self, first: Callable[[float], None]) -> None:
+        self._first = first
+        self.then: Callable[[float], None] | None = None
+
+    def __call__(self, seconds: float) -> None:
+        deadline = Deadline(seconds)
+        try:
+            self._first(seconds)
+        finally:
+            if self.then is not None:
+                self.then(deadline.remaining())
+
+
+def _drop(group: ProcessGroup, reason: str) -> None:
+    with contextlib.suppress(ShoalError):
+        group.abort(reason)
+    group.world.close(_SHORT)
+
+
+def _can_be_told(group: ProcessGroup) -> bool:
+    """Whether a process elsewhere can make the backend of this group's world."""
+    links = group._links
+    try:
+        return (
+            links is group.world.links
+            and backend_factory(links.backend.name) is links.factory
+            and all(
+                isinstance(value, (str, int, float, bool, type(None))) for value in links.options.values()
+            )
+        )
+    except UsageError:
+        return False
