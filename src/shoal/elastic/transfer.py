@@ -54,7 +54,7 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     raw = torch.empty(int(length), dtype=torch.uint8)
     group.recv(raw, holders[0], _SKELETON).wait()
     skeleton = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
-    content = _mapped(skeleton, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    content = _filled(skeleton, state.content())
     waits = [
         group.recv(piece, holders[number % len(holders)], _FIRST + number)
         for number, piece in enumerate(_pieces(list(_tensors(content))))
@@ -68,6 +68,29 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
             f"rank {group.rank} joined with another State than that of the others: {error}.  Every rank must "
             "make the same State, before the session"
         ) from error
+
+
+def _filled(skeleton: Any, mine: Any) -> Any:
+    """``skeleton`` with memory for its tensors: where one of ``mine`` at the same place fits, that is used."""
+    if isinstance(skeleton, torch.Tensor):
+        alike = isinstance(mine, torch.Tensor) and (mine.shape, mine.dtype) == (
+            skeleton.shape,
+            skeleton.dtype,
+        )
+        if alike and mine.device.type == "cpu" and mine.is_contiguous() and not mine.is_conj():
+            return mine
+        return torch.empty(skeleton.shape, dtype=skeleton.dtype)
+    if isinstance(skeleton, dict):
+        inside = mine if isinstance(mine, dict) else {}
+        same = copy.copy(skeleton)  # with what modules note beside their entries
+        same.update({key: _filled(each, inside.get(key)) for key, each in skeleton.items()})
+        return same
+    if isinstance(skeleton, (list, tuple)):
+        others = (
+            mine if isinstance(mine, (list, tuple)) and len(mine) == len(skeleton) else [None] * len(skeleton)
+        )
+        return type(skeleton)([_filled(*pair) for pair in zip(skeleton, others, strict=True)])
+    return skeleton
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
