@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from shoal.elastic import Resize, Samples, Session, State, Step
+from shoal.elastic import Loader, Resize, Samples, Session, State, Step
 from shoal.group import ProcessGroup
 
 LENGTH = 50
@@ -92,12 +93,17 @@ def train(
     until: int = STEPS,
     min: int = 1,
     max: int | None = None,
+    workers: int | None = None,
     **samples: Any,
 ) -> Log:
-    """Train in a session, and call ``visit`` at each point of each step."""
+    """Train in a session, and call ``visit`` at each point of each step; with a Loader of so many workers."""
     training, log = Training(**samples), Log()
     with Session(training.state, group=group, min=min, max=max) as session:
         log.session = session
+    loader = None
+    if workers is not None:
+        loader = Loader(TensorDataset(torch.arange(LENGTH)), num_workers=workers)
+    with Session(training.state, group=group, min=min) as session:
         log.events = session.events
         model = session.parallel(training.net, bucket_cap_mb=0.0005)
         running: list[Step] = []
@@ -108,7 +114,8 @@ def train(
                 running.append(step)
                 visit("before backward", step)
                 training.state.best += 1.0  # once a step that counts
-                (training.loss(model, step.indices) * step.weight).backward()
+                indices = step.indices if loader is None else loader.batch(step)[0]
+                (training.loss(model, indices) * step.weight).backward()
                 rank, size = session.group.rank, session.group.size
                 visit("before commit", step)
                 step.commit()
@@ -116,7 +123,7 @@ def train(
                 training.update()
                 visit("after update", step)
                 log.steps.append(
-                    Committed(step.number, rank, size, step.indices.tolist(), training.state.digest().hex())
+                    Committed(step.number, rank, size, indices.tolist(), training.state.digest().hex())
                 )
         visit("after the last", step)
         log.parameters = [parameter.detach().clone() for parameter in training.net.parameters()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import multiprocessing
 import os
 import runpy
 import sys
@@ -100,6 +101,7 @@ def _play(
     """Be one rank."""
     if workers is not None:
         start_at(workers)
+    multiprocessing.set_start_method(None, force=True)  # the default again, not that of the fork server
     gc.freeze()  # as the ranks of shoal.testing do
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -136,6 +137,7 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     from shoal import failure_report
 
     signal.alarm(0)
+    multiprocessing.set_start_method(None, force=True)  # the default again, not that of the fork server
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

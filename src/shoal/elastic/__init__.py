@@ -1,9 +1,10 @@
 """Training that goes on through deaths: a dead process costs one step."""
 
+from .loader import Loader
 from .resize import Resize
 from .samples import Samples
 from .session import Session
 from .state import State
 from .step import Step
 
-__all__ = ["Resize", "Samples", "Session", "State", "Step"]
+__all__ = ["Loader", "Resize", "Samples", "Session", "State", "Step"]

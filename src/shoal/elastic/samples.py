@@ -22,12 +22,16 @@ class Share:
     """The samples of one rank in one step.
 
     Attributes:
+        rank: that takes it.
+        size: how many ranks take a share.
         indices: of this rank's samples, ``int64``.
         weight: for the mean loss over ``indices``; the mean of the weighted losses over all ranks is then the
             mean over the whole batch, however unevenly it is shared out.
         batch: how many samples the step takes on all ranks.
     """
 
+    rank: int
+    size: int
     indices: torch.Tensor
     weight: float
     batch: int
@@ -86,17 +90,16 @@ class Samples:
             )
         return count
 
-    def share(self, rank: int, size: int) -> Share:
-        """What ``rank`` of ``size`` takes in the next step."""
+    def share(self, rank: int, size: int, *, after: int = 0) -> Share:
+        """What ``rank`` of ``size`` takes in the next step, or ``after`` steps later if the ranks stay."""
         batch = self.batch(size)
         first, last = rank * batch // size, (rank + 1) * batch // size
-        at = self.offset + first
-        present = self._order(self.passes)[at : self.offset + last]
-        beyond = (last - first) - present.numel()
+        passes, at = divmod(self.offset + after * batch + first, self.length)
+        indices = self._order(self.passes + passes)[at : at + last - first]
+        beyond = (last - first) - indices.numel()
         if beyond > 0:
-            start = max(at - self.length, 0)
-            present = torch.cat([present, self._order(self.passes + 1)[start : start + beyond]])
-        return Share(present, (last - first) * size / batch, batch)
+            indices = torch.cat([indices, self._order(self.passes + passes + 1)[:beyond]])
+        return Share(rank, size, indices, (last - first) * size / batch, batch)
 
     def advance(self, batch: int) -> None:
         """A step that took ``batch`` samples counts."""

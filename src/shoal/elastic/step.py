@@ -73,14 +73,22 @@ class Step:
         return samples
 
     @property
+    def share(self) -> Share:
+        """What this rank takes of the samples: :attr:`indices`, :attr:`weight`, and of which group."""
+        if self._share is None:
+            group = self._session.group
+            self._share = self.samples.share(group.rank, group.size)
+        return self._share
+
+    @property
     def indices(self) -> torch.Tensor:
         """The samples of this rank in this step, ``int64``."""
-        return self._shared().indices
+        return self.share.indices
 
     @property
     def weight(self) -> float:
         """What to multiply this rank's mean loss by, so that the average over ranks is that of the batch."""
-        return self._shared().weight
+        return self.share.weight
 
     @property
     def entered(self) -> bool:
@@ -127,7 +135,7 @@ class Step:
         self._phase = "running"
         self._session.begins(self)
         if self._session.state.samples is not None:
-            self._shared()  # of this group, whatever becomes of it
+            self.share  # noqa: B018 - of this group, whatever becomes of it
         self._session.state.hold()
         self._seed()
         return self
@@ -152,12 +160,6 @@ class Step:
             return False
         state.put_back()
         return True
-
-    def _shared(self) -> Share:
-        if self._share is None:
-            group = self._session.group
-            self._share = self.samples.share(group.rank, group.size)
-        return self._share
 
     def _seed(self) -> None:
         """Begin random numbers anew: a step that comes again draws what it drew before."""

@@ -71,7 +71,7 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
 
 
 def _filled(skeleton: Any, mine: Any) -> Any:
-    """``skeleton`` with memory for its tensors: where one of ``mine`` at the same place fits, that is used."""
+    """``skeleton`` with memory for its tensors: that of a tensor of ``mine`` where one fits."""
     if isinstance(skeleton, torch.Tensor):
         alike = isinstance(mine, torch.Tensor) and (mine.shape, mine.dtype) == (
             skeleton.shape,

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -34,6 +35,8 @@ def attach(dumps: Connection) -> None:
     Args:
         dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
     """
+    # What a rank starts, such as workers of a DataLoader, would else come from a fork server of its own.
+    multiprocessing.set_start_method(None, force=True)
     gc.freeze()  # or a garbage collection looks at all of torch, and copies the pages that ranks share
     # The fork server ends with the process that runs the tests, and its ranks with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
