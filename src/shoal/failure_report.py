@@ -7,6 +7,7 @@ end already because of it.  So each rank of ``shoal run`` inherits a descriptor 
 - ``left``: it aborts a group, or closes the world, which others may still need;
 - ``told``: it has heard that others failed or left, and which;
 - ``rebuilt``: it goes on without those that failed: what it reported before ends it no more;
+- ``joined``: it is in a world whose ranks have other numbers than the launcher's, as newcomers are;
 - ``ended``: the exit code that Python gives it after an exception that nobody caught.
 
 A rank reports before it tells its peers, so the report of a cause is earlier than those of its
@@ -38,7 +39,7 @@ LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
 #: reports of one process until it rebuilds a group
 _MOST_REPORTS = 8
 
-Kind = Literal["failed", "left", "told", "rebuilt", "ended"]
+Kind = Literal["failed", "left", "told", "rebuilt", "joined", "ended"]
 _Rank = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -119,6 +120,12 @@ def joined(rank: int, size: int) -> None:
     """This process is ``rank`` of a world of ``size``, which the next reports number ranks by."""
     global _same_numbers
     _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
+
+
+def met() -> None:
+    """All ranks of the world that :func:`joined` named are there."""
+    if not _same_numbers:
+        _report("joined")
 
 
 def failed(error: BaseException) -> None:

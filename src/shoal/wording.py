@@ -23,7 +23,7 @@ def ranks_named(ranks: Iterable[int]) -> str:
 def named(noun: str, numbers: Iterable[int]) -> str:
     """``core 3``, ``cores 0, 2-5``: things that are known by their numbers."""
     ordered = sorted(numbers)
-    return (f"{noun} " if len(ordered) == 1 else f"{noun}s ") + _runs(ordered)
+    return (f"{noun} " if len(ordered) == 1 else f"{noun}s ") + runs(ordered)
 
 
 def in_words(error: BaseException) -> str:
@@ -40,13 +40,14 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _runs(ordered: Iterable[int]) -> str:
-    """``0, 2-5`` for 0, 2, 3, 4 and 5, which come in this order."""
-    runs: list[list[int]] = []
+def runs(ordered: Iterable[int], before: str = "") -> str:
+    """``0, 2-5`` for 0, 2, 3, 4 and 5, which come in this order; ``before`` is put before each number."""
+    found: list[list[str]] = []
+    last = None
     for number in ordered:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    short = (map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"] for run in runs)
+        if last is None or number != last + 1:
+            found.append([])
+        found[-1].append(f"{before}{number}")
+        last = number
+    short = (run if len(run) < 3 else [f"{run[0]}-{run[-1]}"] for run in found)
     return ", ".join(word for words in short for word in words)

@@ -98,12 +98,11 @@ def train(
 ) -> Log:
     """Train in a session, and call ``visit`` at each point of each step; with a Loader of so many workers."""
     training, log = Training(**samples), Log()
-    with Session(training.state, group=group, min=min, max=max) as session:
-        log.session = session
     loader = None
     if workers is not None:
         loader = Loader(TensorDataset(torch.arange(LENGTH)), num_workers=workers)
-    with Session(training.state, group=group, min=min) as session:
+    with Session(training.state, group=group, min=min, max=max) as session:
+        log.session = session
         log.events = session.events
         model = session.parallel(training.net, bucket_cap_mb=0.0005)
         running: list[Step] = []

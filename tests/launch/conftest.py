@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,10 @@ class Workshop:
 
     def shoal(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         """Start a ``shoal`` command, with pipes unless told otherwise."""
+        return self.start_process([sys.executable, "-m", "shoal", *arguments], **options)
+
+    def start_process(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a program in the directory."""
         settings: dict[str, Any] = {
             "cwd": self.path,
             # Not by inheritance: importing readline, as pytest does, sets COLUMNS behind Python's back.
@@ -70,7 +74,7 @@ class Workshop:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
-        process = subprocess.Popen([sys.executable, "-m", "shoal", *arguments], **settings | options)
+        process = subprocess.Popen(argv, **settings | options)
         self._started.append(process)
         return process
 

@@ -7,8 +7,10 @@ How data flows in ``shoal run``::
      ├─ environment.py  what each rank is told
      ├─ job_store.py    the store in which the ranks meet: the launcher's, or one that is named
      ├─ guardian.py     a process of its own that ends the ranks should the launcher be killed
+     ├─ crew.py         the processes of a job: the ranks that meet first, and those that join later
      └─ supervisor.py   the loop: exits, signals, deadlines, output
          ├─ process.py      one rank: start, signal, exit status
+         ├─ respawn.py      when a rank that failed is started again
          ├─ reports.py      what a rank reported of its failure
          ├─ notes.py        which ranks have ended, for those that wait for them
          ├─ causes.py       which rank failed first

@@ -8,6 +8,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+#: the variables that say of a process that it is one of the ranks that meet first
+OF_RANKS = ("SHOAL_RANK", "SHOAL_SIZE", "RANK", "WORLD_SIZE")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -52,6 +55,14 @@ class Job:
             "MASTER_PORT": master_port,
         }
 
+    def newcomer(self, slot: int, store: str, master_port: str) -> dict[str, str]:
+        """The variables of a process that joins the ranks later, in ``slot``: it has no rank yet.
+
+        Those in :data:`OF_RANKS` must not be in its environment.
+        """
+        variables = self.variables(slot, store, master_port)
+        return {k: v for k, v in variables.items() if k not in OF_RANKS} | {"SHOAL_JOIN": "1"}
+
 
 class ReservedPort:
     """A free port of this machine, for a process that the launcher starts to listen on.
@@ -89,14 +100,14 @@ def defaults(
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
     if terminal is not None:
-        values["COLUMNS"] = str(max(20, terminal.columns - (len(prefix(0, size)) if prefixed else 0)))
+        values["COLUMNS"] = str(max(20, terminal.columns - (len(prefix("0", size)) if prefixed else 0)))
         values["LINES"] = str(terminal.lines)
         if "NO_COLOR" not in inherited:
             values["FORCE_COLOR"] = "1"
     return {name: value for name, value in values.items() if name not in inherited}
 
 
-def prefix(rank: int, size: int) -> str:
-    """The beginning of each line of ``rank``: ``[3] ``, equally wide for every rank."""
+def prefix(name: str, size: int) -> str:
+    """The beginning of each line of a rank: ``[3] ``, equally wide for every rank that meets first."""
     width = len(str(size - 1))
-    return f"[{rank:>{width}}] "
+    return f"[{name:>{width}}] "

@@ -12,6 +12,7 @@ from typing import IO
 from ..lines import Lines
 from .environment import prefix
 from .logs import LAUNCHER, Logs
+from .process import Rank
 from .sink import Sink, open_sinks
 
 #: bytes read from one pipe before the others get their turn
@@ -88,24 +89,30 @@ class Output:
         self._paused: list[_Stream] = []
         self._stderr: dict[int, Lines] = {}
 
-    def attach(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def attach(self, rank: Rank) -> None:
         """Take over the pipes of a rank: they are read to their end, then closed."""
-        for pipe, sink in ((stdout, self._out), (stderr, self._err)):
+        if rank.restart:
+            self._log(rank.slot, f"--- rank {rank.name} (process {rank.pid}) ---\n".encode())
+        for pipe, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
             os.set_blocking(pipe.fileno(), False)
             label = _label(rank, self._size, sink) if self._prefixed else b""
-            stream = _Stream(pipe, label, sink, partial(self._log, rank))
+            stream = _Stream(pipe, label, sink, partial(self._log, rank.slot))
             self._streams.append(stream)
             self._listen(stream)
-        self._stderr[rank] = stream.lines
+        self._stderr[rank.index] = stream.lines
 
-    def _log(self, rank: int, data: bytes) -> None:
-        trouble = None if self._logs is None else self._logs.write(rank, data)
+    def _log(self, slot: int, data: bytes) -> None:
+        trouble = None if self._logs is None else self._logs.write(slot, data)
         if trouble is not None:
-            self.say(f"shoal: the log of rank {rank} ends here: {trouble}".encode())
+            self.say(f"shoal: the log of rank {slot} ends here: {trouble}".encode())
 
-    def tail(self, rank: int) -> Sequence[bytes]:
+    def tail(self, rank: Rank) -> Sequence[bytes]:
         """The last lines of a rank's stderr."""
-        return self._stderr[rank].tail
+        return self._stderr[rank.index].tail
+
+    def forget(self, rank: Rank) -> None:
+        """Nobody will ask for the last lines of an ended rank."""
+        del self._stderr[rank.index]
 
     def say(self, text: bytes) -> None:
         """Write whole lines of the launcher's own to stderr, and to its log."""
@@ -180,8 +187,8 @@ class Output:
         stream.end()
 
 
-def _label(rank: int, size: int, sink: Sink) -> bytes:
-    text = prefix(rank, size)
+def _label(rank: Rank, size: int, sink: Sink) -> bytes:
+    text = prefix(rank.name, size)
     if sink.terminal and not os.environ.get("NO_COLOR"):
-        text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "
+        text = f"\x1b[{_COLOURS[rank.slot % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "
     return text.encode()

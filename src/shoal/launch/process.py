@@ -27,44 +27,53 @@ class Rank:
     is the group's too, cannot be given to a stranger.
 
     Attributes:
+        index: its place in the list of all processes of the job.  That of a rank that meets first is its
+            number, so that causes can be followed from rank to rank.
+        slot, restart: its place on this machine, and how many processes were there before it.
         status: None while it runs, then the exit code, or minus the number of the signal.
         ended_at: when its end was seen, in seconds of CLOCK_MONOTONIC; infinity while it runs.
         stopping: the launcher has sent it a signal because another rank had failed.
+        dismissed: the launcher ends it because nobody is left whom it could join.
         stdout, stderr: the pipes that it writes to.
     """
 
     def __init__(
         self,
         index: int,
+        slot: int,
+        restart: int,
         size: int,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        prepare: Callable[[], None],
+        *,
+        prepare: Callable[[], None] | None = None,
+        inherits: Sequence[int] = (),
     ) -> None:
-        self.index = index
+        self.index, self.slot, self.restart = index, slot, restart
         self.status: int | None = None
         self.ended_at = math.inf
-        self.stopping = False
+        self.stopping = self.dismissed = False
+        self._released = False
         self._started = time.monotonic()
         try:
             self._reports = Reports(size)
         except OSError as error:
-            raise LaunchError(f"rank {index} could not be started: {error}") from error
+            raise LaunchError(f"rank {self.name} could not be started: {error}") from error
         try:
             self._process = subprocess.Popen(
                 argv,
                 bufsize=0,
-                stdin=None if index == 0 else subprocess.DEVNULL,
+                stdin=None if (slot, restart) == (0, 0) else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={**environment, **self._reports.variables},
                 start_new_session=True,
                 preexec_fn=prepare,
-                pass_fds=[self._reports.inherited],
+                pass_fds=[self._reports.inherited, *inherits],
             )
         except (OSError, subprocess.SubprocessError) as error:
             self._reports.close()
-            raise LaunchError(f"rank {index} could not be started: {argv[0]}: {error}") from error
+            raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {error}") from error
         self._reports.started()
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -88,20 +97,46 @@ class Rank:
 
     def send_group(self, number: int) -> None:
         """Send a signal to the rank and to all its children that stayed in its group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        if not self._released:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def release(self) -> None:
+        """Let go of an ended rank but for its pipes: its zombie, its descriptor.
+
+        What is left of its group must have been killed: the kernel does not give the number to a stranger
+        while a process of the group exists, but nobody could be signalled by it safely any more.
+        """
+        if not self._released:
+            self._process.wait()
+            os.close(self.pidfd)
+            self._reports.close()
+            self._released = True
 
     def reap(self) -> None:
-        """Let go of an ended rank: its zombie, its pipes, its descriptor."""
-        self._process.wait()
+        """Let go of an ended rank, and of its pipes."""
+        self.release()
         self.stdout.close()
         self.stderr.close()
-        os.close(self.pidfd)
-        self._reports.close()
 
     def read_reports(self) -> None:
         """Read the reports of failure that the rank has sent."""
         self._reports.read()
+
+    @property
+    def name(self) -> str:
+        """``3``, or ``3.1`` for the first restart in slot 3."""
+        return f"{self.slot}.{self.restart}" if self.restart else str(self.slot)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is one of the ranks that meet first, or has joined them."""
+        return self.restart == 0 or self._reports.joined
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing is left of it but what is known of its end."""
+        return self._released
 
     @property
     def reports(self) -> Sequence[Report]:

@@ -27,6 +27,7 @@ class Reports:
     Attributes:
         inherited: the descriptor that the rank must inherit, until :meth:`started`.
         received: what was reported since the last rebuild of a group, the earliest first.
+        joined: whether it has reported that it joined a world.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,6 +39,7 @@ class Reports:
         self._theirs.setblocking(False)  # a rank does not wait for the launcher to read
         self.inherited = self._theirs.fileno()
         self.received: list[Report] = []
+        self.joined = False
 
     @property
     def variables(self) -> dict[str, str]:
@@ -83,5 +85,7 @@ class Reports:
         if report.kind == "rebuilt":
             self._is_rebuilt = True
             self.received.clear()
+        elif report.kind == "joined":
+            self.joined = True
         elif all(rank < self._size for rank in report.ranks):
             self.received.append(report)

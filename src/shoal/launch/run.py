@@ -16,7 +16,8 @@ from .. import config
 from ..wording import counted, named
 from .command import resolve
 from .cores import shares, usable
-from .environment import Job, ReservedPort, defaults
+from .crew import Crew
+from .environment import OF_RANKS, Job, ReservedPort, defaults
 from .guardian import Guardian
 from .job_store import job_store
 from .logs import Logs
@@ -59,7 +60,7 @@ _MEANT = {
     "--bind-to": "ranks are bound to cores by --bind",
     "--cpu-bind": "ranks are bound to cores by --bind",
     "--log-directory": "the directory for a file a rank is --log-dir DIR",
-    "--max-restarts": "ranks that fail are not started again; the others can go on with --min N",
+    "--max-restarts": "ranks that fail are started again with --min N --respawn, while N of the others go on",
     "--enable-recovery": "the other ranks go on with --min N",
     "--no-python": "any program may be run; leave it out",
 }
@@ -92,6 +93,12 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="Go on when ranks fail, while at least so many live or have finished; without it all end with the "
     "first. COMMAND must know what to do then: see group.rebuild.",
 )
+@click.option(
+    "--respawn",
+    is_flag=True,
+    help="With --min: start another process in the place of a rank that failed. It has no rank, and "
+    "SHOAL_JOIN=1: see elastic.Session.",
+)
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
 @click.option(
     "--log-dir",
@@ -117,6 +124,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 def run(
     size: int,
     least: int | None,
+    respawn: bool,
     module: bool,
     log_dir: Path | None,
     store: str | None,
@@ -133,15 +141,25 @@ def run(
     """
     if least is not None and least > size:
         raise click.BadParameter(f"{least} of {counted(size, 'rank')}", param_hint="'--min'")
+    if respawn and least is None:
+        raise click.UsageError("--respawn needs --min N: how many ranks must go on while another one starts")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
     config.check_values({**os.environ, **Job(size).variables(0, "", "")})
     bound = shares(usable(), size) if bind else None
     if dry_run:
-        click.echo(_plan(argv, size, extra, bound, store))
+        click.echo(_plan(argv, size, extra, bound, store, respawn))
         return 0
     return launch(
-        argv, size, extra, least=least, bound=bound, prefixed=not no_prefix, log_dir=log_dir, store=store
+        argv,
+        size,
+        extra,
+        least=least,
+        respawn=respawn,
+        bound=bound,
+        prefixed=not no_prefix,
+        log_dir=log_dir,
+        store=store,
     )
 
 
@@ -151,6 +169,7 @@ def launch(
     extra: dict[str, str],
     *,
     least: int | None = None,
+    respawn: bool = False,
     bound: Sequence[Sequence[int]] | None = None,
     prefixed: bool = True,
     log_dir: Path | None = None,
@@ -161,6 +180,7 @@ def launch(
     Args:
         extra: added to the environment.
         least: so many ranks may go on when others fail; None: all end with the first that fails.
+        respawn: start another process in the place of one that failed while others go on.
         bound: the cores of each rank; None: all ranks run on all.
         prefixed: begin lines with their rank.
         log_dir: directory for a file for each rank.
@@ -185,13 +205,21 @@ def launch(
         closing(ExitNotes(meeting_place.connect, job.ident)) as notes,
     ):
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
-        supervisor = Supervisor(signals, guardian, notes, least=least, prefixed=prefixed, logs=logs)
+        crew = Crew(
+            argv,
+            job,
+            inherited | extra,
+            store=meeting_place.url,
+            master_port=str(port.number),
+            guardian=guardian,
+            bound=bound,
+        )
+        supervisor = Supervisor(
+            signals, crew, notes, least=least, respawn=respawn, prefixed=prefixed, logs=logs
+        )
         with closing(supervisor):
-            for rank in range(size):
-                variables = job.variables(rank, meeting_place.url, str(port.number))
-                cores = None if bound is None else bound[rank]
-                supervisor.start(argv, inherited | extra | variables, size, cores)
-            # Threads begin here, after the last fork.
+            supervisor.start()
+            # Threads begin here: from now on no Python runs between fork and exec.
             meeting_place.start()
             return supervisor.run()
 
@@ -216,6 +244,7 @@ def _plan(
     extra: Mapping[str, str],
     bound: Sequence[Sequence[int]] | None,
     store: str | None,
+    respawn: bool,
 ) -> str:
     """The text that ``--dry-run`` prints."""
     url = "tcp://127.0.0.1:<port>" if store is None else store
@@ -233,4 +262,7 @@ def _plan(
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
         cores = "" if bound is None else f"(on {named('core', bound[rank])}) "
         lines.append(f"rank {rank}: {cores}{own} {shlex.join(argv)}")
+    if respawn:
+        without = ", ".join(OF_RANKS)
+        lines.append(f"in the place of a rank that failed: the same without {without}, and with SHOAL_JOIN=1")
     return "\n".join(lines)

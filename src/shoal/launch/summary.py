@@ -9,8 +9,9 @@ from contextlib import suppress
 
 import psutil
 
-from ..wording import counted, ranks_named
-from . import causes
+from ..errors import LaunchError
+from ..wording import counted, runs
+from . import causes, respawn
 from .process import Rank
 
 
@@ -36,14 +37,15 @@ def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
         tail: the last lines of its stderr.
     """
     culprit = ranks[first]
+    name = culprit.name
     ran = f"after {culprit.seconds:.1f} s (process {culprit.pid})"
-    text = f"shoal: rank {first} failed first: {_outcome(culprit)}, {ran}\n".encode()
+    text = f"shoal: rank {name} failed first: {_outcome(culprit)}, {ran}\n".encode()
     others = [(rank, _relation(ranks, rank, first)) for rank in ranks if rank is not culprit]
     if others:
         text += f"shoal: {_grouped(others)}\n".encode()
     if not tail:
-        return text + f"shoal: rank {first} wrote nothing to stderr\n".encode()
-    text += f"shoal: the end of rank {first}'s stderr:\n".encode()
+        return text + f"shoal: rank {name} wrote nothing to stderr\n".encode()
+    text += f"shoal: the end of rank {name}'s stderr:\n".encode()
     return text + b"".join(b"  | " + line + b"\n" for line in tail)
 
 
@@ -62,7 +64,7 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
     if rank.stopped:
         return "was ended by the launcher"
     if rank.status != 0 and causes.origin(ranks, rank) == first:
-        return f"ended because rank {first} did ({describe(rank.status)})"
+        return f"ended because rank {ranks[first].name} did ({describe(rank.status)})"
     if rank.status == 0 and any(rank.index in report.ranks for other in ranks for report in other.reports):
         return "ended with exit code 0 while others needed it"
     return _ended(rank.status)
@@ -74,19 +76,34 @@ def _ended(status: int) -> str:
     return f"ended with exit code {status}" if status > 0 else f"was {describe(status)}"
 
 
-def outlived(rank: Rank, left: Sequence[int]) -> bytes:
-    """The line for a rank that failed while enough others go on."""
+def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
+    """The line for a rank that failed while enough others go on; ``then`` says what becomes of its slot."""
     assert rank.status is not None
     on = "goes on" if len(left) == 1 else "go on"
     how = f"{describe(rank.status)}, after {rank.seconds:.1f} s (process {rank.pid})"
-    return f"shoal: rank {rank.index} failed: {how}; {ranks_named(left)} {on}\n".encode()
+    return f"shoal: rank {rank.name} failed: {how}; {_named(left)} {on}{then}\n".encode()
 
 
-def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank]) -> bytes:
-    """The last line of a job that ended well though ranks had failed."""
-    ended = [(rank, _ended(rank.status or 0)) for rank in failed]
-    finished = f"{len(ranks) - len(failed)} of {counted(len(ranks), 'rank')} finished"
-    return f"shoal: {finished}; {_grouped(ended)}\n".encode()
+def next_process(delay: float | None) -> str:
+    """The words on a slot that gets another process after so many seconds, or None ever."""
+    if delay is not None:
+        return f"; a new process takes its place in {delay:.0f} s"
+    often = f"{respawn.MOST} restarts in {respawn.WINDOW / 60:.0f} minutes"
+    return f"; its place stays empty after {often}"
+
+
+def not_started(error: LaunchError, then: str) -> bytes:
+    """The line for a process that could not be started in the place of one that failed."""
+    return f"shoal: {error}{then}\n".encode()
+
+
+def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], size: int) -> bytes:
+    """The last line of a job of ``size`` slots that ended well though ranks had failed."""
+    finished = [rank for rank in ranks if rank.status == 0]
+    # Who finished must be said only if a slot has had several processes.
+    shown = [*failed, *(rank for rank in finished if rank.restart)]
+    ended = [(rank, _ended(rank.status or 0)) for rank in shown]
+    return f"shoal: {len(finished)} of {counted(size, 'rank')} finished; {_grouped(ended)}\n".encode()
 
 
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
@@ -95,17 +112,17 @@ def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
 
-def waiting(seconds: float, left: Sequence[int]) -> bytes:
+def waiting(seconds: float, left: Sequence[Rank]) -> bytes:
     """The line while ranks save their work after Ctrl-C."""
-    return f"shoal: waiting {seconds:.0f} s for {ranks_named(left)}; press Ctrl-C again to kill\n".encode()
+    return f"shoal: waiting {seconds:.0f} s for {_named(left)}; press Ctrl-C again to kill\n".encode()
 
 
-def unannounced(ended: Sequence[int], running: Sequence[int]) -> bytes:
+def unannounced(ended: Sequence[Rank], running: Sequence[Rank]) -> bytes:
     """The line for ranks that exited with 0 and left no group, while others run."""
     still = "still runs" if len(running) == 1 else "still run"
     them = "it" if len(ended) == 1 else "them"
-    text = f"shoal: {ranks_named(ended)} ended with exit code 0 without leaving a group of shoal; "
-    text += f"{ranks_named(running)} {still}: waiting for {them}, as torch's init_process_group does, "
+    text = f"shoal: {_named(ended)} ended with exit code 0 without leaving a group of shoal; "
+    text += f"{_named(running)} {still}: waiting for {them}, as torch's init_process_group does, "
     text += "lasts until its timeout"
     return f"{text}\n".encode()
 
@@ -121,10 +138,20 @@ def leftovers(processes: Sequence[psutil.Process]) -> bytes:
 
 def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:
     """``ranks 0, 2-3 were killed by SIGINT; rank 1 finished``."""
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[Rank]] = {}
     for rank, outcome in outcomes:
-        found.setdefault(outcome, []).append(rank.index)
+        found.setdefault(outcome, []).append(rank)
     return "; ".join(
-        f"{ranks_named(indices)} {outcome if len(indices) == 1 else re.sub('^was ', 'were ', outcome)}"
-        for outcome, indices in found.items()
+        f"{_named(those)} {outcome if len(those) == 1 else re.sub('^was ', 'were ', outcome)}"
+        for outcome, those in found.items()
     )
+
+
+def _named(ranks: Sequence[Rank]) -> str:
+    """``rank 3.1``, or ``ranks 0, 2-5, 3.1-3.9``."""
+    slots = sorted(rank.slot for rank in ranks if not rank.restart)
+    words = [runs(slots)] if slots else []
+    for slot in sorted({rank.slot for rank in ranks if rank.restart}):
+        restarts = sorted(rank.restart for rank in ranks if rank.restart and rank.slot == slot)
+        words.append(runs(restarts, f"{slot}."))
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words)

@@ -12,23 +12,27 @@ A job goes through these phases::
        v                           |
     every rank has ended <---------+----> what they left in their process groups is killed,
                                           the last output is written, then the summary
+
+With ``respawn`` the slot of a rank that fails while enough others go on gets another process, after a while
+(respawn.py).  It is a *newcomer* until it reports that it has joined the others, and nothing depends on it:
+it does not count among those that live, and when all others have ended it is ended too, without a word.
 """
 
 from __future__ import annotations
 
 import enum
-import os
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
 
+from ..errors import LaunchError
 from . import causes, summary
-from .guardian import Guardian
+from .crew import Crew
 from .logs import Logs
 from .notes import ExitNotes
 from .output import Output
 from .process import Rank, members
+from .respawn import Respawn
 from .signals import STOP, Signals
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
@@ -61,29 +65,32 @@ class Supervisor:
 
     Args:
         signals: the launcher's; those that arrive are passed on.
-        guardian: told of every rank before it runs.
+        crew: starts the ranks.
         notes: told of every rank that ends before others do.
         least: so many ranks may go on when others fail; None: all or none.
+        respawn: start others in the place of those that failed.
         prefixed, logs: see :class:`Output`.
 
-    Call :meth:`start` for each rank, :meth:`run` once, and :meth:`close` whatever happened.
+    Call :meth:`start` while there are no threads, :meth:`run` once, and :meth:`close` whatever happened.
     """
 
     def __init__(
         self,
         signals: Signals,
-        guardian: Guardian,
+        crew: Crew,
         notes: ExitNotes,
         *,
         least: int | None = None,
+        respawn: bool = False,
         prefixed: bool = True,
         logs: Logs | None = None,
     ) -> None:
         self._signals = signals
+        self._crew = crew
         self._least = least
+        self._respawn = Respawn() if respawn else None
         self._notes = notes
         self._prefixed, self._logs = prefixed, logs
-        self._announce = guardian.announcer()
         self._ranks: list[Rank] = []
         self._phase = _Phase.RUNNING
         self._culprit: Rank | None = None
@@ -104,17 +111,12 @@ class Supervisor:
         self._output: Output | None = None
         self._closing = self._impatient = False
 
-    def start(
-        self, argv: Sequence[str], environment: Mapping[str, str], size: int, cores: Sequence[int] | None
-    ) -> None:
-        """Start the next of ``size`` ranks, on ``cores`` alone if they are given; raises LaunchError."""
+    def start(self) -> None:
+        """Start the ranks that meet first; raises LaunchError."""
+        for slot in range(self._crew.size):
+            self._add(self._crew.first(slot))
 
-        def prepare() -> None:
-            self._announce()
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
-
-        rank = Rank(len(self._ranks), size, argv, environment, prepare)
+    def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._ended(rank))
 
@@ -127,12 +129,12 @@ class Supervisor:
         output = self._output = Output(
             self._selector,
             self._signals.wake,
-            len(self._ranks),
+            self._crew.size,
             prefixed=self._prefixed,
             logs=self._logs,
         )
         for rank in self._ranks:
-            output.attach(rank.index, rank.stdout, rank.stderr)
+            output.attach(rank)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
         while any(rank.status is None for rank in self._ranks):
             self._turn(None)
@@ -159,7 +161,9 @@ class Supervisor:
         assert self._output is not None
         now = time.monotonic()
         moments = self._kill_at, self._spare_until, self._remind_at, self._unannounced_at
-        deadlines = [at - now for at in (*moments, self._output.next_show()) if at is not None]
+        restarts = self._respawn if self._phase is _Phase.RUNNING else None
+        restart_at = None if restarts is None else restarts.next()
+        deadlines = [at - now for at in (*moments, restart_at, self._output.next_show()) if at is not None]
         if timeout is not None:
             deadlines.append(timeout)
         for key, _ in self._selector.select(max(0.0, min(deadlines)) if deadlines else None):
@@ -175,32 +179,78 @@ class Supervisor:
         if self._spare_until is not None and now >= self._spare_until:
             self._spare_until = None
             self._end_all()
+        if restarts is not None and self._phase is _Phase.RUNNING:
+            for slot, restart in restarts.due(now):
+                self._restart(slot, restart)
 
     def _ended(self, rank: Rank) -> None:
         self._selector.unregister(rank.pidfd)
         status = rank.collect()
-        if any(other.status is None for other in self._ranks):
-            self._notes.add(rank.index, summary.describe(status))
+        # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
+        if rank.restart == 0 and any(other.status is None for other in self._ranks):
+            self._notes.add(rank.slot, summary.describe(status))
         if status == 0 and self._unannounced_at is None and not self._unannounced_told:
             self._unannounced_at = time.monotonic() + UNANNOUNCED
         if rank is self._culprit:
             self._spare_until = None
-        if self._phase is _Phase.RUNNING and status != 0:
+        if self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
             self._failed(rank)
+        self._stop_restarts_if_over()
 
     def _failed(self, rank: Rank) -> None:
         """``rank`` has failed, by itself or because of another one."""
         assert self._output is not None
-        left = [other.index for other in self._ranks if not other.status]
-        if self._least is not None and len(left) >= self._least:
+        if self._respawn is not None:
+            self._read_reports()  # which say who has joined
+        left = [other for other in self._ranks if other.is_member and not other.status]
+        if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
-            self._output.say(summary.outlived(rank, left))
+            self._output.say(summary.outlived(rank, left, self._plan_restart(rank.slot, rank.seconds)))
         else:
             self._phase, self._fatal = _Phase.FAILED, rank
             first = self._ranks[self._cause()]
             if first.status is None:
                 self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE
             self._end_all()
+
+    def _plan_restart(self, slot: int, lived: float) -> str:
+        """Plan the next process of ``slot``, whose last one lived so long; gives words on it."""
+        if self._respawn is None or not self._runs_a_member():
+            return ""
+        return summary.next_process(self._respawn.failed(slot, lived, time.monotonic()))
+
+    def _restart(self, slot: int, restart: int) -> None:
+        """Start a newcomer in ``slot``."""
+        assert self._output is not None
+        before = max((rank for rank in self._ranks if rank.slot == slot), key=lambda rank: rank.restart)
+        if not before.is_released:
+            self._crew.release(before)
+            self._output.forget(before)
+        try:
+            rank = self._crew.later(len(self._ranks), slot, restart)
+        except LaunchError as error:
+            self._output.say(summary.not_started(error, self._plan_restart(slot, 0.0)))
+        else:
+            self._add(rank)
+            self._output.attach(rank)
+
+    def _runs_a_member(self) -> bool:
+        return any(rank.is_member and rank.status is None for rank in self._ranks)
+
+    def _stop_restarts_if_over(self) -> None:
+        """Start no more processes if the job ends, and end newcomers that have nobody left to join."""
+        if self._respawn is None:
+            return
+        self._read_reports()
+        if self._phase is _Phase.RUNNING and self._runs_a_member():
+            return
+        self._respawn.cancel()
+        if self._phase is _Phase.RUNNING and self._kill_at is None:
+            self._kill_at = time.monotonic() + FAILURE_GRACE
+            for rank in self._ranks:
+                if rank.status is None:
+                    rank.dismissed = True
+                    rank.send(signal.SIGTERM)
 
     def _tell_of_unannounced_ends(self) -> None:
         """Tell the user, once, of ranks that exited with 0 and left no group, while others run.
@@ -210,15 +260,16 @@ class Supervisor:
         assert self._output is not None
         self._unannounced_at = None
         self._read_reports()
-        ended = [rank.index for rank in self._ranks if rank.status == 0 and not rank.reports]
-        running = [rank.index for rank in self._ranks if rank.status is None]
+        ended = [rank for rank in self._ranks if rank.status == 0 and not rank.reports]
+        running = [rank for rank in self._ranks if rank.status is None]
         if ended and running and self._phase is _Phase.RUNNING:
             self._unannounced_told = True
             self._output.say(summary.unannounced(ended, running))
 
     def _read_reports(self) -> None:
         for rank in self._ranks:
-            rank.read_reports()
+            if not rank.is_released:
+                rank.read_reports()
 
     def _cause(self) -> int:
         """The index of the rank that failed first, now that one has failed."""
@@ -275,7 +326,7 @@ class Supervisor:
         """Tell the user for which ranks Ctrl-C waits, and how long."""
         assert self._output is not None
         self._remind_at = None
-        left = [rank.index for rank in self._ranks if rank.status is None]
+        left = [rank for rank in self._ranks if rank.status is None]
         if left and self._kill_at is not None:
             self._output.say(summary.waiting(self._kill_at - now, left))
 
@@ -302,7 +353,7 @@ class Supervisor:
     def _sweep(self, output: Output) -> None:
         """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
-        groups = [rank.pid for rank in self._ranks]
+        groups = [rank.pid for rank in self._ranks if not rank.is_released]
         orderly = self._phase is _Phase.RUNNING
         now = time.monotonic()
         kill_at = now + (_LINGER if orderly else 0.0)
@@ -320,11 +371,11 @@ class Supervisor:
         """Print the summary of a job that did not end well; gives the exit code."""
         if self._phase is _Phase.FAILED:
             first = self._cause()
-            output.say(summary.failure(self._ranks, first, output.tail(first)))
+            output.say(summary.failure(self._ranks, first, output.tail(self._ranks[first])))
             return causes.exit_code(self._ranks, first)
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
         if self._outlived:
-            output.say(summary.outlived_all(self._ranks, self._outlived))
+            output.say(summary.outlived_all(self._ranks, self._outlived, self._crew.size))
         return 0
