@@ -107,12 +107,6 @@ def _bytes(text: str) -> int:
     return value
 
 
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
 def _descriptor(text: str) -> tuple[int, int]:
     """``7:4026``: a descriptor, and the inode of the file that it stands for."""
     fd, inode = map(int, text.split(":"))
@@ -171,7 +165,8 @@ EPOCH: Variable[int] = Variable(
 )  # fmt: skip
 JOIN: Variable[bool] = Variable(
     "SHOAL_JOIN", "0 or 1", _flag, False,
-    "1: this process joins a running session of `shoal.elastic` in the place of meeting the first ranks.",
+    "1: this process has no rank, and joins the ranks of a running session of `shoal.elastic`; `shoal run "
+    "--respawn` sets it.",
 )  # fmt: skip
 SECRET: Variable[str | None] = Variable(
     "SHOAL_SECRET", "any text", str, None,
@@ -184,10 +179,6 @@ SECRET_FILE: Variable[str | None] = Variable(
 REPORT_FD: Variable[tuple[int, int] | None] = Variable(
     "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
     "Where this process tells its launcher of its own failure; `shoal run` sets it.",
-)  # fmt: skip
-JOIN: Variable[bool] = Variable(
-    "SHOAL_JOIN", "0 or 1", _flag, False,
-    "1: this process has no rank, and joins ranks that run already; `shoal run --respawn` sets it.",
 )  # fmt: skip
 HOST_ID: Variable[str | None] = Variable(
     "SHOAL_HOST_ID", "any text", str, None,

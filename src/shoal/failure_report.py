@@ -122,9 +122,9 @@ def joined(rank: int, size: int) -> None:
     _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
 
 
-def met() -> None:
-    """All ranks of the world that :func:`joined` named are there."""
-    if not _same_numbers:
+def met(size: int) -> None:
+    """All ranks of a world of ``size`` are there, of which this process is one."""
+    if not _same_numbers and size > 1:
         _report("joined")
 
 

@@ -37,7 +37,7 @@ def await_file(name):
 def join():
     from shoal import failure_report
     failure_report.joined(int(slot), 9)
-    failure_report.met()
+    failure_report.met(2)
 """
 
 #: the launcher, with other constants in its module of restarts
@@ -280,7 +280,7 @@ def test_a_slot_has_ten_restarts_in_ten_minutes() -> None:
 
 
 def test_a_process_in_a_world_with_other_numbers_says_that_it_has_joined() -> None:
-    script = "from shoal import failure_report as f; f.joined({}, 2); f.met(); f.told([1])"
+    script = "from shoal import failure_report as f; f.joined({}, 2); f.met(2); f.told([1])"
     for place, rank, expected in (({}, 0, True), ({"SHOAL_RANK": "1", "SHOAL_SIZE": "2"}, 1, False)):
         reports = Reports(2)
         settings: dict[str, Any] = {"env": {**os.environ, **reports.variables, **place}}
