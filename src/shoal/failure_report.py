@@ -7,7 +7,7 @@ end already because of it.  So each rank of ``shoal run`` inherits a descriptor 
 - ``left``: it aborts a group, or closes the world, which others may still need;
 - ``told``: it has heard that others failed or left, and which;
 - ``rebuilt``: it goes on without those that failed: what it reported before ends it no more;
-- ``joined``: it is in a world whose ranks have other numbers than the launcher's, as newcomers are;
+- ``joined``: it has come later than the first ranks, and they have taken it in;
 - ``ended``: the exit code that Python gives it after an exception that nobody caught.
 
 A rank reports before it tells its peers, so the report of a cause is earlier than those of its
@@ -122,10 +122,9 @@ def joined(rank: int, size: int) -> None:
     _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
 
 
-def met(size: int) -> None:
-    """All ranks of a world of ``size`` are there, of which this process is one."""
-    if not _same_numbers and size > 1:
-        _report("joined")
+def taken_in() -> None:
+    """This process came later than the first ranks, and is in a group with them now."""
+    _report("joined")
 
 
 def failed(error: BaseException) -> None:

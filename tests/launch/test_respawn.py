@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-from typing import Any
+from pathlib import Path
 
 import psutil
 import pytest
 
 from shoal.launch import guardian, respawn
 from shoal.launch.guardian import Guardian
-from shoal.launch.reports import Reports
 from shoal.launch.respawn import Respawn
+from tests.support.quick_launcher import QuickLauncher
 from tests.support.waiting import until
 
 from .conftest import Workshop, alive
@@ -36,8 +36,7 @@ def await_file(name):
         time.sleep(0.005)
 def join():
     from shoal import failure_report
-    failure_report.joined(int(slot), 9)
-    failure_report.met(2)
+    failure_report.taken_in()
 """
 
 #: the launcher, with other constants in its module of restarts
@@ -112,6 +111,44 @@ def test_a_process_takes_the_place_of_a_rank_that_failed(workshop: Workshop) -> 
     assert lines[1:] == ["shoal: 3 of 3 ranks finished; rank 2 ended with exit code 3; rank 2.1 finished"]
     log = (workshop.path / "logs" / "rank2.log").read_text().splitlines()
     assert [line.partition("(")[0] for line in log] == ["dict_values", "--- rank 2.1 ", "dict_values"]
+
+
+#: rank 1 dies; the others train until there are two again
+TRAINING = """
+import os, signal
+import torch
+from shoal import elastic
+
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+x = torch.randn(64, 4)
+samples = elastic.Samples(len(x), batch=8)
+with elastic.Session(elastic.State(model=net, optimizer=opt, samples=samples)) as session:
+    model = session.parallel(net)
+    for step in session.steps():
+        with step:
+            (model(x[step.indices]).square().mean() * step.weight).backward()
+            if step.number == 3 and os.environ.get("SHOAL_RANK") == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.commit()
+            opt.step()
+            opt.zero_grad()
+        if step.number > 3 and session.group.size == 2:
+            break
+    print(f"{session.group.rank} of {session.group.size}")
+"""
+
+
+def test_a_process_that_takes_the_place_of_a_rank_joins_the_session(
+    launcher: QuickLauncher, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    code, out, err = launcher.run(2, str(script), least=1, respawn=True)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[0] 0 of 2", "[1.1] 1 of 2"]
+    last = "shoal: 2 of 2 ranks finished; rank 1 was killed by SIGKILL; rank 1.1 finished"
+    assert err.splitlines()[-1] == last
 
 
 def test_a_newcomer_with_nobody_left_to_join_is_ended_without_a_word(workshop: Workshop) -> None:
@@ -277,20 +314,6 @@ def test_a_slot_has_ten_restarts_in_ten_minutes() -> None:
         assert slots.due(50.0 * restart + 40) == [(0, restart)]
     assert slots.failed(0, 0.0, 50.0 + 40 + 599.0) is None
     assert slots.failed(0, 0.0, 50.0 + 40 + 601.0) is not None
-
-
-def test_a_process_in_a_world_with_other_numbers_says_that_it_has_joined() -> None:
-    script = "from shoal import failure_report as f; f.joined({}, 2); f.met(2); f.told([1])"
-    for place, rank, expected in (({}, 0, True), ({"SHOAL_RANK": "1", "SHOAL_SIZE": "2"}, 1, False)):
-        reports = Reports(2)
-        settings: dict[str, Any] = {"env": {**os.environ, **reports.variables, **place}}
-        subprocess.run(
-            [sys.executable, "-c", script.format(rank)], pass_fds=[reports.inherited], check=True, **settings
-        )
-        reports.read()
-        assert reports.joined == expected
-        assert [report.ranks for report in reports.received] == [() if expected else (1,)]
-        reports.close()
 
 
 def test_respawn_needs_to_know_how_many_must_go_on(workshop: Workshop) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from shoal.launch import guardian
 from shoal.testing.processes import fork_server
 
 #: a job takes a second on an idle machine
@@ -43,18 +44,18 @@ class QuickLauncher:
         jobs.close()
 
     def run(
-        self, size: int, *command: str, least: int | None = None, **constants: float
+        self, size: int, *command: str, least: int | None = None, respawn: bool = False, **constants: float
     ) -> tuple[int, str, str]:
         """Run a script and its arguments on ``size`` ranks.
 
         Args:
-            least: as ``--min``.
+            least, respawn: as ``--min`` and ``--respawn``.
             constants: of the supervisor, in the place of its own.
 
         Returns:
             Exit code, stdout, stderr.
         """
-        self._jobs.send((size, least, command, self._out, self._err, constants))
+        self._jobs.send((size, least, respawn, command, self._out, self._err, constants))
         code = self._jobs.recv()
         return code, self._out.read_text(), self._err.read_text()
 
@@ -86,6 +87,7 @@ def serve(jobs: Connection) -> None:
 def _launch(
     size: int,
     least: int | None,
+    respawn: bool,
     command: Sequence[str],
     out: Path,
     err: Path,
@@ -105,20 +107,25 @@ def _launch(
     process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=_Rank, **{name: getattr(subprocess, name) for name in names}
     )
-    return run.launch(list(command), size, {}, least=least)
+    return run.launch(list(command), size, {}, least=least, respawn=respawn)
 
 
 class _Rank:
     """What the launcher uses of a Popen."""
 
     def __init__(
-        self, argv: Sequence[str], *, env: Mapping[str, str], preexec_fn: Callable[[], None], **_: Any
+        self, argv: Sequence[str], *, env: Mapping[str, str], preexec_fn: Callable[[], None] | None, **_: Any
     ) -> None:
         out, err = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            preexec_fn()
+            if (
+                preexec_fn is None
+            ):  # a process that joins the others: what stands before its program does not run
+                argv = argv[argv.index(guardian.__file__) + 4 :]
+            else:
+                preexec_fn()
             os.dup2(out[1], 1)
             os.dup2(err[1], 2)
             for end in (*out, *err):

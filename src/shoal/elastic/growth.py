@@ -164,6 +164,7 @@ class Newcomer:
                 invitation = await_invitation(place, deadline)
                 with contextlib.suppress(GroupError, RendezvousError):
                     if (group := self._met(place, invitation)) is not None:
+                        failure_report.taken_in()
                         return group
                 time.sleep(_PAUSE * 2**attempt)
             raise RendezvousError(

@@ -99,7 +99,7 @@ def not_started(error: LaunchError, then: str) -> bytes:
 
 def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], size: int) -> bytes:
     """The last line of a job of ``size`` slots that ended well though ranks had failed."""
-    finished = [rank for rank in ranks if rank.status == 0]
+    finished = [rank for rank in ranks if rank.status == 0 and rank.is_member]
     # Who finished must be said only if a slot has had several processes.
     shown = [*failed, *(rank for rank in finished if rank.restart)]
     ended = [(rank, _ended(rank.status or 0)) for rank in shown]

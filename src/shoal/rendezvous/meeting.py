@@ -126,7 +126,6 @@ class Meeting:
             self._withdraw()
             raise
         self.members = [decode_member(value) for value in values]
-        failure_report.met(self.size)
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """Find out, while waiting for other ranks, whether the meeting can still succeed.
