@@ -24,6 +24,7 @@ from shoal import (
     ProcessGroup,
     QuorumLost,
     StoreError,
+    StoreTimeout,
     UnsupportedOperation,
     UsageError,
 )
@@ -296,7 +297,7 @@ def test_of_two_halves_the_store_chooses_one(sides: str) -> None:
             assert isinstance(result, (Evicted, QuorumLost)), result
 
 
-def _unreachable() -> Any:
+def _unreachable(timeout: float) -> Any:
     raise StoreError("it is cut off")
 
 
@@ -311,6 +312,20 @@ def test_two_halves_without_a_store_both_stop() -> None:
     for result in on_ranks(rank, 2, hosts="ab"):
         assert isinstance(result, QuorumLost), result
         assert said in str(result)
+
+
+def _silent(timeout: float = 2 * PATIENCE) -> Any:
+    time.sleep(timeout)
+    raise StoreTimeout("it does not answer")
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+    def rank(group: ProcessGroup) -> Any:
+        group.store.clone = _silent  # type: ignore[method-assign]
+        return divided(group, "ab", SHORT)
+
+    for result in on_ranks(rank, 2, hosts="ab"):
+        assert isinstance(result, QuorumLost), result
 
 
 def test_who_believes_every_loss_goes_on_in_both_halves(monkeypatch: pytest.MonkeyPatch) -> None:

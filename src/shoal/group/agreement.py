@@ -244,8 +244,9 @@ class _Witness:
         self._store = store
         self._key = f"agreement/{agreeing.number}"
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
         self._latest: WitnessRequest | None = None
-        self._clones: list[Store] = []
+        self._clone: Store | None = None
         self._over = False
         self.failure: Exception | None = None
 
@@ -258,14 +259,14 @@ class _Witness:
         """The agreement is over; whoever waits for the store gives up."""
         with self._lock:
             self._over = True
-            clones = self._clones
-        for each in clones:
-            each.close()
+            clone = self._clone
+        if clone is not None:
+            clone.close()
 
     def _answer(self, request: WitnessRequest) -> None:
         while not self._over and self._latest is request:
             try:
-                self._agreeing.tell_witness(request, self._ask(self._clone(), request))
+                self._agreeing.tell_witness(request, self._ask(self._connected(), request))
                 self.failure = None
                 return
             except Exception as error:  # the store may come back, and its key may have been damaged
@@ -273,15 +274,16 @@ class _Witness:
                     self.failure = error
                 time.sleep(_PAUSE)
 
-    def _clone(self) -> Store:
+    def _connected(self) -> Store:
         """A connection to the store of its own, whose calls end when it is closed."""
-        with self._lock:
-            if not self._clones:
-                self._clones.append(self._store.clone())
-                self._clones[0].timeout = _PATIENCE
+        with self._connecting:
+            if self._clone is None:
+                clone = self._store.clone(_PATIENCE)
+                with self._lock:  # which close() takes: not while connecting to a store that does not answer
+                    self._clone = clone
             if self._over:
-                self._clones[0].close()
-            return self._clones[0]
+                self._clone.close()
+            return self._clone
 
     def _ask(self, store: Store, request: WitnessRequest) -> bytes:
         """Ask the witness; returns what it had kept before."""

@@ -33,8 +33,8 @@ _SETTLING_TIME = 5.0
 _PAUSE = 0.02
 #: seconds for the others to hear why the meeting failed, before the store goes with this rank
 _LETTING_GO = 3.0
-#: seconds for leaving a meeting that waits for nobody
-_LEAVING = 5.0
+#: seconds in which the store must answer a rank that leaves: at least, and at most
+_PROMPT, _LEAVING = 1.0, 5.0
 
 
 def rendezvous(
@@ -256,7 +256,7 @@ def _release(meeting: Meeting, place: Place) -> Callable[[float], None]:
         try:
             # The store may be gone with its host, and there is nobody left to tell.
             with contextlib.suppress(StoreError, WireError):
-                meeting.leave()
+                meeting.leave(min(max(timeout, _PROMPT), _LEAVING))
                 if place.venue.alone is not None:
                     meeting.wait_until_all_left(timeout, place.venue.alone)
         finally:

@@ -191,8 +191,13 @@ class Meeting:
         """The keys of the room, which are cleared when all have left it."""
         return self._room.store
 
-    def leave(self) -> None:
-        """Say that this rank is done; the last one opens the next room and clears this one."""
+    def leave(self, timeout: float) -> None:
+        """Say that this rank is done; the last one opens the next room and clears this one.
+
+        Args:
+            timeout: seconds in which the store must answer.
+        """
+        self._room.store.timeout = timeout
         gone = msgspec.structs.replace(self._me, left=True)
         self._room.store.set(rank_key(self.rank), msgspec.json.encode(gone))
         if self._room.store.add("left", 1) >= self.size:

@@ -154,11 +154,16 @@ class Store:
             total += len(value)
         self._now(requests.MultiSet(items))
 
-    def clone(self: _Self) -> _Self:
-        """An independent connection to the same data, with the default deadline that this one has now."""
+    def clone(self: _Self, timeout: float | None = None) -> _Self:
+        """An independent connection to the same data.
+
+        Args:
+            timeout: its default deadline in seconds, also for connecting; None: the one that this store has.
+        """
         self._refuse()
+        seconds = self.timeout if timeout is None else timeout
         other = type(self).__new__(type(self))
-        Store.__init__(other, self._backing.clone(self.timeout), self.timeout)
+        Store.__init__(other, self._backing.clone(seconds), seconds)
         return other
 
     def close(self) -> None:

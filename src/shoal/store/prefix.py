@@ -59,7 +59,7 @@ class _View(Executor):
         return result
 
     def clone(self, timeout: float) -> _View:
-        return _View(self.start, self.below.clone())
+        return _View(self.start, self.below.clone(timeout))
 
     def close(self) -> None:
         self.below.close()
