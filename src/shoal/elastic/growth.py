@@ -32,7 +32,7 @@ from ..rendezvous import Place, meet_beside, open_place
 from ..rendezvous.venue import nothing
 from ..store import MemoryStore
 from ..wire import Deadline
-from .lobby import Invitation, Lobby, await_invitation
+from .lobby import PATIENCE, Invitation, Lobby, await_invitation
 
 #: for closing what came to nothing
 _SHORT = 1.0
@@ -113,8 +113,8 @@ class Door:
                 grown, release = meeting.connect(self._place, group.rank, group.size + count, look)
             agreed = group.agree(int(grown is not None)).wait()
             taken = bool(agreed.value) and not agreed.lost
-            with contextlib.suppress(StoreError, WireError):
-                self._place.store.set(meeting.verdict, _TAKEN if taken else _REFUSED)
+            with contextlib.suppress(StoreError, WireError), self._place.store.clone(PATIENCE) as store:
+                store.set(meeting.verdict, _TAKEN if taken else _REFUSED)
             if grown is None or release is None or not taken:
                 return None
             group.world.enter()  # the new world goes with its place, which is that of the old one

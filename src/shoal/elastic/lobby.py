@@ -30,6 +30,8 @@ _KEYS, _SESSION = "lobby", "session"
 #: seconds for which one request waits; it is made again
 _LOOK = 5.0
 _AGAIN = b"again"
+#: seconds in which the store must answer ranks that train
+PATIENCE = 5.0
 _LOST = (StoreError, WireError)
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -146,6 +148,7 @@ class Lobby:
                     raw = msgspec.json.encode(compose(index, len(numbers)))
                     self._keys().set(f"{self.ident:016x}/go/{number}", raw)
             except _LOST:
+                self._waiting.clear()  # or the next step would wait for the store again
                 return 0
             self._invited = [self._waiting.pop(number) for number in numbers]
         return len(numbers)
@@ -181,7 +184,7 @@ class Lobby:
 
     def _keys(self) -> Store:
         if self._store is None:
-            self._store = keys_of(self._place).clone()
+            self._store = keys_of(self._place).clone(PATIENCE)
         return self._store
 
     def _is_gone(self, candidate: _Candidate) -> bool:

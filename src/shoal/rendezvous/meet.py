@@ -176,16 +176,18 @@ def meet_beside(
         RendezvousError, StoreError: as of :func:`rendezvous`.
     """
     venue = replace(
-        place.venue, store=PrefixStore(name, place.store.clone()), rank=rank, size=size,
+        place.venue, store=PrefixStore(name, place.store.clone(timeout)), rank=rank, size=size,
         local_rank=None, local_size=None, alone=None, met=nothing, close=nothing,
     )  # fmt: skip
     request = replace(place.request, rank=rank, size=size, deadline=Deadline(timeout))
     beside = replace(place, venue=venue, request=request)
     try:
-        return replace(meet_at(beside, look), place=place)
+        membership = replace(meet_at(beside, look), place=place)
     except BaseException:
         beside.close()
         raise
+    membership.store.timeout = place.venue.store.timeout
+    return membership
 
 
 def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -> Membership:
