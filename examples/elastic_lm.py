@@ -127,7 +127,7 @@ def draw(calm: dict[str, Any], hard: dict[str, Any], path: Path) -> None:
     above.grid(alpha=0.3)
     above.legend()
     below.step(range(len(hard["sizes"])), hard["sizes"], where="mid", color="tab:red")
-    below.set(xlabel="step", ylabel="ranks", ylim=(0, max(hard["sizes"]) + 0.5))
+    below.set(xlabel="step", ylabel="ranks", yticks=range(max(hard["sizes"]) + 1))
     below.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
