@@ -14,12 +14,14 @@ of ``shoal.rpc``.  ``docs/testing.md`` has more.
 
 from .agents import Agents, run_agents
 from .leaks import no_leaks
+from .network import Network
 from .outcome import Outcome
 from .processes import Ranks, processes, run_processes
 from .threads import run_threads
 
 __all__ = [
     "Agents",
+    "Network",
     "Outcome",
     "Ranks",
     "no_leaks",

@@ -30,6 +30,7 @@ from ..wire import Deadline
 from ..wording import counted
 from . import faults
 from .leaks import ignoring
+from .network import STORE, Network, entering
 from .outcome import Outcome, reported, values
 from .worker import DUMP_SIGNAL, run_newcomer, run_rank
 
@@ -76,6 +77,7 @@ class Ranks:
         backend: name of the backend.
         timeout: seconds until all must have ended; then every rank's stacks are collected and it is killed.
         hosts: identity of each rank's host, to treat this machine as several; None: one host.
+        network: of which these are the hosts; a test can cut it.
         env: environment variables that the ranks get in addition.
         prepare: called in each rank before ``init``, to register a backend for example.
         op_timeout: default timeout of operations and of ``init`` in seconds; None: ``timeout``.
@@ -94,6 +96,7 @@ class Ranks:
         backend: str = "native",
         timeout: float = 60.0,
         hosts: Sequence[str] | None = None,
+        network: Network | None = None,
         env: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
         op_timeout: float | None = None,
@@ -101,11 +104,16 @@ class Ranks:
     ) -> None:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
+        if network is not None and not set(hosts or [""]) <= set(network.hosts):
+            raise UsageError(f"hosts={hosts!r}: the hosts of this network are {', '.join(network.hosts)}")
         payload = pickled_work(fn, args, prepare)
         self._outcomes: dict[int, Outcome] = {}
+        self._network = network
         self._secret = secret = secrets.token_hex(16)
-        self._server = TCPStoreServer(secret=secret.encode(), records=job_record(size)).start()
-        self._client = TCPStore(self._server.host, self._server.port, secret.encode(), timeout=timeout)
+        with contextlib.nullcontext() if network is None else network.inside(STORE):
+            at = "127.0.0.1" if network is None else network.address(STORE)
+            self._server = TCPStoreServer(at, secret=secret.encode(), records=job_record(size)).start()
+            self._client = TCPStore(self._server.host, self._server.port, secret.encode(), timeout=timeout)
         self.store: Store = PrefixStore("store", room_of(root_of(self._client, "default", 0), 0))
         options = {"backend": backend, "timeout": timeout if op_timeout is None else op_timeout, **options}
         self._ranks: list[Child] = []
@@ -124,6 +132,8 @@ class Ranks:
                     environment["SHOAL_HOST_ID"] = hosts[rank]
                     environment["SHOAL_LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
                     environment["SHOAL_LOCAL_SIZE"] = str(hosts.count(hosts[rank]))
+                    if network is not None:
+                        payload = pickled_work(fn, args, entering(network.entrance(hosts[rank]), prepare))
                 self._ranks.append(Child(f"rank {rank}", run_rank, payload, environment, options))
         except BaseException:
             self.close()
@@ -137,7 +147,7 @@ class Ranks:
 
         Args:
             fn: called as ``fn(*args)``, with ``SHOAL_JOIN=1`` in the environment.
-            environment: further variables.
+            environment: further variables; with a network, ``SHOAL_HOST_ID`` must be one of its hosts.
 
         Returns:
             Its place in ``pids``, and in what :meth:`join` returns.
@@ -149,7 +159,10 @@ class Ranks:
             **environment,
         }
         number = len(self._ranks)
-        child = Child(f"newcomer {number}", run_newcomer, pickled_work(fn, args, None), variables)
+        enters = None
+        if self._network is not None:
+            enters = entering(self._network.entrance(environment["SHOAL_HOST_ID"]), None)
+        child = Child(f"newcomer {number}", run_newcomer, pickled_work(fn, args, enters), variables)
         self._ranks.append(child)
         self.pids.append(child.pid)
         return number

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,7 +41,17 @@ def attach(dumps: Connection) -> None:
     gc.freeze()  # or a garbage collection looks at all of torch, and copies the pages that ranks share
     # The fork server ends with the process that runs the tests, and its ranks with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _let_the_server_end()
     faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
+
+
+def _let_the_server_end() -> None:
+    """Close this process's copy of the pipe by whose end the fork server notices that nobody needs it."""
+    server: Any = forkserver._forkserver
+    alive = getattr(server, "_forkserver_alive_fd", None)
+    if alive is not None:
+        server._forkserver_alive_fd = None
+        os.close(alive)
 
 
 def run_rank(
