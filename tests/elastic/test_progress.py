@@ -12,6 +12,7 @@ from shoal.elastic.progress import Progress, steps_that_count
 def test_a_note_is_read_as_it_was_written() -> None:
     assert Progress.decode(Progress(7, 7, 2).encode()) == Progress(7, 7, 2)
     assert Progress.decode(Progress(3).encode()) == Progress(3, -1, 0)
+    assert Progress.decode(Progress(3, ends=True).encode()) == Progress(3, -1, 0, True)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ def test_a_note_is_read_as_it_was_written() -> None:
         ([Progress(5, 5), Progress(6)], 6),
         ([Progress(5, 5), Progress(6, 6)], 6),
         ([Progress(5, 5, 1), Progress(5, 5, 0)], 5),
+        ([Progress(5, 5), Progress(6, ends=True)], 6),
     ],
 )
 def test_a_step_counts_that_a_survivor_committed_or_that_all_prepared(

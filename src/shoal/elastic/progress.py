@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_NOTE = struct.Struct("<qqq")
+_NOTE = struct.Struct("<qqq?")
 _NONE = -1
 
 
@@ -24,11 +24,13 @@ class Progress(NamedTuple):
         prepared: the number of the step that it has prepared and not committed, or -1.
         epoch: of the group in which it has prepared that step.  A rank may vote with a note of the epoch
             before, when a second death repeats its rebuild.
+        ends: whether the session ends here, because too few ranks would be left.
     """
 
     committed: int
     prepared: int = _NONE
     epoch: int = 0
+    ends: bool = False
 
     def encode(self) -> bytes:
         """The note for a rebuild."""
@@ -56,6 +58,6 @@ def steps_that_count(survivors: Iterable[Progress]) -> int:
         return _NONE
     committed = max(each.committed for each in known)
     epoch = known[0].epoch
-    if all(each == (committed, committed, epoch) for each in known):
+    if all(each[:3] == (committed, committed, epoch) for each in known):
         return committed + 1
     return committed

@@ -12,6 +12,7 @@ class Wish(enum.IntFlag):
 
     NONE = 0
     ADMIT = 1  #: processes wait that want to join
+    LEAVE = 2  #: this rank leaves
 
 
 class Record(NamedTuple):
@@ -46,6 +47,11 @@ class Record(NamedTuple):
 def agree(rows: Sequence[Record]) -> bool:
     """Whether all ranks commit the same."""
     return len({row[:4] for row in rows}) == 1
+
+
+def leavers(rows: Sequence[Record]) -> tuple[int, ...]:
+    """The ranks that leave."""
+    return tuple(rank for rank, row in enumerate(rows) if row.wishes & Wish.LEAVE)
 
 
 def all_wishes(rows: Sequence[Record]) -> Wish:

@@ -16,7 +16,8 @@ class Resize:
         rank: of this process in the new group.
         size: of the new group.
         previous_size: of the old group.
-        lost: ranks of the old group that are not in the new one, ascending.
+        lost: ranks of the old group that were lost, ascending.
+        left: ranks of the old group that have left it, ascending.
         joined: ranks of the new group that were not in the old one, ascending.
         seconds: for which this rank did not train: from the error, or from the end of the step before, to the
             new group, with the state of those that joined.
@@ -29,5 +30,6 @@ class Resize:
     size: int
     previous_size: int
     lost: tuple[int, ...]
+    left: tuple[int, ...]
     joined: tuple[int, ...]
     seconds: float

@@ -37,8 +37,9 @@ from ..initialize import init
 from ..parallel import DistributedDataParallel
 from .growth import Door, Newcomer
 from .progress import NOTHING, Progress, steps_that_count
-from .record import Record, Wish, agree, all_wishes
+from .record import Record, Wish, agree, all_wishes, leavers
 from .resize import Resize
+from .signals import Notice
 from .state import State
 from .step import Step
 from .transfer import receive_state, send_state
@@ -64,6 +65,9 @@ class Session:
     A rank whose program leaves the block by an exception leaves the training; the others go on as after a
     death.  A process with ``SHOAL_JOIN=1`` in its environment joins the session that runs at its place.
 
+    SIGTERM makes a rank leave at the end of the step, as :meth:`leave` does; a second one does what it did
+    before.  Within a job of Slurm, SIGUSR1 does too.
+
     Args:
         state: what is trained; the same on every rank.
         min: with fewer ranks the survivors raise TooFewRanks.
@@ -75,6 +79,8 @@ class Session:
         group: the ranks that live, a new group after every death and whenever processes have joined.  In a
             process that joins it is a group of one until the first step.
         events: every change of the group, in order.
+        left: whether the steps came to their end because this rank has left, or because all end: with those
+            that were told to leave gone, fewer than ``min`` would train on.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Session:
             raise UsageError(f"Session: group must be a shoal.ProcessGroup, got {type(group).__name__}")
         self.state = state
         self.events: list[Resize] = []
+        self.left = False
         self._min, self._max = min, max
         self._group = group
         self._own = group is None
@@ -108,6 +115,11 @@ class Session:
         self._door: Door | None = None
         self._newcomer: Newcomer | None = None
         self._wishes = Wish.NONE
+        #: the ranks that leave at the end of the step
+        self._leavers: tuple[int, ...] = ()
+        self._notice = Notice(lambda: self._newcomer is None)
+        #: Whether the others go on without this rank.
+        self._is_out = False
         #: the group before one that has grown, until all ranks are known to have gone over
         self._older: ProcessGroup | None = None
 
@@ -152,6 +164,13 @@ class Session:
         """
         self._callbacks.append(fn)
 
+    def leave(self) -> None:
+        """Leave the session when the next step has been committed: ``steps`` ends, and the others go on.
+
+        Where fewer than ``min`` ranks would be left, all end there, with a group that is whole.
+        """
+        self._notice.given = True
+
     def steps(self, until: int | None = None) -> Iterator[Step]:
         """The steps that are to be done, from ``state.steps`` on; one that was lost comes again.
 
@@ -160,8 +179,11 @@ class Session:
         """
         while True:
             self._settle()
-            if until is not None and self.state.steps >= until:
+            if self.left or (until is not None and self.state.steps >= until):
                 return
+            if self._leavers:
+                self._part()
+                continue
             if Wish.ADMIT in self._wishes:
                 self._grow()
             for event in self.events[self._told :]:
@@ -198,7 +220,7 @@ class Session:
         if not agree(rows):
             raise self._diverged(rows, step)
         self._compared = True
-        self._wishes = all_wishes(rows)
+        self._wishes, self._leavers = all_wishes(rows), leavers(rows)
 
     def recover(self, error: BaseException, progress: Progress) -> int | None:
         """Rebuild the group without the ranks that are lost; how many steps count, None: none is lost."""
@@ -211,7 +233,7 @@ class Session:
         self._detach_gradients(keep=prepared)
         before = self.group
         rebuilt = self._rebuild(progress, min(self._min, before.size))
-        if not rebuilt.lost:
+        if not rebuilt.lost and not rebuilt.left:
             raise error  # of the program, which would meet it again
         counts = steps_that_count(map(Progress.decode, rebuilt.notes.values()))
         if self._holds_state and counts > progress.committed + prepared:
@@ -219,14 +241,7 @@ class Session:
                 f"rank {before.rank} of group {before.name!r} had not prepared step {progress.committed} "
                 "when another rank committed it"
             )
-        again = self._step is not None and self._step.entered and counts == self._step.number
-        after = self.group
-        self.events.append(
-            Resize(
-                counts, again, after.epoch, after.rank, after.size, before.size, rebuilt.lost, (),
-                time.monotonic() - began,
-            )
-        )  # fmt: skip
+        self._tell(counts, before, began, rebuilt)
         return counts
 
     # -- the block -----------------------------------------------------------------------------
@@ -251,6 +266,7 @@ class Session:
             optimizer.register_step_pre_hook(self._refuse_early_step)
             for optimizer in self.state.all_optimizers()
         ]
+        self._notice.listen()
         return self
 
     def __exit__(
@@ -259,11 +275,12 @@ class Session:
         for hook in self._hooks:
             hook.remove()
         try:
-            if error is None and self._newcomer is None:
+            if error is None and self._newcomer is None and not self._is_out:
                 self._end_together()
         finally:
-            self._close_door(over=error is None)
-            if error is not None:
+            self._notice.restore()
+            self._close_door(over=error is None and not self._is_out)
+            if error is not None or self._is_out:
                 with contextlib.suppress(ShoalError):
                     self.group.close(_LEAVING)
             elif self._own:
@@ -331,8 +348,27 @@ class Session:
             self._holds_state = True
 
     def _wish(self) -> Wish:
-        wanted = self._door is not None and self._door.is_wanted(self.group)
-        return Wish.ADMIT if wanted else Wish.NONE
+        wish = Wish.LEAVE if self._notice.given else Wish.NONE
+        if self._door is not None and self._door.is_wanted(self.group):
+            wish |= Wish.ADMIT
+        return wish
+
+    def _part(self) -> None:
+        """Go on without the ranks that leave; or end with them, if fewer than ``min`` would be left.
+
+        A rebuild, as after a death: so it meets that of a rank which has lost another one in the commit.
+        """
+        began, before = time.monotonic(), self.group
+        least = min(self._min, before.size)
+        ends = before.size - len(self._leavers) < least
+        progress = Progress(self.state.steps, ends=ends)
+        self._detach_gradients(keep=True)
+        if before.rank in self._leavers and not ends:
+            self.left = self._is_out = True
+            with contextlib.suppress(GroupError):  # it is their matter
+                before.rebuild(min_size=least, leave=True, note=progress.encode())
+        else:
+            self._tell(self.state.steps, before, began, self._rebuild(progress, 1 if ends else least))
 
     def _grow(self) -> None:
         """Take in those that wait, unless they have gone."""
@@ -352,13 +388,7 @@ class Session:
         self._older = before
         self._take(grown)
         self._settle()
-        joined = tuple(range(before.size, grown.size))
-        self.events.append(
-            Resize(
-                self.state.steps, False, grown.epoch, grown.rank, grown.size, before.size, (), joined,
-                time.monotonic() - began,
-            )
-        )  # fmt: skip
+        self._tell(self.state.steps, before, began, None)
 
     def _open_door(self) -> None:
         self._door = Door.of(self.group, self._fits)
@@ -384,7 +414,7 @@ class Session:
         """Go over to a new group."""
         self._group = group
         self._is_new, self._compared = True, False
-        self._wishes = Wish.NONE
+        self._wishes, self._leavers = Wish.NONE, ()
         for each in self._following:
             each.regroup(group)
         if self._door is not None:
@@ -395,7 +425,19 @@ class Session:
         assert group is not None
         assert group.rebuilt is not None
         self._take(group)
+        self.left |= any(Progress.decode(note).ends for note in group.rebuilt.notes.values())
         return group.rebuilt
+
+    def _tell(self, step: int, before: ProcessGroup, began: float, rebuilt: Rebuilt | None) -> None:
+        """Remember that ``before`` was rebuilt, or has grown."""
+        group = self.group
+        again = self._step is not None and self._step.entered and step == self._step.number
+        lost, left = (rebuilt.lost, rebuilt.left) if rebuilt else ((), ())
+        joined = () if rebuilt else tuple(range(before.size, group.size))
+        seconds = time.monotonic() - began
+        self.events.append(
+            Resize(step, again, group.epoch, group.rank, group.size, before.size, lost, left, joined, seconds)
+        )
 
     def _is_of_a_loss(self, error: BaseException) -> bool:
         return isinstance(error, _OF_LOSSES) and self.group.state == "broken"
