@@ -10,6 +10,8 @@ How data flows in ``shoal run``::
      ├─ crew.py         the processes of a job: the ranks that meet first, and those that join later
      └─ supervisor.py   the loop: exits, signals, deadlines, output
          ├─ process.py      one rank: start, signal, exit status
+         ├─ control.py      what ``shoal scale`` asks for
+         ├─ slots.py        which places to fill, or to empty, for another number of processes
          ├─ respawn.py      when a rank that failed is started again
          ├─ reports.py      what a rank reported of its failure
          ├─ notes.py        which ranks have ended, for those that wait for them

@@ -15,6 +15,7 @@ from ..wire import build_version
 #: subcommand -> "module:attribute" of its click command; a new subcommand is one line here
 COMMANDS = {
     "run": "shoal.launch.run:run",
+    "scale": "shoal.launch.scale:scale",
     "store": "shoal.launch.store:store",
     "worker": "shoal.launch.worker:worker",
     "bench": "shoal.tools.bench.command:bench",

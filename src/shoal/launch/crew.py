@@ -24,7 +24,8 @@ class Crew:
         store: URL of the job's store.
         master_port: where rank 0 may listen.
         guardian: told of every process before its program runs.
-        bound: the cores of each slot; None: all run on all.
+        most: number of slots.
+        bound: the cores of the first slots, which later ones share; None: all run on all.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class Crew:
         store: str,
         master_port: str,
         guardian: Guardian,
+        most: int,
         bound: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.size = job.size
+        self.size, self.most = job.size, most
         self._argv, self._job, self._environment = argv, job, environment
         self._meeting = store, master_port
         self._guardian = guardian
@@ -58,11 +60,12 @@ class Crew:
         return Rank(slot, slot, 0, self.size, self._argv, environment, prepare=prepare)
 
     def later(self, index: int, slot: int, restart: int) -> Rank:
-        """Start a process that joins the ranks, the ``restart``-th in its slot; raises LaunchError."""
+        """Start a process that joins the ranks, after ``restart`` others in its slot; raises LaunchError."""
         environment = {k: v for k, v in self._environment.items() if k not in OF_RANKS}
-        environment |= self._job.newcomer(slot, *self._meeting)
+        environment |= self._job.newcomer(slot, self.most, *self._meeting)
         argv = self._guardian.wrapped(self._argv, self._cores(slot))
-        return Rank(index, slot, restart, self.size, argv, environment, inherits=[self._guardian.pipe])
+        inherits = [self._guardian.pipe]
+        return Rank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)
 
     def release(self, rank: Rank) -> None:
         """Kill what an ended rank left running in its group, and let the kernel use its number again."""
@@ -71,4 +74,4 @@ class Crew:
         rank.release()
 
     def _cores(self, slot: int) -> Sequence[int] | None:
-        return None if self._bound is None else self._bound[slot]
+        return None if self._bound is None else self._bound[slot % len(self._bound)]

@@ -55,13 +55,14 @@ class Job:
             "MASTER_PORT": master_port,
         }
 
-    def newcomer(self, slot: int, store: str, master_port: str) -> dict[str, str]:
-        """The variables of a process that joins the ranks later, in ``slot``: it has no rank yet.
+    def newcomer(self, slot: int, slots: int, store: str, master_port: str) -> dict[str, str]:
+        """The variables of a process that joins the ranks later, in one of ``slots``: it has no rank yet.
 
         Those in :data:`OF_RANKS` must not be in its environment.
         """
         variables = self.variables(slot, store, master_port)
-        return {k: v for k, v in variables.items() if k not in OF_RANKS} | {"SHOAL_JOIN": "1"}
+        places = dict.fromkeys(("SHOAL_LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(slots))
+        return {k: v for k, v in variables.items() if k not in OF_RANKS} | places | {"SHOAL_JOIN": "1"}
 
 
 class ReservedPort:

@@ -10,13 +10,16 @@ from ..errors import LaunchError
 #: stands for the launcher where a rank is expected
 LAUNCHER = -1
 
+#: stand for descriptors
+_ENDED, _NOT_YET = -1, -2
+
 
 class Logs:
     """The files ``launcher.log``, ``rank0.log``, ``rank1.log`` and so on in a directory.
 
     Args:
         directory: is made if it is not there.
-        size: number of ranks.
+        size: number of ranks that meet first; others have a file once they write.
 
     Raises:
         LaunchError: it cannot be made or written to.
@@ -30,26 +33,33 @@ class Logs:
                 number = path.stem.removeprefix("rank")
                 if number.isdecimal() and int(number) >= size:
                     path.unlink()
+            self._directory = directory
             for writer in (LAUNCHER, *range(size)):
-                path = directory / ("launcher.log" if writer == LAUNCHER else f"rank{writer}.log")
-                self._files[writer] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+                self._files[writer] = self._open(writer)
         except OSError as error:
             self.close()
             raise LaunchError(f"--log-dir {directory}: {error}") from error
 
     def write(self, writer: int, data: bytes) -> str | None:
         """Append to the file of a rank, or of :data:`LAUNCHER`; if that fails the file ends: the reason."""
-        if self._files[writer] < 0:
+        if self._files.setdefault(writer, _NOT_YET) == _ENDED:
             return None
         view = memoryview(data)
         try:
+            if self._files[writer] == _NOT_YET:
+                self._files[writer] = self._open(writer)
             while view:
                 view = view[os.write(self._files[writer], view) :]
         except OSError as error:
-            os.close(self._files[writer])
-            self._files[writer] = -1
+            if self._files[writer] >= 0:
+                os.close(self._files[writer])
+            self._files[writer] = _ENDED
             return error.strerror or str(error)
         return None
+
+    def _open(self, writer: int) -> int:
+        path = self._directory / ("launcher.log" if writer == LAUNCHER else f"rank{writer}.log")
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def close(self) -> None:
         """Close the files."""

@@ -34,6 +34,8 @@ class Rank:
         ended_at: when its end was seen, in seconds of CLOCK_MONOTONIC; infinity while it runs.
         stopping: the launcher has sent it a signal because another rank had failed.
         dismissed: the launcher ends it because nobody is left whom it could join.
+        leaving: the launcher has asked it to leave, as fewer processes are wanted.
+        newcomer: it joins the ranks that meet first.
         stdout, stderr: the pipes that it writes to.
     """
 
@@ -48,11 +50,13 @@ class Rank:
         *,
         prepare: Callable[[], None] | None = None,
         inherits: Sequence[int] = (),
+        newcomer: bool = False,
     ) -> None:
         self.index, self.slot, self.restart = index, slot, restart
         self.status: int | None = None
         self.ended_at = math.inf
-        self.stopping = self.dismissed = False
+        self.newcomer = newcomer
+        self.stopping = self.dismissed = self.leaving = False
         self._released = False
         self._started = time.monotonic()
         try:
@@ -63,7 +67,7 @@ class Rank:
             self._process = subprocess.Popen(
                 argv,
                 bufsize=0,
-                stdin=None if (slot, restart) == (0, 0) else subprocess.DEVNULL,
+                stdin=None if slot == 0 and not newcomer else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={**environment, **self._reports.variables},
@@ -131,7 +135,7 @@ class Rank:
     @property
     def is_member(self) -> bool:
         """Whether it is one of the ranks that meet first, or has joined them."""
-        return self.restart == 0 or self._reports.joined
+        return not self.newcomer or self._reports.joined
 
     @property
     def is_released(self) -> bool:
@@ -150,8 +154,8 @@ class Rank:
 
     @property
     def stopped(self) -> bool:
-        """Whether the launcher ended it because another rank had failed."""
-        return self.stopping and self.status in (-signal.SIGTERM, -signal.SIGKILL)
+        """Whether the launcher ended it: another rank had failed, or fewer were wanted."""
+        return (self.stopping or self.leaving) and self.status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def members(groups: Sequence[int]) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 #: seconds before the first restart of a slot; each restart doubles them, up to the longest
@@ -16,7 +17,6 @@ MOST, WINDOW = 10, 600.0
 
 @dataclass
 class _Slot:
-    restarts: int = 0
     delay: float = 0.0
     started: deque[float] = field(default_factory=lambda: deque(maxlen=MOST))
     due: float = math.inf
@@ -46,18 +46,22 @@ class Respawn:
         due = min((slot.due for slot in self._slots.values()), default=math.inf)
         return None if due == math.inf else due
 
-    def due(self, now: float) -> list[tuple[int, int]]:
-        """The slots whose wait is over, each with the number of its restart, from 1."""
+    @property
+    def waiting(self) -> set[int]:
+        """The slots that wait."""
+        return {number for number, slot in self._slots.items() if slot.due < math.inf}
+
+    def due(self, now: float) -> list[int]:
+        """The slots whose wait is over."""
         found = []
         for number, slot in self._slots.items():
             if slot.due <= now:
                 slot.due = math.inf
                 slot.started.append(now)
-                slot.restarts += 1
-                found.append((number, slot.restarts))
+                found.append(number)
         return found
 
-    def cancel(self) -> None:
-        """No slot waits any more."""
-        for slot in self._slots.values():
-            slot.due = math.inf
+    def cancel(self, slots: Iterable[int]) -> None:
+        """These slots wait no more."""
+        for slot in slots:
+            self._slots[slot].due = math.inf

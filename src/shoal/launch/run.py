@@ -99,6 +99,14 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="With --min: start another process in the place of a rank that failed. It has no rank, and "
     "SHOAL_JOIN=1: see elastic.Session.",
 )
+@click.option(
+    "--max",
+    "most",
+    metavar="NUMBER",
+    type=click.IntRange(min=1),
+    help="With --min: let shoal scale have up to so many processes run. Those beyond -n have no rank, and "
+    "SHOAL_JOIN=1.",
+)
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
 @click.option(
     "--log-dir",
@@ -125,6 +133,7 @@ def run(
     size: int,
     least: int | None,
     respawn: bool,
+    most: int | None,
     module: bool,
     log_dir: Path | None,
     store: str | None,
@@ -143,6 +152,10 @@ def run(
         raise click.BadParameter(f"{least} of {counted(size, 'rank')}", param_hint="'--min'")
     if respawn and least is None:
         raise click.UsageError("--respawn needs --min N: how many ranks must go on while another one starts")
+    if most is not None and least is None:
+        raise click.UsageError("--max needs --min N: how many ranks must go on whatever shoal scale asks for")
+    if most is not None and most < size:
+        raise click.BadParameter(f"{most}, but -n is {size}", param_hint="'--max'")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
     config.check_values({**os.environ, **Job(size).variables(0, "", "")})
@@ -156,6 +169,7 @@ def run(
         extra,
         least=least,
         respawn=respawn,
+        most=most,
         bound=bound,
         prefixed=not no_prefix,
         log_dir=log_dir,
@@ -170,6 +184,7 @@ def launch(
     *,
     least: int | None = None,
     respawn: bool = False,
+    most: int | None = None,
     bound: Sequence[Sequence[int]] | None = None,
     prefixed: bool = True,
     log_dir: Path | None = None,
@@ -181,6 +196,7 @@ def launch(
         extra: added to the environment.
         least: so many ranks may go on when others fail; None: all end with the first that fails.
         respawn: start another process in the place of one that failed while others go on.
+        most: so many processes ``shoal scale`` may ask for; None: it cannot.
         bound: the cores of each rank; None: all ranks run on all.
         prefixed: begin lines with their rank.
         log_dir: directory for a file for each rank.
@@ -212,10 +228,18 @@ def launch(
             store=meeting_place.url,
             master_port=str(port.number),
             guardian=guardian,
+            most=most or size,
             bound=bound,
         )
         supervisor = Supervisor(
-            signals, crew, notes, least=least, respawn=respawn, prefixed=prefixed, logs=logs
+            signals,
+            crew,
+            notes,
+            least=least,
+            respawn=respawn,
+            scalable=most is not None,
+            prefixed=prefixed,
+            logs=logs,
         )
         with closing(supervisor):
             supervisor.start()

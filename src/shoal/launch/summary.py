@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 from ..errors import LaunchError
-from ..wording import counted, runs
+from ..wording import counted, ranks_named, runs
 from . import causes, respawn
 from .process import Rank
 
@@ -84,6 +84,26 @@ def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
     return f"shoal: rank {rank.name} failed: {how}; {_named(left)} {on}{then}\n".encode()
 
 
+def left(rank: Rank) -> bytes:
+    """The line for a process that has left because fewer are wanted."""
+    how = "" if rank.status in (0, -signal.SIGTERM) else f" ({describe(rank.status or 0)})"
+    return (
+        f"shoal: rank {rank.name} has left{how}, after {rank.seconds:.1f} s (process {rank.pid})\n".encode()
+    )
+
+
+def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -> str:
+    """What is done to have another number of processes; each is named by its slot."""
+    parts = []
+    if start:
+        parts.append(f"{ranks_named(start)} {'starts' if len(start) == 1 else 'start'}")
+    if stop:
+        parts.append(f"{ranks_named(stop)} {'leaves' if len(stop) == 1 else 'leave'}")
+    if later:
+        parts.append(f"{later} more when others have left")
+    return f"{counted(wanted, 'rank')} wanted: {', '.join(parts) or 'there are as many'}"
+
+
 def next_process(delay: float | None) -> str:
     """The words on a slot that gets another process after so many seconds, or None ever."""
     if delay is not None:
@@ -97,9 +117,10 @@ def not_started(error: LaunchError, then: str) -> bytes:
     return f"shoal: {error}{then}\n".encode()
 
 
-def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], size: int) -> bytes:
-    """The last line of a job of ``size`` slots that ended well though ranks had failed."""
-    finished = [rank for rank in ranks if rank.status == 0 and rank.is_member]
+def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank]) -> bytes:
+    """The last line of a job that ended well though ranks had failed."""
+    finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
+    size = len({rank.slot for rank in ranks if not rank.leaving})
     # Who finished must be said only if a slot has had several processes.
     shown = [*failed, *(rank for rank in finished if rank.restart)]
     ended = [(rank, _ended(rank.status or 0)) for rank in shown]

@@ -25,8 +25,9 @@ import selectors
 import signal
 import time
 
-from ..errors import LaunchError
+from ..errors import LaunchError, UsageError
 from . import causes, summary
+from .control import Control
 from .crew import Crew
 from .logs import Logs
 from .notes import ExitNotes
@@ -34,6 +35,7 @@ from .output import Output
 from .process import Rank, members
 from .respawn import Respawn
 from .signals import STOP, Signals
+from .slots import plan
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
 FAILURE_GRACE = 0.6
@@ -69,6 +71,7 @@ class Supervisor:
         notes: told of every rank that ends before others do.
         least: so many ranks may go on when others fail; None: all or none.
         respawn: start others in the place of those that failed.
+        scalable: let ``shoal scale`` ask for another number of processes, from ``least`` to the crew's most.
         prefixed, logs: see :class:`Output`.
 
     Call :meth:`start` while there are no threads, :meth:`run` once, and :meth:`close` whatever happened.
@@ -82,6 +85,7 @@ class Supervisor:
         *,
         least: int | None = None,
         respawn: bool = False,
+        scalable: bool = False,
         prefixed: bool = True,
         logs: Logs | None = None,
     ) -> None:
@@ -107,7 +111,10 @@ class Supervisor:
         self._unannounced_told = False
         #: until when the culprit may end by itself
         self._spare_until: float | None = None
+        #: how many processes to start as soon as others have left
+        self._later = 0
         self._selector = selectors.DefaultSelector()
+        self._control = Control(self._selector, self._scale) if scalable else None
         self._output: Output | None = None
         self._closing = self._impatient = False
 
@@ -129,7 +136,7 @@ class Supervisor:
         output = self._output = Output(
             self._selector,
             self._signals.wake,
-            self._crew.size,
+            self._crew.most,
             prefixed=self._prefixed,
             logs=self._logs,
         )
@@ -152,6 +159,8 @@ class Supervisor:
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
             rank.reap()
+        if self._control is not None:
+            self._control.close()
         self._selector.close()
 
     # -- the loop ------------------------------------------------------------------------------
@@ -180,29 +189,30 @@ class Supervisor:
             self._spare_until = None
             self._end_all()
         if restarts is not None and self._phase is _Phase.RUNNING:
-            for slot, restart in restarts.due(now):
-                self._restart(slot, restart)
+            for slot in restarts.due(now):
+                self._start_in(slot)
 
     def _ended(self, rank: Rank) -> None:
         self._selector.unregister(rank.pidfd)
         status = rank.collect()
         # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
-        if rank.restart == 0 and any(other.status is None for other in self._ranks):
+        if not rank.newcomer and any(other.status is None for other in self._ranks):
             self._notes.add(rank.slot, summary.describe(status))
         if status == 0 and self._unannounced_at is None and not self._unannounced_told:
             self._unannounced_at = time.monotonic() + UNANNOUNCED
         if rank is self._culprit:
             self._spare_until = None
-        if self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
+        if self._phase is _Phase.RUNNING and rank.leaving:
+            self._left(rank)
+        elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
             self._failed(rank)
         self._stop_restarts_if_over()
 
     def _failed(self, rank: Rank) -> None:
         """``rank`` has failed, by itself or because of another one."""
         assert self._output is not None
-        if self._respawn is not None:
-            self._read_reports()  # which say who has joined
-        left = [other for other in self._ranks if other.is_member and not other.status]
+        self._read_reports()  # which say who has joined
+        left = [other for other in self._ranks if other.is_member and not other.leaving and not other.status]
         if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
             self._output.say(summary.outlived(rank, left, self._plan_restart(rank.slot, rank.seconds)))
@@ -219,13 +229,14 @@ class Supervisor:
             return ""
         return summary.next_process(self._respawn.failed(slot, lived, time.monotonic()))
 
-    def _restart(self, slot: int, restart: int) -> None:
+    def _start_in(self, slot: int) -> None:
         """Start a newcomer in ``slot``."""
         assert self._output is not None
-        before = max((rank for rank in self._ranks if rank.slot == slot), key=lambda rank: rank.restart)
-        if not before.is_released:
+        before = self._last_of_slots().get(slot)
+        if before is not None and not before.is_released:
             self._crew.release(before)
             self._output.forget(before)
+        restart = 0 if before is None else before.restart + 1
         try:
             rank = self._crew.later(len(self._ranks), slot, restart)
         except LaunchError as error:
@@ -234,23 +245,58 @@ class Supervisor:
             self._add(rank)
             self._output.attach(rank)
 
+    def _last_of_slots(self) -> dict[int, Rank]:
+        return {rank.slot: rank for rank in self._ranks}
+
+    def _scale(self, wanted: int) -> str:
+        """Have ``wanted`` processes; tells what is done for that; raises UsageError."""
+        assert self._output is not None
+        self._read_reports()
+        least, most = self._least or 1, self._crew.most
+        if self._phase is not _Phase.RUNNING or not self._runs_a_member():
+            raise UsageError("the job is about to end")
+        if not least <= wanted <= most:
+            raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
+        waiting = set() if self._respawn is None else self._respawn.waiting
+        last = self._last_of_slots()
+        found = plan(wanted, most, last, waiting)
+        self._later = found.later
+        if self._respawn is not None:
+            self._respawn.cancel(waiting.intersection(found.stop))
+        text = summary.scaled(wanted, found.start, found.stop, found.later)
+        self._output.say(f"shoal: {text}".encode())
+        for slot in set(found.stop) - waiting:
+            last[slot].leaving = True
+            last[slot].send(signal.SIGTERM)
+        for slot in found.start:
+            self._start_in(slot)
+        return text
+
+    def _left(self, rank: Rank) -> None:
+        """``rank``, which was asked to leave, has ended."""
+        assert self._output is not None
+        self._output.say(summary.left(rank))
+        if self._later > 0:
+            self._later -= 1
+            self._start_in(rank.slot)
+
     def _runs_a_member(self) -> bool:
         return any(rank.is_member and rank.status is None for rank in self._ranks)
 
     def _stop_restarts_if_over(self) -> None:
         """Start no more processes if the job ends, and end newcomers that have nobody left to join."""
-        if self._respawn is None:
-            return
         self._read_reports()
         if self._phase is _Phase.RUNNING and self._runs_a_member():
             return
-        self._respawn.cancel()
-        if self._phase is _Phase.RUNNING and self._kill_at is None:
+        self._later = 0
+        if self._respawn is not None:
+            self._respawn.cancel(self._respawn.waiting)
+        newcomers = [rank for rank in self._ranks if rank.status is None]
+        if newcomers and self._phase is _Phase.RUNNING and self._kill_at is None:
             self._kill_at = time.monotonic() + FAILURE_GRACE
-            for rank in self._ranks:
-                if rank.status is None:
-                    rank.dismissed = True
-                    rank.send(signal.SIGTERM)
+            for rank in newcomers:
+                rank.dismissed = True
+                rank.send(signal.SIGTERM)
 
     def _tell_of_unannounced_ends(self) -> None:
         """Tell the user, once, of ranks that exited with 0 and left no group, while others run.
@@ -260,7 +306,7 @@ class Supervisor:
         assert self._output is not None
         self._unannounced_at = None
         self._read_reports()
-        ended = [rank for rank in self._ranks if rank.status == 0 and not rank.reports]
+        ended = [rank for rank in self._ranks if rank.status == 0 and not (rank.reports or rank.leaving)]
         running = [rank for rank in self._ranks if rank.status is None]
         if ended and running and self._phase is _Phase.RUNNING:
             self._unannounced_told = True
@@ -377,5 +423,5 @@ class Supervisor:
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
         if self._outlived:
-            output.say(summary.outlived_all(self._ranks, self._outlived, self._crew.size))
+            output.say(summary.outlived_all(self._ranks, self._outlived))
         return 0

@@ -12,7 +12,7 @@ from .environment import Launch
 from .meet import attend, meet_at, meet_beside, rendezvous
 from .membership import Membership
 from .place import Place, open_place
-from .private import default_secret, user_secret
+from .private import default_secret, private_directory, user_secret
 from .record import job_record, note_exit, root_of
 from .schemes import env, file, tcp
 from .venue import (
@@ -46,6 +46,7 @@ __all__ = [
     "open_place",
     "open_venue",
     "parse_url",
+    "private_directory",
     "register_rendezvous",
     "rendezvous",
     "root_of",

@@ -46,7 +46,7 @@ def user_secret() -> bytes:
     Raises:
         ConfigurationError: the directory or the file is not this user's alone, or cannot be written.
     """
-    path = _private_directory() / "secret"
+    path = private_directory() / "secret"
     try:
         with FileStore(path, timeout=_WRITING) as store:
             try:
@@ -86,7 +86,7 @@ class PrivateFile:
     """
 
     def __init__(self, job: str, marker: str) -> None:
-        self._directory = _private_directory()
+        self._directory = private_directory()
         _sweep(self._directory)
         launcher = _launcher(marker)
         name = f"{launcher}-{start_of(launcher)}-{zlib.crc32(job.encode()):08x}"
@@ -120,7 +120,12 @@ def _launcher(marker: str) -> int:
     return process.pid
 
 
-def _private_directory() -> Path:
+def private_directory() -> Path:
+    """The directory that no other user of this host can enter, for what the processes of one user share.
+
+    Raises:
+        ConfigurationError: it cannot be made, or belongs to somebody else.
+    """
     try:
         directory = Path(tempfile.gettempdir()) / f"shoal-{os.geteuid()}"
         with contextlib.suppress(FileExistsError):

@@ -1,0 +1,57 @@
+"""Which slots of a job are in use, and which to fill or to empty for another number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Occupant(Protocol):
+    """The last process of a slot.
+
+    Attributes:
+        status: None while it runs.
+        leaving: it was asked to leave.
+        is_member: it meets first, or has joined the others.
+    """
+
+    @property
+    def status(self) -> int | None: ...
+    @property
+    def leaving(self) -> bool: ...
+    @property
+    def is_member(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do to have another number of processes.
+
+    Attributes:
+        start: slots in which to start one.
+        stop: slots whose process is to leave, or is not to be started any more.
+        later: how many more to start, as soon as slots become free that processes leave now.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    later: int = 0
+
+
+def plan(wanted: int, most: int, last: Mapping[int, Occupant], waiting: Collection[int]) -> Plan:
+    """What to do to have ``wanted`` processes in ``most`` slots.
+
+    Args:
+        last: the last process of each slot that has had one.
+        waiting: slots that are about to get another process.
+
+    Members stay before others do, and of those the ones in the lowest slots.
+    """
+    running = {slot for slot, each in last.items() if each.status is None}
+    members = [slot for slot in sorted(running) if last[slot].is_member and not last[slot].leaving]
+    others = {slot for slot in running if not last[slot].is_member and not last[slot].leaving}
+    used = members + sorted(others | set(waiting))
+    free = [slot for slot in range(most) if slot not in running and slot not in waiting]
+    start = free[: max(0, wanted - len(used))]
+    return Plan(tuple(start), tuple(used[wanted:]), max(0, wanted - len(used) - len(start)))
