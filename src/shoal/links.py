@@ -41,6 +41,10 @@ class Links:
         place = {rank: index for index, rank in enumerate(self.ranks)}
         return replace(spec, ranks=tuple(place[rank] for rank in spec.ranks))
 
+    def hosts(self, spec: GroupSpec) -> list[int]:
+        """For each rank of a group the number of its host: equal ones for ranks that die with one machine."""
+        return self.backend.hosts(self.numbered(spec).ranks)
+
     def lost(self) -> frozenset[int]:
         """The ranks of the world that are known to be lost."""
         return frozenset(self.ranks[rank] for rank in self.backend.lost())

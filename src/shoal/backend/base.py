@@ -276,6 +276,11 @@ class Backend(abc.ABC):
     def channel(self, group: GroupSpec) -> DataChannel:
         """The data channel of a new group.  Not collective: must not wait for the other members."""
 
+    def hosts(self, ranks: Sequence[int]) -> list[int]:
+        """For each of some ranks, numbered as this backend does, the number of its host: equal ones for ranks
+        that die together with a machine, the same on every rank.  By default nothing is known of hosts."""
+        return [0] * len(ranks)
+
     def lost(self) -> frozenset[int]:
         """The global ranks of all peers that are known to be dead or unreachable by now, for good.
 

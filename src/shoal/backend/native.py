@@ -141,13 +141,16 @@ class NativeBackend(Backend):
                 encodable(group.name),
                 group.rank,
                 list(group.ranks),
-                [self._hosts[rank] for rank in group.ranks],
+                self.hosts(group.ranks),
                 group.concurrency,
                 group.scope == "pair",
                 config.VOTE_TIMEOUT.get(),
                 config.QUORUM.get() == "any",
             )
         return NativeChannel(self, core, group)
+
+    def hosts(self, ranks: Sequence[int]) -> list[int]:
+        return [self._hosts[rank] for rank in ranks]
 
     def in_the_world(self, ranks: Iterable[int]) -> list[int]:
         """The ranks in the world of some of those that are connected."""

@@ -58,6 +58,23 @@ def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) 
     return given
 
 
+def check_copies(copies: object, size: int, *, overlap_with_ddp: bool) -> None:
+    """Refuse a number of copies that a group of ``size`` cannot have.
+
+    Raises:
+        UsageError: it is out of range, or parameters are updated in backward.
+    """
+    if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= size:
+        raise UsageError(
+            f"copies={copies!r}: expected 1 to {size}: each copy of a state is on another rank of the group"
+        )
+    if copies > 1 and overlap_with_ddp:
+        raise UsageError(
+            f"copies={copies} with overlap_with_ddp=True: a hook that updates parameters in backward lets "
+            "one owner do it; leave overlap_with_ddp out, and call step() after backward"
+        )
+
+
 def _entries(group: dict[str, Any]) -> list[Any]:
     """The parameters of a group as the user gave it."""
     if "params" not in group:

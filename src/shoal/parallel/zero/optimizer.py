@@ -20,13 +20,15 @@ from ...group.given import given_group
 from ...keywords import misspelt
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook
-from .arguments import checked_parameters, describe
+from .arguments import check_copies, checked_parameters, describe
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .exchange import Portion
-from .partition import Partition
+from .partition import partition_of
 
 #: arguments of the constructor that are not for the optimiser inside
-_ARGUMENTS = ("params", "optimizer_class", "group", "parameters_as_bucket_view", "overlap_with_ddp")
+_ARGUMENTS = (
+    "params", "optimizer_class", "group", "parameters_as_bucket_view", "overlap_with_ddp", "copies",
+)  # fmt: skip
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -35,7 +37,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         model = shoal.DistributedDataParallel(net, group=group)
         optimizer = shoal.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group=group, lr=1e-3)
 
-    Each parameter has one owner, which keeps its state and computes its update; then all owners send their
+    Each parameter has an owner, which keeps its state and computes its update; then all owners send their
     parameters to everybody.  The result is that of ``optimizer_class`` without distribution, bit for bit, as
     long as gradients are the same on all ranks (DistributedDataParallel sees to that), and it is the same on
     all ranks in any case.
@@ -54,16 +56,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             this host can see: one message a rank.  Their values do not change, but their ``data`` does.
         overlap_with_ddp: update parameters while backward still runs, in a communication hook that
             ``shoal.parallel.hooks.hook_with_zero_step`` makes.  :meth:`step` has nothing left to do then.
+        copies: how many ranks, on different hosts where there are several, keep the state of a parameter and
+            compute its update.  Nothing more is sent; it needs gradients that are equal on all ranks.
         defaults: for ``optimizer_class``.
 
     Attributes:
         group: the ranks.
         optim: the optimiser inside, which has only this rank's parameters.
         state: its state.
-        overlap_with_ddp: as given.
+        overlap_with_ddp, copies: as given.
 
     Raises:
-        UsageError: there is no parameter, or what is given is none.
+        UsageError: there is no parameter, or what is given is none; or there cannot be so many copies.
         ModelMismatch: the ranks gave other parameters or options; the message says which.
     """
 
@@ -75,6 +79,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         group: object = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        copies: int = 1,
         **defaults: Any,
     ) -> None:
         if "process_group" in defaults:
@@ -86,11 +91,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "with overlap_with_ddp=True parameters travel with the buckets of gradients; leave "
                 "parameters_as_bucket_view out"
             )
+        check_copies(copies, self.group.size, overlap_with_ddp=overlap_with_ddp)
         self.overlap_with_ddp = overlap_with_ddp
+        self.copies = copies
         #: Whether a hook updates parameters in backward.
         self.hooked = False
         self._as_views = parameters_as_bucket_view
-        self._partition = Partition(self.group.size)
+        self._partition = partition_of(self.group, copies)
         self._portions: list[Portion] = []
         self._consolidated: dict[str, Any] | None = None
         self._made = False
@@ -100,6 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
             "parameters_as_bucket_view": repr(parameters_as_bucket_view),
             "overlap_with_ddp": repr(overlap_with_ddp),
+            "copies": repr(copies),
         }
         self._check_same(0, settings)
         self._distribute(self.param_groups)
@@ -110,7 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._made = True
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update this rank's parameters and get the others'.  Collective.
+        """Update the parameters that this rank owns, and get the others.  Collective.
 
         Args:
             closure: computes the loss again, with its gradients; on all ranks.
@@ -161,7 +169,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not 0 <= to < self.group.size:
             raise UsageError(f"to={to!r} is no rank of {self.group!r}")
         self._consolidated = None
-        state = gather_state(self.group, self._own_state(), to)
+        # One of its owners sends the state of a parameter.
+        state = gather_state(self.group, self._own_state(self._is_sent_from_here), to)
         if state is not None:
             _copy_options(self.param_groups, self.optim.param_groups)
             self._consolidated = packed(state, self.param_groups)
@@ -176,7 +185,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             before(self)
         result = self._consolidated
         if result is None and self.group.size == 1:
-            result = packed(self._own_state(), self.param_groups)
+            result = packed(self._own_state(self._is_mine), self.param_groups)
         if result is None:
             raise UsageError(
                 f"rank {self.group.rank} has only its own part of the optimiser's state; call "
@@ -224,7 +233,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         _copy_options(self.param_groups, self.optim.param_groups)
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """The rank that updates ``parameter``, or None if it is none of this optimiser's."""
+        """The rank that updates and sends ``parameter``, or None if it is none of this optimiser's."""
         return self._partition.owner(parameter)
 
     def _step_in_backward(self, closure: Callable[[], Any] | None) -> Any:
@@ -258,20 +267,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- inside ------------------------------------------------------------------------------------
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:
+        return self.group.rank in self._partition.owners(parameter)
+
+    def _is_sent_from_here(self, parameter: torch.Tensor) -> bool:
         return self._partition.owner(parameter) == self.group.rank
 
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return part_of_group(group, self._is_mine)
 
-    def _own_state(self) -> dict[Any, Any]:
-        """This rank's part of the state, by the numbers that parameters have among all."""
-        numbers = [
-            number
+    def _own_state(self, chosen: Callable[[torch.Tensor], bool]) -> dict[Any, Any]:
+        """The state of the ``chosen`` ones of this rank's parameters, by their numbers among all."""
+        own = [
+            (number, parameter)
             for number, parameter in enumerate(_parameters(self.param_groups))
             if self._is_mine(parameter)
         ]
         state = self.optim.state_dict()["state"]
-        return {numbers[key] if isinstance(key, int) else key: value for key, value in state.items()}
+        return {
+            own[key][0] if isinstance(key, int) else key: value
+            for key, value in state.items()
+            if not isinstance(key, int) or chosen(own[key][1])
+        }
 
     def _distribute(self, groups: Sequence[Mapping[str, Any]]) -> None:
         parameters = _parameters(groups)

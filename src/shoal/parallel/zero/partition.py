@@ -2,37 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from ...group import ProcessGroup
+
+#: A rank takes a copy for the sake of its host up to this multiple of the even share.
+_FOR_ITS_HOST = 4 / 3
+
 
 class Partition:
-    """The owner of each parameter.
+    """The owners of each parameter.
 
     The largest parameter goes to the rank that has least so far, then the next largest: no rank has more than
     4/3 of what the best division would give the fullest one (Graham, "Bounds on multiprocessing timing
     anomalies", 1969).  Parameters are not divided, because optimisers may look at one as a whole.  Frozen
     parameters have no state, and are counted by themselves.
 
+    With several copies a parameter goes to as many ranks, on different hosts where that does not fill one of
+    them.  One of its owners is the sender, such that all ranks send equally many bytes.
+
     Args:
         size: number of ranks.
+        copies: how many owners a parameter has; in a smaller group every rank owns all.
+        hosts: of each rank, equal numbers for equal hosts; None: all ranks are on one.
     """
 
-    def __init__(self, size: int) -> None:
-        self._owners: dict[torch.Tensor, int] = {}
+    def __init__(self, size: int, copies: int = 1, hosts: Sequence[int] | None = None) -> None:
+        self._size = size
+        self._copies = min(copies, size)
+        self._hosts = list(hosts) if hosts is not None else [0] * size
+        self._owners: dict[torch.Tensor, tuple[int, ...]] = {}
         self._loads = {trained: [0] * size for trained in (True, False)}
+        self._sends = {trained: [0] * size for trained in (True, False)}
 
-    def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Distribute further parameters; those there are stay where they are."""
+    def add(self, parameters: Sequence[torch.Tensor], held: Sequence[Collection[int]] | None = None) -> None:
+        """Distribute further parameters; those there are stay where they are.
+
+        Args:
+            held: for each parameter the ranks that have its state, at least one; they keep it where they can.
+                None: there is no state yet.
+        """
+        everyone = range(self._size)
+        has = [everyone] * len(parameters) if held is None else held
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-            parameter = parameters[index]
-            loads = self._loads[parameter.requires_grad]
-            owner = loads.index(min(loads))
-            loads[owner] += sizes[index]
-            self._owners[parameter] = owner
+        order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+        owners: list[list[int]] = [[] for _ in parameters]
+        limits = self._limits(parameters, sizes)
+
+        def fill(index: int, candidates: Iterable[int]) -> None:
+            trained = parameters[index].requires_grad
+            loads, mine = self._loads[trained], owners[index]
+            if len(mine) == self._copies:
+                return
+            left = [rank for rank in candidates if rank not in mine]
+            while left and len(mine) < self._copies:
+                rank = self._chosen(left, mine, loads, sizes[index], limits[trained])
+                mine.append(rank)
+                left.remove(rank)
+                loads[rank] += sizes[index]
+
+        if held is not None:
+            for index in sorted(order, key=lambda index: len(held[index]) > self._copies):
+                fill(index, sorted(held[index]))
+        for index in order:
+            fill(index, everyone)
+        if held is not None:
+            idle = set(everyone).difference(*held)
+            for index in order:
+                loads = self._loads[parameters[index].requires_grad]
+                self._relieve(owners[index], held[index], idle, loads, sizes[index])
+        for index in order:
+            sends = self._sends[parameters[index].requires_grad]
+            able = [rank for rank in owners[index] if rank in has[index]]
+            sender = min(able, key=lambda rank: (sends[rank], able.index(rank)))
+            sends[sender] += sizes[index]
+            others = sorted(rank for rank in owners[index] if rank != sender)
+            self._owners[parameters[index]] = (sender, *others)
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """The rank that updates ``parameter``, or None if it was never added."""
-        return self._owners.get(parameter)
+        """The rank that sends ``parameter`` when it is updated, or None if it was never added."""
+        owners = self._owners.get(parameter)
+        return None if owners is None else owners[0]
+
+    def owners(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """The ranks that update ``parameter``, the sender first; none if it was never added."""
+        return self._owners.get(parameter, ())
+
+    def _limits(self, parameters: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[bool, float]:
+        """How full a rank may become for the sake of its host."""
+        limits = {}
+        for trained, loads in self._loads.items():
+            added = sum(
+                size for one, size in zip(parameters, sizes, strict=True) if one.requires_grad is trained
+            )
+            limits[trained] = _FOR_ITS_HOST * (sum(loads) + self._copies * added) / self._size
+        return limits
+
+    def _chosen(
+        self, candidates: Sequence[int], others: Sequence[int], loads: Sequence[int], size: int, limit: float
+    ) -> int:
+        """The next owner of a parameter that has the owners ``others``."""
+        hosts = {self._hosts[rank] for rank in others}
+        elsewhere = [
+            rank
+            for rank in candidates
+            if self._hosts[rank] not in hosts and (loads[rank] == 0 or loads[rank] + size <= limit)
+        ]
+        return min(elsewhere or candidates, key=lambda rank: (loads[rank], rank))
+
+    @staticmethod
+    def _relieve(
+        owners: list[int], held: Collection[int], idle: Collection[int], loads: list[int], size: int
+    ) -> None:
+        """Let one of the ``idle`` ranks, which had no state, take a copy from the fullest owner, if another
+        one keeps it."""
+        takers = [rank for rank in idle if rank not in owners]
+        keeps = [rank for rank in owners if rank in held]
+        if not takers or len(keeps) < 2:
+            return
+        taker = min(takers, key=lambda rank: (loads[rank], rank))
+        giver = max(keeps, key=lambda rank: (loads[rank], -rank))
+        if loads[taker] + size < loads[giver]:
+            owners[owners.index(giver)] = taker
+            loads[giver] -= size
+            loads[taker] += size
+
+
+def partition_of(group: ProcessGroup, copies: int) -> Partition:
+    """A division among the ranks of a group."""
+    return Partition(group.size, copies, group._links.hosts(group._spec) if copies > 1 else None)
