@@ -275,9 +275,10 @@ class StateDiverged(ShoalError):
 
 
 class StateLost(ShoalError):
-    """No rank that lives holds the state of a session of :mod:`shoal.elastic`, or a part of it.
+    """No rank that lives holds the state of a session of :mod:`shoal.elastic`, or a part of it: all owners of
+    a part of a distributed optimiser are lost.  The message names the parameters.
 
-    Start again from a checkpoint.
+    Start again from a checkpoint, in a new session.
     """
 
 

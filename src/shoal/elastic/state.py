@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..parallel import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-from .digest import Digest
+from ..parallel.digest import Digest
 from .samples import Samples
 
 _FORMAT = 1

@@ -43,6 +43,11 @@ def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
     return found
 
 
+def has_default_group() -> bool:
+    """Whether this process has a default group, of whichever API."""
+    return any(find() is not None for find in default_groups)
+
+
 def adopted(group: object) -> ProcessGroup | None:
     """Our group that ``group`` is or stands on, or None."""
     found = group if isinstance(group, ProcessGroup) else getattr(group, STANDS_ON, None)

@@ -22,3 +22,19 @@ class Regroupable(Protocol):
 
         Whatever was under way in the group before is dropped.
         """
+
+
+class Settling(Regroupable, Protocol):
+    """What ranks hold differs, so they have something to say to each other in a new group."""
+
+    def settle(self) -> None:
+        """Bring in order what ranks hold, if the group is new.
+
+        Collective: every rank calls it at the same point of the program, at which the others have done the
+        same as this one.
+
+        Raises:
+            GroupError: a rank is lost; call it again after the next :meth:`regroup`.
+            StateLost: no rank has what is needed.
+            StateDiverged: ranks that hold the same part hold different values.
+        """

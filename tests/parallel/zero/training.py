@@ -63,7 +63,7 @@ def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def zero(
     model: nn.Module,
-    group: shoal.ProcessGroup,
+    group: shoal.ProcessGroup | None,
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
     groups: Callable[[nn.Module], Any] = nn.Module.parameters,
     **options: Any,

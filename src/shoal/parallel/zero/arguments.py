@@ -9,20 +9,44 @@ import torch
 from torch.optim import Optimizer
 
 from ...errors import UsageError
-from ..consistency import describe_parameter
+from ..consistency import describe_parameter, describe_tensor
+
+#: what ranks have done wrong whose descriptions differ
+DIFFER = "gave their ZeroRedundancyOptimizer arguments that differ"
 
 
-def describe(group: Mapping[str, Any], index: int) -> list[tuple[str, str]]:
-    """The properties of parameter group ``index`` that must be equal on all ranks, by name."""
-    names = group.get("param_names")
-    items = []
-    for place, parameter in enumerate(group["params"]):
-        name = f"{place}" if names is None else f"{names[place]!r}"
-        items.append((f"parameter {name} of group {index}", describe_parameter(parameter)))
-    for name, value in sorted(group.items()):
-        if isinstance(value, (bool, int, float, str, tuple, type(None))):
-            items.append((f"option {name} of group {index}", repr(value)))
+def describe_all(
+    groups: Iterable[Mapping[str, Any]], settings: Mapping[str, str], first: int = 0
+) -> list[tuple[str, str]]:
+    """What must be equal on all ranks: settings, and parameter groups from number ``first`` on."""
+    items = [(f"option {name}", value) for name, value in settings.items()]
+    for index, group in enumerate(groups, first):
+        for name, parameter in zip(names_of(group, index), group["params"], strict=True):
+            items.append((name, describe_parameter(parameter)))
+        for name, value in sorted(group.items()):
+            if isinstance(value, (bool, int, float, str, tuple, type(None))):
+                items.append((f"option {name} of group {index}", repr(value)))
     return items
+
+
+def describe_shapes(
+    groups: Iterable[Mapping[str, Any]], settings: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """The same without what may change from step to step: schedules change options, and layers thaw."""
+    items = [(f"option {name}", value) for name, value in settings.items()]
+    for index, group in enumerate(groups):
+        for name, parameter in zip(names_of(group, index), group["params"], strict=True):
+            items.append((name, describe_tensor(parameter)))
+    return items
+
+
+def names_of(group: Mapping[str, Any], index: int) -> list[str]:
+    """What messages call the parameters of group ``index``."""
+    given = group.get("param_names")
+    return [
+        f"parameter {place if given is None else repr(given[place])} of group {index}"
+        for place in range(len(group["params"]))
+    ]
 
 
 def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) -> list[Any]:
@@ -58,15 +82,17 @@ def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) 
     return given
 
 
-def check_copies(copies: object, size: int, *, overlap_with_ddp: bool) -> None:
-    """Refuse a number of copies that a group of ``size`` cannot have.
+def check_copies(copies: Any, size: int | None, *, overlap_with_ddp: bool) -> None:
+    """Refuse a number of copies that a group of ``size`` cannot have; None: there is no group yet.
 
     Raises:
         UsageError: it is out of range, or parameters are updated in backward.
     """
-    if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= size:
+    is_number = isinstance(copies, int) and not isinstance(copies, bool) and copies >= 1
+    if not is_number or (size is not None and copies > size):
+        most = "the size of the group" if size is None else size
         raise UsageError(
-            f"copies={copies!r}: expected 1 to {size}: each copy of a state is on another rank of the group"
+            f"copies={copies!r}: expected 1 to {most}: each copy of a state is on another rank of the group"
         )
     if copies > 1 and overlap_with_ddp:
         raise UsageError(

@@ -32,7 +32,8 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
         own: this rank's part, by the numbers of its parameters.  Another key belongs to no parameter,
             and is that of the last rank.
     """
-    structure, tensors = _dump(own)
+    structure, tensors = dumped(own)
+    tensors = [tensor.cpu() for tensor in tensors]
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     parts = group.gather_object(None if group.rank == to else (structure, shapes), root=to).wait()
     if parts is None:
@@ -43,14 +44,14 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
     state: dict[Any, Any] = {}
     for rank, part in enumerate(parts):
         if rank == to:
-            state.update(_load(structure, tensors))
+            state.update(loaded(structure, tensors))
             continue
         structure_there, shapes_there = part
         received = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_there]
         arrivals = [group.recv(tensor, src=rank, tag=_TAG) for tensor in received]
         for arrival in arrivals:
             arrival.wait()
-        state.update(_load(structure_there, received))
+        state.update(loaded(structure_there, received))
     return state
 
 
@@ -130,7 +131,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, torch.Tensor) and obj.layout == torch.strided and obj.dtype in DTYPE_CODES:
-            self.tensors.append(obj.detach().cpu())
+            self.tensors.append(obj.detach())
             return len(self.tensors) - 1
         return None
 
@@ -144,13 +145,14 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _dump(state: dict[Any, Any]) -> tuple[bytes, list[torch.Tensor]]:
+def dumped(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Any state as bytes, and the tensors in it, which travel by themselves."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(state)
     return file.getvalue(), pickler.tensors
 
 
-def _load(structure: bytes, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-    state: dict[Any, Any] = _Unpickler(io.BytesIO(structure), tensors).load()
-    return state
+def loaded(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """What :func:`dumped` took apart."""
+    return _Unpickler(io.BytesIO(structure), tensors).load()

@@ -8,22 +8,23 @@ same name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
-from ...errors import UsageError
+from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
-from ...group.given import given_group
+from ...group.given import given_group, has_default_group
 from ...keywords import misspelt
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook
-from .arguments import check_copies, checked_parameters, describe
+from .arguments import DIFFER, check_copies, checked_parameters, describe_all
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
-from .exchange import Portion
-from .partition import partition_of
+from .shares import Shares
+from .survey import Gathers, gather_again
 
 #: arguments of the constructor that are not for the optimiser inside
 _ARGUMENTS = (
@@ -51,7 +52,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: of the optimiser inside.  One that treats each parameter by itself, as all of
             ``torch.optim`` do but LBFGS.
         group: the ranks: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the backend
-            "shoal"; None: the default group of ``torch.distributed`` or ``shoal.distributed``.
+            "shoal"; None: the default group of ``torch.distributed`` or ``shoal.distributed``; if there is
+            none, and several copies are kept, that of the ``elastic.Session`` that will train with it.
         parameters_as_bucket_view: make the parameters views of one piece of memory that the whole group on
             this host can see: one message a rank.  Their values do not change, but their ``data`` does.
         overlap_with_ddp: update parameters while backward still runs, in a communication hook that
@@ -61,7 +63,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: for ``optimizer_class``.
 
     Attributes:
-        group: the ranks.
+        group: the ranks, now.
         optim: the optimiser inside, which has only this rank's parameters.
         state: its state.
         overlap_with_ddp, copies: as given.
@@ -85,32 +87,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if "process_group" in defaults:
             raise misspelt("ZeroRedundancyOptimizer", ["process_group"], _ARGUMENTS)
         given = checked_parameters(params, optimizer_class)
-        self.group: ProcessGroup = given_group(group, "ZeroRedundancyOptimizer")
+        ranks = None
+        if group is not None or copies == 1 or has_default_group():
+            ranks = given_group(group, "ZeroRedundancyOptimizer")
         if overlap_with_ddp and parameters_as_bucket_view:
             raise UsageError(
                 "with overlap_with_ddp=True parameters travel with the buckets of gradients; leave "
                 "parameters_as_bucket_view out"
             )
-        check_copies(copies, self.group.size, overlap_with_ddp=overlap_with_ddp)
+        check_copies(copies, None if ranks is None else ranks.size, overlap_with_ddp=overlap_with_ddp)
         self.overlap_with_ddp = overlap_with_ddp
         self.copies = copies
         #: Whether a hook updates parameters in backward.
         self.hooked = False
-        self._as_views = parameters_as_bucket_view
-        self._partition = partition_of(self.group, copies)
-        self._portions: list[Portion] = []
+        self._shares = Shares(ranks, copies, as_views=parameters_as_bucket_view, sends=not overlap_with_ddp)
+        self._go_on: Callable[[GroupError], bool] | None = None
+        self._gathers = Gathers()
+        #: how many calls that gather states are done already, because other ranks had begun them
+        self._gathered = 0
         self._consolidated: dict[str, Any] | None = None
         self._made = False
         Optimizer.__init__(self, given, dict(defaults))
         Joinable.__init__(self)
-        settings = {
+        self._settings = {
             "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
             "parameters_as_bucket_view": repr(parameters_as_bucket_view),
             "overlap_with_ddp": repr(overlap_with_ddp),
             "copies": repr(copies),
         }
-        self._check_same(0, settings)
-        self._distribute(self.param_groups)
+        self._check_same(0, self._settings)
+        self._shares.add(_parameters(self.param_groups))
         self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
         self.defaults = self.optim.defaults
         self.state = self.optim.state
@@ -130,17 +136,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         if self.overlap_with_ddp:
             return self._step_in_backward(closure)
+        self._shares.check_group()
         self.prepare_step()
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
         _copy_options(self.optim.param_groups, self.param_groups)
-        for portion in self._portions:
-            portion.start()
-        for portion in self._portions:
-            portion.finish()
+        self._shares.updated()
+        while not self._shares.is_whole:
+            with self._going_on():
+                if self._shares.is_settled:
+                    self._shares.exchange()
+                else:
+                    self.settle()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters.  Collective: all ranks add the same.  Those there are keep their owners."""
+        if self._made:
+            self.settle()
         super().add_param_group(param_group)
         if not self._made:
             return  # by the constructor, which distributes all groups together
@@ -152,7 +164,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self._consolidated = None
         added = self.param_groups[index:]
-        self._distribute(added)
+        self._shares.add(_parameters(added))
         self.optim.add_param_group(self._own_part(added[0]))
         _copy_options(self.optim.param_groups, self.param_groups)
 
@@ -168,12 +180,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not 0 <= to < self.group.size:
             raise UsageError(f"to={to!r} is no rank of {self.group!r}")
-        self._consolidated = None
-        # One of its owners sends the state of a parameter.
-        state = gather_state(self.group, self._own_state(self._is_sent_from_here), to)
-        if state is not None:
-            _copy_options(self.param_groups, self.optim.param_groups)
-            self._consolidated = packed(state, self.param_groups)
+        if self._gathered:
+            self._gathered -= 1
+            return
+        self._gathers = Gathers(self._gathers.begun + 1, to, under_way=True)
+        try:
+            while self._gathers.under_way:
+                with self._going_on():
+                    self.settle()
+                    if self._gathers.under_way:
+                        self._gather(to)
+        finally:
+            self._gathers = self._gathers._replace(under_way=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, as the optimiser inside would give it if there was only one rank.
@@ -184,8 +202,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result = self._consolidated
-        if result is None and self.group.size == 1:
-            result = packed(self._own_state(self._is_mine), self.param_groups)
+        if result is None and all(map(self._shares.is_own, _parameters(self.param_groups))):
+            result = packed(self._own_state(self._shares.is_own), self.param_groups)
         if result is None:
             raise UsageError(
                 f"rank {self.group.rank} has only its own part of the optimiser's state; call "
@@ -213,7 +231,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if changed is not None:
                 loaded = changed
         self._consolidated = None
-        self.optim.load_state_dict(part_of_state(loaded, self.param_groups, self._is_mine))
+        self._shares.prepare_load(self.param_groups, self.optim)
+        self.optim.load_state_dict(part_of_state(loaded, self.param_groups, self._shares.is_own))
         self.state = self.optim.state
         _copy_options(self.optim.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -225,6 +244,88 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "of the state; call consolidate_state_dict() on all ranks and save state_dict()"
         )
 
+    # -- another group -----------------------------------------------------------------------------
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        return self._shares.group
+
+    @property
+    def present_group(self) -> ProcessGroup | None:
+        """The ranks; None: a session has not given them yet."""
+        return self._shares.group if self._shares.has_group else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all parameters as the newest update has left them."""
+        return self._shares.is_whole
+
+    def check_regroup(self) -> None:
+        """Find out whether :meth:`regroup` can work.
+
+        Raises:
+            UsageError: there is only one copy of the state.
+        """
+        if self.copies == 1:
+            raise UsageError(
+                "this ZeroRedundancyOptimizer cannot follow another group: it keeps each part of its state "
+                "on one rank, and that part dies with the rank.  Make it with copies=2"
+            )
+
+    def regroup(self, group: ProcessGroup) -> None:
+        """Work over ``group`` from now on.  Every rank of it calls this; nothing is sent before
+        :meth:`settle`.
+
+        Args:
+            group: of ranks that have had the group before, or of any that have this optimiser of the same
+                parameters, also without any state.
+
+        Raises:
+            UsageError: as of :meth:`check_regroup`.
+        """
+        self.check_regroup()
+        self._shares.move_to(group)
+
+    def settle(self) -> None:
+        """Bring parameters and state in order, if the group is new.
+
+        Collective: every rank calls it at a point of the program at which it has called :meth:`step` as
+        often as the others; otherwise the end of the next :meth:`step` does it, or whatever needs the state.
+        Owners keep their state, and what has fewer owners than ``copies`` is sent to the rank that has least.
+        If an exchange of parameters broke, it is done again.  A rank that has computed fewer steps counts as
+        one without a state.
+
+        Raises:
+            GroupError: a rank is lost; call it again after the next :meth:`regroup`.
+            StateLost: all owners of a parameter are lost.
+            StateDiverged: the owners of a parameter have different states.
+            ModelMismatch: the ranks have different parameters.
+        """
+        if self._shares.is_settled:
+            return
+        holdings = self._shares.settle(self.param_groups, self.optim, self._settings, self._gathers)
+        again = gather_again(holdings)
+        if again is not None and again.to < self.group.size:
+            self._gather(again.to)
+        last = max(each.gathers for each in holdings)._replace(under_way=False)
+        if holdings[self.group.rank].steps == self._shares.steps:  # else it has joined the others
+            self._gathered += last.begun - self._gathers.begun
+        self._gathers = last
+
+    def follow(self, go_on: Callable[[GroupError], bool] | None) -> None:
+        """Let :meth:`step` and :meth:`consolidate_state_dict` go on when a rank is lost in them.
+
+        Args:
+            go_on: calls :meth:`regroup`; False: it did not, as no rank is lost.  None: raise again.
+        """
+        self._go_on = go_on
+
+    def what_all_have(self) -> dict[str, Any]:
+        """What is to be equal on all ranks: how many steps there were, and the options."""
+        groups = [{**group, "params": len(group["params"])} for group in self.param_groups]
+        return {"steps": self._shares.steps, "param_groups": groups}
+
     # -- for hooks that update parameters in backward -----------------------------------------------
 
     def prepare_step(self) -> None:
@@ -234,7 +335,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """The rank that updates and sends ``parameter``, or None if it is none of this optimiser's."""
-        return self._partition.owner(parameter)
+        return self._shares.owner(parameter)
 
     def _step_in_backward(self, closure: Callable[[], Any] | None) -> Any:
         if not self.hooked:
@@ -266,21 +367,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _is_mine(self, parameter: torch.Tensor) -> bool:
-        return self.group.rank in self._partition.owners(parameter)
+    def _gather(self, to: int) -> None:
+        """Bring the state of all ranks to one.  Collective."""
+        self._consolidated = None
+        # One of its owners sends the state of a parameter.
+        state = gather_state(self.group, self._own_state(self._shares.is_sent_from_here), to)
+        if state is not None:
+            _copy_options(self.param_groups, self.optim.param_groups)
+            self._consolidated = packed(state, self.param_groups)
+        self._gathers = self._gathers._replace(under_way=False)
 
-    def _is_sent_from_here(self, parameter: torch.Tensor) -> bool:
-        return self._partition.owner(parameter) == self.group.rank
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Do not raise the error of a lost rank if who follows the group goes on without it."""
+        try:
+            yield
+        except GroupError as error:
+            if self._go_on is None or not self._go_on(error):
+                raise
 
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return part_of_group(group, self._is_mine)
+        return part_of_group(group, self._shares.is_own)
 
     def _own_state(self, chosen: Callable[[torch.Tensor], bool]) -> dict[Any, Any]:
         """The state of the ``chosen`` ones of this rank's parameters, by their numbers among all."""
         own = [
             (number, parameter)
             for number, parameter in enumerate(_parameters(self.param_groups))
-            if self._is_mine(parameter)
+            if self._shares.is_own(parameter)
         ]
         state = self.optim.state_dict()["state"]
         return {
@@ -289,19 +403,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if not isinstance(key, int) or chosen(own[key][1])
         }
 
-    def _distribute(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        parameters = _parameters(groups)
-        self._partition.add(parameters)
-        if not self.overlap_with_ddp:
-            owners = [self._partition.owner(parameter) or 0 for parameter in parameters]
-            self._portions.append(Portion(self.group, parameters, owners, as_views=self._as_views))
-
     def _check_same(self, first: int, settings: Mapping[str, str]) -> None:
-        """Raise on every rank unless all have the same groups, from the ``first`` one on.  Collective."""
-        items = [(f"option {name}", value) for name, value in settings.items()]
-        for index, group in enumerate(self.param_groups[first:], first):
-            items += describe(group, index)
-        check_same(self.group, "gave their ZeroRedundancyOptimizer arguments that differ", items)
+        """Raise on every rank unless all have the same groups, from the ``first`` one on.  Collective.
+
+        Where there is no group yet, :meth:`settle` does it.
+        """
+        if not self._shares.has_group:
+            return
+        check_same(self.group, DIFFER, describe_all(self.param_groups[first:], settings, first))
 
 
 class _ZeroHook(JoinHook):

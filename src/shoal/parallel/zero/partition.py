@@ -37,28 +37,34 @@ class Partition:
         self._loads = {trained: [0] * size for trained in (True, False)}
         self._sends = {trained: [0] * size for trained in (True, False)}
 
-    def add(self, parameters: Sequence[torch.Tensor], held: Sequence[Collection[int]] | None = None) -> None:
+    def add(
+        self,
+        parameters: Sequence[torch.Tensor],
+        held: Sequence[Collection[int]] | None = None,
+        trained: Sequence[bool] | None = None,
+    ) -> None:
         """Distribute further parameters; those there are stay where they are.
 
         Args:
             held: for each parameter the ranks that have its state, at least one; they keep it where they can.
                 None: there is no state yet.
+            trained: whether each is not frozen; None: as it is here.
         """
+        kinds = [parameter.requires_grad for parameter in parameters] if trained is None else trained
         everyone = range(self._size)
         has = [everyone] * len(parameters) if held is None else held
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
         owners: list[list[int]] = [[] for _ in parameters]
-        limits = self._limits(parameters, sizes)
+        limits = self._limits(kinds, sizes)
 
         def fill(index: int, candidates: Iterable[int]) -> None:
-            trained = parameters[index].requires_grad
-            loads, mine = self._loads[trained], owners[index]
+            loads, mine = self._loads[kinds[index]], owners[index]
             if len(mine) == self._copies:
                 return
             left = [rank for rank in candidates if rank not in mine]
             while left and len(mine) < self._copies:
-                rank = self._chosen(left, mine, loads, sizes[index], limits[trained])
+                rank = self._chosen(left, mine, loads, sizes[index], limits[kinds[index]])
                 mine.append(rank)
                 left.remove(rank)
                 loads[rank] += sizes[index]
@@ -71,10 +77,9 @@ class Partition:
         if held is not None:
             idle = set(everyone).difference(*held)
             for index in order:
-                loads = self._loads[parameters[index].requires_grad]
-                self._relieve(owners[index], held[index], idle, loads, sizes[index])
+                self._relieve(owners[index], held[index], idle, self._loads[kinds[index]], sizes[index])
         for index in order:
-            sends = self._sends[parameters[index].requires_grad]
+            sends = self._sends[kinds[index]]
             able = [rank for rank in owners[index] if rank in has[index]]
             sender = min(able, key=lambda rank: (sends[rank], able.index(rank)))
             sends[sender] += sizes[index]
@@ -90,13 +95,11 @@ class Partition:
         """The ranks that update ``parameter``, the sender first; none if it was never added."""
         return self._owners.get(parameter, ())
 
-    def _limits(self, parameters: Sequence[torch.Tensor], sizes: Sequence[int]) -> dict[bool, float]:
+    def _limits(self, kinds: Sequence[bool], sizes: Sequence[int]) -> dict[bool, float]:
         """How full a rank may become for the sake of its host."""
         limits = {}
         for trained, loads in self._loads.items():
-            added = sum(
-                size for one, size in zip(parameters, sizes, strict=True) if one.requires_grad is trained
-            )
+            added = sum(size for kind, size in zip(kinds, sizes, strict=True) if kind is trained)
             limits[trained] = _FOR_ITS_HOST * (sum(loads) + self._copies * added) / self._size
         return limits
 
