@@ -47,22 +47,26 @@ class Log:
 class Training:
     """A net of three layers in double precision, with its data and optimiser; the same on every rank."""
 
-    def __init__(self, *, seed: int = 0, **samples: Any) -> None:
+    def __init__(self, *, seed: int = 0, width: int = 10, **samples: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.net = nn.Sequential(
-            nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 1)
+            nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
         ).double()
         with torch.no_grad():
             for parameter in self.net.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.double) / 3)
         self.x = torch.randn(LENGTH, 6, generator=generator, dtype=torch.double)
         self.y = self.x.prod(1, keepdim=True)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.02)
+        self.optimizer = self.make_optimizer()
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         self.samples = Samples(LENGTH, **(samples or {"batch": BATCH}))
         self.state = State(
             model=self.net, optimizer=self.optimizer, scheduler=self.scheduler, samples=self.samples, best=0.0
         )
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """What trains the net."""
+        return torch.optim.AdamW(self.net.parameters(), lr=0.02)
 
     def loss(self, model: nn.Module, indices: torch.Tensor) -> torch.Tensor:
         """The mean over the samples."""
@@ -94,10 +98,11 @@ def train(
     min: int = 1,
     max: int | None = None,
     workers: int | None = None,
+    training: Training | None = None,
     **samples: Any,
 ) -> Log:
     """Train in a session, and call ``visit`` at each point of each step; with a Loader of so many workers."""
-    training, log = Training(**samples), Log()
+    training, log = training or Training(**samples), Log()
     loader = None
     if workers is not None:
         loader = Loader(TensorDataset(torch.arange(LENGTH)), num_workers=workers)
@@ -131,7 +136,9 @@ def train(
     return log
 
 
-def assert_as_undisturbed(logs: list[Log], *, until: int = STEPS) -> None:
+def assert_as_undisturbed(
+    logs: list[Log], *, until: int = STEPS, make: Callable[[], Training] = Training
+) -> None:
     """Survivors agree in every bit at every commit, each sample counted once a pass, and the result is that
     of training without a fault."""
     first = logs[0]
@@ -142,7 +149,7 @@ def assert_as_undisturbed(logs: list[Log], *, until: int = STEPS) -> None:
         assert [each.digest for each in log.steps] == [each.digest for each in first.steps[since:]]
         assert log.best == until
         assert all(map(torch.equal, log.parameters, first.parameters))
-    training = Training()
+    training = make()
     batches = []
     for number in range(until):
         together = training.samples.share(0, 1).indices
@@ -154,5 +161,5 @@ def assert_as_undisturbed(logs: list[Log], *, until: int = STEPS) -> None:
         training.samples.advance(BATCH)
     dealt = torch.cat(batches)[: LENGTH * (until * BATCH // LENGTH)].view(-1, LENGTH)
     assert bool((dealt.sort(1).values == torch.arange(LENGTH)).all())
-    for mine, theirs in zip(first.parameters, Training().alone(batches), strict=True):
+    for mine, theirs in zip(first.parameters, training.alone(batches), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

@@ -39,6 +39,7 @@ from .growth import Door, Newcomer
 from .progress import NOTHING, Progress, steps_that_count
 from .record import Record, Wish, agree, all_wishes, leavers
 from .resize import Resize
+from .sharded import Sharded
 from .signals import Notice
 from .state import State
 from .step import Step
@@ -122,6 +123,7 @@ class Session:
         self._is_out = False
         #: the group before one that has grown, until all ranks are known to have gone over
         self._older: ProcessGroup | None = None
+        self._sharded = Sharded(state.all_optimizers())
 
     @property
     def group(self) -> ProcessGroup:
@@ -178,7 +180,7 @@ class Session:
             until: as many count at the end; None: without an end.
         """
         while True:
-            self._settle()
+            self.settle()
             if self.left or (until is not None and self.state.steps >= until):
                 return
             if self._leavers:
@@ -230,7 +232,7 @@ class Session:
         if not self._holds_state:
             progress = NOTHING
         prepared = progress.prepared >= 0
-        self._detach_gradients(keep=prepared)
+        self._detach_gradients(keep=prepared or (self._step is not None and self._step.committed))
         before = self.group
         rebuilt = self._rebuild(progress, min(self._min, before.size))
         if not rebuilt.lost and not rebuilt.left:
@@ -256,12 +258,16 @@ class Session:
             if self._newcomer is None:
                 self._check_size(self.group.size)
             self.group._channel.vote_limit()
+            self._sharded.begin(self.group, self, joins=self._newcomer is not None)
         except BaseException:
             if self._own:
                 self._group.close()
             raise
         if self._newcomer is None:
             self._open_door()
+        if self._sharded.optimizer is not None:
+            self._following.append(self._sharded.optimizer)
+            self._is_new = True
         self._hooks = [
             optimizer.register_step_pre_hook(self._refuse_early_step)
             for optimizer in self.state.all_optimizers()
@@ -274,6 +280,7 @@ class Session:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._sharded.end()
         try:
             if error is None and self._newcomer is None and not self._is_out:
                 self._end_together()
@@ -289,7 +296,7 @@ class Session:
     def _end_together(self) -> None:
         """Wait until all have come to the end: one in its last commit may need what this rank knows."""
         while True:
-            self._settle()
+            self.settle()
             try:
                 self.group.barrier().wait()
                 return
@@ -312,16 +319,22 @@ class Session:
 
     # -- who joins -----------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Begin in a new group: ranks that do not hold the state yet receive it."""
+    def goes_on(self, error: GroupError) -> bool:
+        """Go on after a loss that was met after a commit; False: it was none."""
+        return self.recover(error, Progress(self.state.steps)) is not None
+
+    def settle(self) -> None:
+        """Begin in a new group: ranks that do not hold the state yet receive it, and what differs by rank is
+        brought in order."""
         if self._newcomer is not None:
             self._take(self._newcomer.join(config.TIMEOUT.get()))
         while self._is_new:
             try:
                 self._share_state()
+                self._sharded.settle()
                 self._is_new = False
             except GroupError as error:
-                if self.recover(error, Progress(self.state.steps)) is None:
+                if not self.goes_on(error):
                     raise
         for old in (self._older, self._newcomer):
             if old is not None:
@@ -363,7 +376,8 @@ class Session:
         ends = before.size - len(self._leavers) < least
         progress = Progress(self.state.steps, ends=ends)
         self._detach_gradients(keep=True)
-        if before.rank in self._leavers and not ends:
+        # The others ask again in the next commit, when others hold what those that leave now have held.
+        if before.rank in self._leavers[: self._sharded.most_that_leave] and not ends:
             self.left = self._is_out = True
             with contextlib.suppress(GroupError):  # it is their matter
                 before.rebuild(min_size=least, leave=True, note=progress.encode())
@@ -387,7 +401,7 @@ class Session:
         before._become(grown)
         self._older = before
         self._take(grown)
-        self._settle()
+        self.settle()
         self._tell(self.state.steps, before, began, None)
 
     def _open_door(self) -> None:
@@ -456,6 +470,7 @@ class Session:
                 "others could not tell whether to do the step again.  Call step.commit() first; optimisers "
                 "that step in backward cannot be used"
             )
+        self._sharded.steps(optimizer, self._step)
 
     def _diverged(self, rows: list[Record], step: Step) -> StateDiverged:
         said = []

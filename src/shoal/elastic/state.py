@@ -98,6 +98,8 @@ class State:
         for name, part in sorted(self._parts.items()):
             if isinstance(part, nn.Module):
                 digest.add(name, dict(part.named_parameters()))
+            elif isinstance(part, ZeroRedundancyOptimizer):
+                digest.add(name, part.what_all_have())  # its owners compare the rest
             elif isinstance(part, torch.optim.Optimizer):
                 digest.add(name, part.state_dict())
         return digest.value()
@@ -173,13 +175,22 @@ class State:
 
     # -- the whole of it -----------------------------------------------------------------------
 
-    def content(self) -> dict[str, Any]:
-        """Everything, as dicts, lists, plain values and tensors; these are not copied."""
+    def content(self, *, shared: bool = False) -> dict[str, Any]:
+        """Everything, as dicts, lists, plain values and tensors; these are not copied.
+
+        Args:
+            shared: only what every rank has; of a distributed optimiser that is not its state.
+        """
         return {
             "steps": self.steps,
             "samples": None if self.samples is None else self.samples.state_dict(),
             "parts": {
-                name: part if _is_plain(part) else part.state_dict() for name, part in self._parts.items()
+                name: part
+                if _is_plain(part)
+                else part.what_all_have()
+                if shared and isinstance(part, ZeroRedundancyOptimizer)
+                else part.state_dict()
+                for name, part in self._parts.items()
             },
         }
 
@@ -199,6 +210,8 @@ class State:
         for name, part in self._parts.items():
             if _is_plain(part):
                 self._parts[name] = parts[name]
+            elif isinstance(part, ZeroRedundancyOptimizer) and "state" not in parts[name]:
+                part.take_over(parts[name])
             else:
                 part.load_state_dict(parts[name])
         if self.samples is not None:
@@ -250,11 +263,10 @@ def _is_plain(part: Any) -> bool:
 
 def _refuse(name: str, part: Any) -> None:
     """Raise for a part that cannot follow a group that shrinks."""
-    if isinstance(part, ZeroRedundancyOptimizer):
+    if isinstance(part, ZeroRedundancyOptimizer) and part.copies == 1:
         raise UsageError(
             f"State: {name!r} is a ZeroRedundancyOptimizer, which keeps each part of its state on one rank: "
-            "that part would die with the rank.  Use the optimiser inside on every rank, or train without a "
-            "Session and save checkpoints"
+            "that part would die with the rank.  Make it with copies=2"
         )
     if isinstance(part, PostLocalSGDOptimizer):
         raise UsageError(

@@ -26,7 +26,7 @@ _LENGTH, _SKELETON, _FIRST = 0, 1, 2  # tags
 
 def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcomers: Sequence[int]) -> None:
     """Send this holder's pieces to all newcomers."""
-    content = state.content()
+    content = state.content(shared=True)
     tensors = list(_tensors(content))
     waits: list[Future[Any]] = []
     if group.rank == holders[0]:
@@ -54,7 +54,7 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     raw = torch.empty(int(length), dtype=torch.uint8)
     group.recv(raw, holders[0], _SKELETON).wait()
     skeleton = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
-    content = _filled(skeleton, state.content())
+    content = _filled(skeleton, state.content(shared=True))
     waits = [
         group.recv(piece, holders[number % len(holders)], _FIRST + number)
         for number, piece in enumerate(_pieces(list(_tensors(content))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..errors import GroupError
 from .process_group import ProcessGroup
 
 
@@ -22,6 +23,17 @@ class Regroupable(Protocol):
 
         Whatever was under way in the group before is dropped.
         """
+
+
+class Leader(Protocol):
+    """Who makes new groups, for something that communicates at times of its own."""
+
+    def goes_on(self, error: GroupError) -> bool:
+        """After ``error``, make a new group and call :meth:`Regroupable.regroup`; False: no rank is lost."""
+
+    def settle(self) -> None:
+        """Begin in the new group with all that has to: calls :meth:`Settling.settle`, and goes on by itself
+        when more ranks are lost."""
 
 
 class Settling(Regroupable, Protocol):

@@ -85,20 +85,24 @@ def test_an_exchange_that_broke_is_done_again(group: shoal.ProcessGroup) -> None
     train(alone, plain, [0, 1])
     told: list[BaseException] = []
 
-    def go_on(error: shoal.GroupError) -> bool:
-        told.append(error)
-        new = broken.rebuild()
-        assert new is not None
-        made.append(new)
-        optimizer.regroup(new)
-        return True
+    class Leading:
+        def goes_on(self, error: shoal.GroupError) -> bool:
+            told.append(error)
+            new = broken.rebuild()
+            assert new is not None
+            made.append(new)
+            optimizer.regroup(new)
+            return True
+
+        def settle(self) -> None:
+            optimizer.settle()
 
     made: list[shoal.ProcessGroup] = []
     broken = group.split(0)
     assert broken is not None
     optimizer.regroup(broken)
     optimizer.settle()
-    optimizer.follow(go_on)
+    optimizer.follow(Leading())
     if group.rank == 1:
         broken.abort("for the test")
     train(own, optimizer, [1])

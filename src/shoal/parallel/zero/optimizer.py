@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
 from ...group.given import given_group, has_default_group
+from ...group.regroup import Leader
 from ...keywords import misspelt
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook
@@ -101,7 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         #: Whether a hook updates parameters in backward.
         self.hooked = False
         self._shares = Shares(ranks, copies, as_views=parameters_as_bucket_view, sends=not overlap_with_ddp)
-        self._go_on: Callable[[GroupError], bool] | None = None
+        self._leader: Leader | None = None
         self._gathers = Gathers()
         #: how many calls that gather states are done already, because other ranks had begun them
         self._gathered = 0
@@ -146,13 +147,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 if self._shares.is_settled:
                     self._shares.exchange()
                 else:
-                    self.settle()
+                    self._settle_with_others()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters.  Collective: all ranks add the same.  Those there are keep their owners."""
         if self._made:
-            self.settle()
+            self._settle_with_others()
         super().add_param_group(param_group)
         if not self._made:
             return  # by the constructor, which distributes all groups together
@@ -187,7 +188,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             while self._gathers.under_way:
                 with self._going_on():
-                    self.settle()
+                    self._settle_with_others()
                     if self._gathers.under_way:
                         self._gather(to)
         finally:
@@ -313,13 +314,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gathered += last.begun - self._gathers.begun
         self._gathers = last
 
-    def follow(self, go_on: Callable[[GroupError], bool] | None) -> None:
+    def follow(self, leader: Leader | None) -> None:
         """Let :meth:`step` and :meth:`consolidate_state_dict` go on when a rank is lost in them.
 
         Args:
-            go_on: calls :meth:`regroup`; False: it did not, as no rank is lost.  None: raise again.
+            leader: makes a new group then.  None: raise again.
         """
-        self._go_on = go_on
+        self._leader = leader
+
+    def hold_nothing(self) -> None:
+        """What this rank has is not that of the ranks of the next group: it takes everything from them."""
+        self._shares.steps = -1
+
+    def take_over(self, common: Mapping[str, Any]) -> None:
+        """Become what :meth:`what_all_have` has given elsewhere; :meth:`settle` does the rest.
+
+        Raises:
+            ValueError: it has other groups.
+        """
+        _copy_options(common["param_groups"], self.param_groups)
 
     def what_all_have(self) -> dict[str, Any]:
         """What is to be equal on all ranks: how many steps there were, and the options."""
@@ -383,8 +396,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             yield
         except GroupError as error:
-            if self._go_on is None or not self._go_on(error):
+            if self._leader is None or not self._leader.goes_on(error):
                 raise
+
+    def _settle_with_others(self) -> None:
+        """Settle, with what else is new in the group."""
+        if not self._shares.is_settled and self._leader is not None:
+            self._leader.settle()
+        else:
+            self.settle()
 
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return part_of_group(group, self._shares.is_own)
