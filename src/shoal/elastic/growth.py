@@ -154,7 +154,8 @@ class Newcomer:
             timeout: seconds until there must be a session.
 
         Raises:
-            RendezvousError: there is none, it is over, or this process cannot connect to its ranks.
+            SystemExit: with the exit code 0; it is over.
+            RendezvousError: there is none, or this process cannot connect to its ranks.
             StoreError: the store is gone.
         """
         deadline = Deadline(timeout)

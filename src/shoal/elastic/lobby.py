@@ -221,7 +221,8 @@ def await_invitation(place: Place, deadline: Deadline) -> Invitation:
         deadline: until when there must be a session; it may then take any time until it needs this process.
 
     Raises:
-        RendezvousError: the session is over; RendezvousTimeout: there is none.
+        SystemExit: with the exit code 0; the session has come to its end without this process.
+        RendezvousTimeout: there is none.
         StoreError: the store is gone.
     """
     store = keys_of(place)
@@ -232,9 +233,8 @@ def await_invitation(place: Place, deadline: Deadline) -> Invitation:
             f"job {place.job!r}: within {in_seconds(deadline.timeout)} no session began here that this "
             "process (SHOAL_JOIN=1) could join"
         ) from None
-    over = RendezvousError(f"job {place.job!r}: the session is over that this process was to join")
     if session.over:
-        raise over
+        raise SystemExit(0)
     me = msgspec.json.encode(_Candidate(place.here.machine, place.here.process))
     raw = _AGAIN
     while raw == _AGAIN:
@@ -242,7 +242,7 @@ def await_invitation(place: Place, deadline: Deadline) -> Invitation:
         store.set(f"{session.ident}/candidate/{number}", me)
         raw = _await(store, f"{session.ident}/go/{number}")
     if not raw:
-        raise over
+        raise SystemExit(0)
     return decode(raw, Invitation)
 
 
