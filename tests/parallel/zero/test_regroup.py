@@ -166,6 +166,26 @@ def test_ranks_with_other_parameters_or_settings_are_told(group: shoal.ProcessGr
         optimizer.settle()
 
 
+@on_ranks(3)
+def test_a_rank_that_joins_before_the_first_step_takes_the_state_that_was_loaded(
+    group: shoal.ProcessGroup,
+) -> None:
+    own, alone = mixed(), mixed()
+    plain = torch.optim.Adam(alone.parameters(), lr=0.01)
+    train(alone, plain)
+    own.load_state_dict(copy.deepcopy(alone.state_dict()))
+    optimizer = zero(own, None, copies=2)
+    if group.rank < 2:
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    else:
+        optimizer.hold_nothing()
+    optimizer.regroup(group)
+    train(own, optimizer, [1])
+    train(alone, plain, [1])
+    assert_same_bits(values(own), values(alone))
+    assert assert_state_is(optimizer, plain)
+
+
 def test_without_a_group_it_says_what_is_missing() -> None:
     own, alone = mixed(), mixed()
     with pytest.raises(UsageError, match="has no default group of shoal"):
