@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -126,6 +127,38 @@ def test_those_who_are_cut_off_stop_and_the_others_go_on(names: list[str]) -> No
     cases = [CASES[name] for name in names]
     for case, outcomes in zip(cases, cut_all(cases), strict=True):
         check(outcomes, [rank for rank, side in enumerate(case.sides) if side in case.goes_on])
+
+
+def by_chance(seed: int) -> Case:
+    """A cut, at any moment, that leaves a majority together."""
+    choose = random.Random(seed)
+    sides = choose.choice(["abc", "aabbb", "aabbc", "abcde", "aaabcc"])
+    names = sorted(set(sides))
+    while True:
+        off = choose.sample(names, choose.randint(1, len(names) - 1))
+        if 2 * sum(side in off for side in sides) < len(sides):
+            break
+    others = [name for name in names if name not in off]
+    how, store = choose.choice(["drop", "drop_one_way", "reset"]), choose.choice([[], ["store"]])
+    turned, delay = choose.choice([True, False]), choose.uniform(0.0, 0.1)
+
+    def cuts(network: Network) -> None:
+        time.sleep(delay)
+        some, rest = off, others + store
+        getattr(network, how)(*((rest, some) if turned else (some, rest)))
+
+    return Case(sides, cuts, "".join(others))
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("first", range(0, 30, 5))
+def test_of_cuts_by_chance_the_majority_goes_on(first: int) -> None:
+    cases = [by_chance(seed) for seed in range(first, first + 5)]
+    for seed, case, outcomes in zip(range(first, first + 5), cases, cut_all(cases), strict=True):
+        stay = [rank for rank, side in enumerate(case.sides) if side in case.goes_on]
+        assert [each.value for each in outcomes if each.ok] == [stay] * len(stay), (seed, case.sides)
+        check(outcomes, stay)
 
 
 @pytest.mark.usefixtures("network")
