@@ -18,6 +18,7 @@ class Heartbeat {
   // limit: nanoseconds without a word from another until it is lost.
   explicit Heartbeat(std::int64_t limit) : limit_(limit) {}
 
+  std::int64_t limit() const { return limit_; }
   std::int64_t period() const { return std::clamp(limit_ / 4, 10 * kMillisecond, kSecond); }
   void start(std::int64_t now) { last_round_ = listening_since_ = now; }
 

@@ -370,8 +370,8 @@ void Peers::say_goodbye(Departure why, std::int64_t deadline) {
       if (peer.link) peer.link->flush();
     if (!flushed()) usleep(500);
   }
-  for (Peer& peer : peers_)
-    if (peer.tcp != nullptr) peer.tcp->drain(deadline);
+  for (Peer& peer : peers_)  // a lost one may never take the bytes
+    if (peer.tcp != nullptr && peer.state.load() != kLost) peer.tcp->drain(deadline, heartbeat_.limit());
 }
 
 void Peers::close_descriptors() {

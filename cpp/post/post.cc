@@ -404,7 +404,7 @@ void Post::close(std::int64_t deadline) {
   wake();
   thread_->join();
   delete std::exchange(thread_, nullptr);
-  for (auto& peer : peers) peer->link.drain(deadline);
+  for (auto& peer : peers) peer->link.drain(deadline, heartbeat_.limit());
   budget_->forget();
   {
     std::lock_guard lock(peers_mutex_);

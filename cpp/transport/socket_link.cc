@@ -42,15 +42,19 @@ void SocketLink::disown() {
 
 void SocketLink::sever() { shutdown(fd_, SHUT_RDWR); }
 
-void SocketLink::drain(std::int64_t deadline) {
+void SocketLink::drain(std::int64_t deadline, std::int64_t patience) {
   if (broken()) return;
   shutdown(fd_, SHUT_WR);
   // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's
   // reader.
   // The watch thread goes on reading: what arrives now, a peer's goodbye above all, must not be lost either.
-  int left = 0;
-  while (now_ns() < deadline) {
+  int left = 0, before = -1;
+  std::int64_t until = 0;
+  for (std::int64_t now = now_ns(); now < deadline; now = now_ns()) {
     if (ioctl(fd_, SIOCOUTQ, &left) != 0 || left == 0) return;
+    if (left != before) until = now + patience;
+    if (now >= until) return;  // nothing leads there any more
+    before = left;
     // A connection that the peer has reset keeps its count for ever.
     tcp_info info{};
     socklen_t size = sizeof info;

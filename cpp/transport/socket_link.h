@@ -12,8 +12,9 @@ class SocketLink final : public Link {
   ~SocketLink() override;
 
   int fd() const { return fd_; }
-  // Stops the writing side and waits until the peer's kernel has everything, at most until `deadline` (ns).
-  void drain(std::int64_t deadline);
+  // Stops the writing side and waits until the peer's kernel has everything, at most until `deadline` (ns),
+  // and no longer than `patience` (ns) while it takes nothing.
+  void drain(std::int64_t deadline, std::int64_t patience);
   // In a forked child: close the descriptor without a word to the peer.
   void disown();
   // Ends the connection as a cut cable would (fault injection).

@@ -22,8 +22,6 @@ __all__ = ["network"]
 
 #: seconds of silence after which a host is lost, and in which one that cannot go on looks for the others
 HEARTBEAT, SHORT = 1.5, 1.5
-#: seconds for telling those goodbye whom nothing reaches
-GOODBYE = 0.3
 
 
 def outlive(group: ProcessGroup, seconds: Sequence[float]) -> list[int]:
@@ -52,7 +50,7 @@ def outlive(group: ProcessGroup, seconds: Sequence[float]) -> list[int]:
             time.sleep(0.002)
         return together
     finally:
-        world.close(GOODBYE)
+        world.close(PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -258,4 +256,30 @@ def outlive_the_cut(group: ProcessGroup) -> list[int]:
             time.sleep(0.01)
         return sorted(int(new.rebuilt.notes[old]) for old in new.rebuilt.previous)
     finally:
-        group.world.close(GOODBYE)
+        group.world.close(PATIENCE)
+
+
+def go_on(group: ProcessGroup) -> int:
+    """Until a rank is lost, and then without it."""
+    group.barrier().wait()
+    group.store.set(f"ready/{group.rank}", b"")
+    with contextlib.suppress(PeerLost):
+        while True:
+            group.barrier().wait()
+    new = group.rebuild(timeout=4.0 if group.rank == 2 else PATIENCE)
+    assert new is not None
+    return new.size
+
+
+def test_closing_does_not_wait_for_a_host_that_is_lost(network: Network) -> None:
+    with (
+        no_leaks(),
+        processes(
+            go_on, 3, hosts=list("abc"), network=network, heartbeat_timeout=HEARTBEAT, timeout=PATIENCE,
+            op_timeout=10 * PATIENCE,
+        ) as ranks,
+    ):  # fmt: skip
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+        network.drop("c", "ab")
+        first, second, _ = ranks.join()
+    assert (first.value, second.value) == (2, 2), [first.describe(), second.describe()]
