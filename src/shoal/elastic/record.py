@@ -22,7 +22,8 @@ class Record(NamedTuple):
         epoch, step: of the group, and the number of the step that is committed.
         first, second: halves of a digest of what must be equal on all ranks.
         wishes: of this rank.
-        busy: microseconds from the beginning of the step's block to its commit.
+        busy: microseconds from the beginning of the step's block to its commit, without those in which
+            backward waited for other ranks.
     """
 
     epoch: int
@@ -36,7 +37,7 @@ class Record(NamedTuple):
     def of(cls, epoch: int, step: int, digest: bytes, wishes: Wish, busy: float) -> Record:
         """The row of a rank; ``digest`` has 16 bytes, ``busy`` is in seconds."""
         first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
-        return cls(epoch, step, first, second, wishes, int(busy * 1e6))
+        return cls(epoch, step, first, second, wishes, max(int(busy * 1e6), 0))
 
     @property
     def digest(self) -> tuple[int, int]:

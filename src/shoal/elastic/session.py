@@ -43,6 +43,7 @@ from .sharded import Sharded
 from .signals import Notice
 from .state import State
 from .step import Step
+from .stragglers import Stragglers
 from .transfer import receive_state, send_state
 
 #: errors after which the ranks that are left can go on, if one is lost
@@ -102,14 +103,13 @@ class Session:
         self._group = group
         self._own = group is None
         self._following: list[Regroupable] = []
+        self._stragglers = Stragglers()
         self._callbacks: list[Callable[[Resize], None]] = []
         self._told = 0
         self._step: Step | None = None
         self._hooks: list[RemovableHandle] = []
         #: The first commit in a group compares everything; later ones what was dealt.
         self._compared = False
-        #: when the block of the present step began
-        self._began = 0.0
         #: Whether nothing has been done yet in the present group.
         self._is_new = False
         self._holds_state = True
@@ -136,6 +136,11 @@ class Session:
     def waiting(self) -> int:
         """How many processes wait to join, as rank 0 knows; 0 on the other ranks."""
         return 0 if self._door is None else self._door.waiting
+
+    @property
+    def stragglers(self) -> tuple[int, ...]:
+        """The ranks that computed more than 1.5 times as long as the others, in the last 20 steps."""
+        return self._stragglers.found
 
     def parallel(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap a model; the wrapped one follows the session from group to group.
@@ -201,7 +206,8 @@ class Session:
 
     def begins(self, step: Step) -> None:
         """The block of ``step`` begins."""
-        self._step, self._began = step, time.monotonic()
+        self._step = step
+        self._stragglers.begin(self._following)
         if not self._compared:
             for each in self._following:
                 each.check_regroup()
@@ -214,7 +220,7 @@ class Session:
             seen.update(repr(state.samples.state_dict()).encode())
         if not self._compared:
             seen.update(state.digest())
-        busy = time.monotonic() - self._began
+        busy = self._stragglers.computed(self._following)
         mine = torch.tensor(Record.of(group.epoch, step.number, seen.digest(), self._wish(), busy))
         table = torch.empty(group.size, mine.numel(), dtype=mine.dtype)
         group.all_gather_single(table, mine).wait()
@@ -223,6 +229,7 @@ class Session:
             raise self._diverged(rows, step)
         self._compared = True
         self._wishes, self._leavers = all_wishes(rows), leavers(rows)
+        self._stragglers.add(rows, group.rank)
 
     def recover(self, error: BaseException, progress: Progress) -> int | None:
         """Rebuild the group without the ranks that are lost; how many steps count, None: none is lost."""
@@ -429,6 +436,7 @@ class Session:
         self._group = group
         self._is_new, self._compared = True, False
         self._wishes, self._leavers = Wish.NONE, ()
+        self._stragglers.begin_anew()
         for each in self._following:
             each.regroup(group)
         if self._door is not None:

@@ -399,6 +399,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._buffers_in_step is not None and self._buffers_in_step.any:
             self._buffers_in_step.refresh(self._active_reducer().passes, participants.first)
 
+    def waited(self) -> float:
+        """Seconds for which backward passes have waited for the other ranks, in the present group."""
+        return self._active_reducer().waited
+
     def _active_reducer(self) -> Reducer:
         if self._reducer is None:
             raise UsageError(

@@ -19,6 +19,7 @@ pytorch#17757.)
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -55,6 +56,7 @@ class Reducer:
 
     Attributes:
         after_pass: called after every pass that went well.
+        waited: seconds for which passes have waited for the other ranks at their end.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Reducer:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._forget_pass()
         self.after_pass: list[Callable[[], None]] = []
+        self.waited = 0.0
         self._replace_ended()
         self._hooks = watch_gradients(self, self._pass, self._gradients, trained)
         _living.add(self)
@@ -434,7 +437,9 @@ class Reducer:
         self._end_of_pass = lambda: None
         end = None
         try:
+            began = time.monotonic()
             end = self._pass.finish(self, interrupted, shadow)
+            self.waited += time.monotonic() - began
             if end == NOTHING:  # only the gradients of inputs were asked for; the expected pass may yet come
                 self._entered = []
                 return

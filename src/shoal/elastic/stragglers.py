@@ -1,0 +1,77 @@
+"""Which ranks make the others wait, from what they tell in the commits."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from ..group.regroup import Regroupable
+from ..parallel import DistributedDataParallel
+from .record import Record
+
+_STEPS = 20  # after so many ranks are compared
+_FACTOR = 1.5
+_LEAST = 0.02  # seconds: what a step takes longer for less than that is of no use to know
+
+
+class Stragglers:
+    """Ranks that have computed longer than the others.
+
+    Attributes:
+        found: those of the last 20 steps that were compared, ascending.
+    """
+
+    def __init__(self) -> None:
+        self.found: tuple[int, ...] = ()
+        self._rows: list[list[int]] = []
+        self._named: set[int] = set()
+        self._began = 0.0
+
+    def begin(self, following: Iterable[Regroupable]) -> None:
+        """A step of this rank begins, which uses ``following``."""
+        self._began = _clock(following)
+
+    def computed(self, following: Iterable[Regroupable]) -> float:
+        """The seconds since the step began, without those in which backward waited for other ranks."""
+        return _clock(following) - self._began
+
+    def begin_anew(self) -> None:
+        """The group has changed, and ranks may have other numbers."""
+        self.found = ()
+        self._rows.clear()
+        self._named.clear()
+
+    def add(self, rows: Sequence[Record], rank: int) -> None:
+        """What all ranks have told in one commit; rank 0 warns of each straggler once."""
+        if len(rows) == 1:
+            return
+        self._rows.append([row.busy for row in rows])
+        if len(self._rows) < _STEPS:
+            return
+        # The median of a rank's steps: one in which it was held up makes no straggler.
+        usual = [median(each) / 1e6 for each in zip(*self._rows, strict=True)]
+        self._rows.clear()
+        slow = {each: others for each in range(len(usual)) if (others := _others(usual, each)) is not None}
+        self.found = tuple(slow)
+        new = [each for each in slow if each not in self._named]
+        self._named.update(new)
+        for each in new if rank == 0 else ():
+            factor = usual[each] / max(slow[each], 1e-6)
+            warnings.warn(
+                f"rank {each} of {len(usual)} computes {factor:.1f} times as long as the others "
+                f"({usual[each]:.3g} s a step, median of {_STEPS} steps), which wait for it",
+                stacklevel=2,
+            )
+
+
+def _clock(following: Iterable[Regroupable]) -> float:
+    models = (each for each in following if isinstance(each, DistributedDataParallel))
+    return time.monotonic() - sum(model.waited() for model in models)
+
+
+def _others(usual: Sequence[float], rank: int) -> float | None:
+    """What the others take for a step, if ``rank`` is slow beside them."""
+    others = median(each for index, each in enumerate(usual) if index != rank)
+    return others if usual[rank] > max(_FACTOR * others, others + _LEAST) else None
