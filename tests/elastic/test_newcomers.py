@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal import ProcessGroup, StateDiverged
+from shoal import PeerLost, ProcessGroup, StateDiverged
 from shoal.elastic import Samples, Session, State, Step, growth, session
 from shoal.elastic.lobby import Lobby
 from shoal.testing import Outcome, no_leaks, processes
@@ -20,6 +20,7 @@ from .training import STEPS, Log, assert_as_undisturbed, train
 
 PATIENCE = 60.0
 JOIN_AT = 5
+LONGER = 40
 
 
 def await_newcomers(step: Step, count: int) -> None:
@@ -134,6 +135,34 @@ def test_a_newcomer_dies_while_it_joins(point: str) -> None:
     assert_as_undisturbed(logs_of([*others, newcomer] if newcomer.ok else others))
     if not newcomer.ok:
         assert "SystemExit: 0" in newcomer.describe()
+
+
+def giving_up(group: ProcessGroup | None) -> Log:
+    """Train; the newcomer gives up once when it is connected, and the others may have gone over."""
+    connect, tries = growth._Meeting.connect, []
+
+    def failing(meeting: growth._Meeting, *args: Any) -> Any:
+        found = connect(meeting, *args)
+        tries.append(found)
+        if len(tries) == 1:
+            found[0].world.close(1.0)
+            raise PeerLost("nothing is lost", [0])
+        return found
+
+    if group is None:
+        growth._Meeting.connect = failing  # type: ignore[method-assign]
+    return training(group, 1, until=LONGER)
+
+
+def test_a_newcomer_that_gives_up_late_is_gone_without_and_comes_again() -> None:
+    with no_leaks(), processes(giving_up, 3, timeout=PATIENCE) as ranks:
+        ranks.store.wait(["asks"], PATIENCE)
+        ranks.newcomer(giving_up, None)
+        *others, newcomer = ranks.join()
+    logs = logs_of([*others, newcomer] if newcomer.ok else others)
+    assert_as_undisturbed(logs, until=LONGER)
+    assert logs[0].events[0].joined == (3,)
+    assert logs[0].events[1].lost == (3,)
 
 
 def with_a_spare(group: ProcessGroup | None) -> Log:

@@ -45,24 +45,30 @@ class Door:
     """The ranks' side: one of a session.
 
     Args:
-        group: of the ranks.
+        place: where the ranks have met.
         fits: whether the session can go on with so many ranks.
     """
 
-    def __init__(self, group: ProcessGroup, place: Place, fits: Callable[[int], bool]) -> None:
+    def __init__(self, place: Place, fits: Callable[[int], bool]) -> None:
         self._fits = fits
         self._place = place
         self._lobby = Lobby(place)
-        if group.rank == 0:
-            self._lobby.open()
 
     @classmethod
-    def of(cls, group: ProcessGroup, fits: Callable[[int], bool]) -> Door | None:
-        """The door of a group; None: nobody can find the place where its ranks have met."""
+    def of(cls, group: ProcessGroup, fits: Callable[[int], bool], *, begins: bool) -> Door | None:
+        """The door of a group; None: nobody can find the place where its ranks have met.
+
+        Args:
+            begins: whether the session begins with this group.
+        """
         place = group.world.membership.place
         if place is None or not group._is_first or not _can_be_told(group):
             return None
-        return cls(group, place, fits)
+        door = cls(place, fits)
+        if begins and group.rank == 0:
+            door._lobby.open()
+        door.follow(group)
+        return door
 
     def follow(self, group: ProcessGroup) -> None:
         """``group`` is that of the session from now on."""
@@ -122,7 +128,7 @@ class Door:
             return grown
         finally:
             if grown is not None and not taken:
-                _drop(grown, "not every rank of the session got through")
+                grown.world.close(_SHORT)
             failure_report.rebuilt()  # whatever became of the meeting, this rank has not failed
 
     def close(self, *, over: bool) -> None:
@@ -191,7 +197,7 @@ class Newcomer:
         except (StoreError, WireError):
             verdict = _REFUSED
         if verdict != _TAKEN:
-            _drop(group, "the session went on without this process")
+            group.world.close(_SHORT)
             return None
         release.then = lambda _: place.close()
         return group
@@ -248,7 +254,8 @@ class _Meeting:
             group._goes_on_from(self.epoch)
             group.barrier(timeout=max(deadline.remaining(), _SHORT)).wait()
         except BaseException:
-            _drop(group, "its ranks could not meet")
+            # No abort: others may have got through, and would lose their session.
+            group.world.close(_SHORT)
             raise
         return group, release
 
@@ -267,12 +274,6 @@ class _Release:
         finally:
             if self.then is not None:
                 self.then(deadline.remaining())
-
-
-def _drop(group: ProcessGroup, reason: str) -> None:
-    with contextlib.suppress(ShoalError):
-        group.abort(reason)
-    group.world.close(_SHORT)
 
 
 def _can_be_told(group: ProcessGroup) -> bool:

@@ -203,10 +203,12 @@ class Lobby:
                     store.compare_set(go, b"", _AGAIN)  # it died on the way, or stands still
                 else:
                     if not store.check([go]):
-                        candidate = decode(raw, _Candidate)
-                        with self._lock:
-                            self._waiting[number] = candidate
+                        self._add(number, raw)
                 number += 1
+
+    def _add(self, number: int, raw: bytes) -> None:
+        with contextlib.suppress(StoreError), self._lock:  # what is no candidate is passed over
+            self._waiting[number] = decode(raw, _Candidate)
 
 
 def keys_of(place: Place) -> Store:

@@ -250,7 +250,7 @@ class Session:
                 f"rank {before.rank} of group {before.name!r} had not prepared step {progress.committed} "
                 "when another rank committed it"
             )
-        self._tell(counts, before, began, rebuilt)
+        self._tell(counts, before, self.group, began, rebuilt)
         return counts
 
     # -- the block -----------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Session:
                 self._group.close()
             raise
         if self._newcomer is None:
-            self._open_door()
+            self._door = Door.of(self.group, self._fits, begins=True)
         if self._sharded.optimizer is not None:
             self._following.append(self._sharded.optimizer)
             self._is_new = True
@@ -347,7 +347,7 @@ class Session:
             if old is not None:
                 old.close()
         if self._newcomer is not None:
-            self._open_door()
+            self._door = Door.of(self.group, self._fits, begins=False)
         self._older = self._newcomer = None
 
     def _share_state(self) -> None:
@@ -389,7 +389,8 @@ class Session:
             with contextlib.suppress(GroupError):  # it is their matter
                 before.rebuild(min_size=least, leave=True, note=progress.encode())
         else:
-            self._tell(self.state.steps, before, began, self._rebuild(progress, 1 if ends else least))
+            rebuilt = self._rebuild(progress, 1 if ends else least)
+            self._tell(self.state.steps, before, self.group, began, rebuilt)
 
     def _grow(self) -> None:
         """Take in those that wait, unless they have gone."""
@@ -408,13 +409,9 @@ class Session:
         before._become(grown)
         self._older = before
         self._take(grown)
-        self.settle()
-        self._tell(self.state.steps, before, began, None)
-
-    def _open_door(self) -> None:
-        self._door = Door.of(self.group, self._fits)
-        if self._door is not None:
-            self._door.follow(self.group)
+        place = len(self.events)
+        self.settle()  # in which ranks may be lost again
+        self._tell(self.state.steps, before, grown, began, None, place)
 
     def _fits(self, size: int) -> bool:
         try:
@@ -450,16 +447,24 @@ class Session:
         self.left |= any(Progress.decode(note).ends for note in group.rebuilt.notes.values())
         return group.rebuilt
 
-    def _tell(self, step: int, before: ProcessGroup, began: float, rebuilt: Rebuilt | None) -> None:
-        """Remember that ``before`` was rebuilt, or has grown."""
-        group = self.group
+    def _tell(
+        self,
+        step: int,
+        before: ProcessGroup,
+        group: ProcessGroup,
+        began: float,
+        rebuilt: Rebuilt | None,
+        place: int | None = None,
+    ) -> None:
+        """Remember that ``group`` came of ``before``: was rebuilt, or has grown; ``place``: in events."""
         again = self._step is not None and self._step.entered and step == self._step.number
         lost, left = (rebuilt.lost, rebuilt.left) if rebuilt else ((), ())
         joined = () if rebuilt else tuple(range(before.size, group.size))
         seconds = time.monotonic() - began
-        self.events.append(
-            Resize(step, again, group.epoch, group.rank, group.size, before.size, lost, left, joined, seconds)
+        event = Resize(
+            step, again, group.epoch, group.rank, group.size, before.size, lost, left, joined, seconds
         )
+        self.events.insert(len(self.events) if place is None else place, event)
 
     def _is_of_a_loss(self, error: BaseException) -> bool:
         return isinstance(error, _OF_LOSSES) and self.group.state == "broken"
