@@ -41,7 +41,7 @@ test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
-	for run in $$(seq $(if $(filter short,$(STRESS)),3,20)); do \
+	for run in $$(seq $(if $(filter short,$(STRESS)),2,20)); do \
 	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
 	done
 	$(BIN)/python -m pytest -m stress $(ARGS)
