@@ -22,10 +22,9 @@ DEADLINE = 60.0
 
 USER_SETTINGS = {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TERM", "OMP_NUM_THREADS"}
 
-#: what every script can use: its rank, its pid in a file, and waiting for files of others
-PRELUDE = """
+#: files by which scripts talk to the test and to each other
+FILES = """
 import os, signal, sys, time
-rank = int(os.environ["SHOAL_RANK"])
 def tell(name, text=""):
     with open(name + ".new", "w") as file:
         file.write(str(text))
@@ -33,11 +32,19 @@ def tell(name, text=""):
 def await_file(name):
     while not os.path.exists(name):
         time.sleep(0.005)
+"""
+
+#: what every script can use: its rank, its pid in a file, and waiting for files of others
+PRELUDE = (
+    FILES
+    + """
+rank = int(os.environ["SHOAL_RANK"])
 def await_signal():
     # Python looks for signals and then sleeps: one that comes in between waits for the end of the sleep.
     while True:
         time.sleep(0.05)
 """
+)
 
 
 def alive(pid: int) -> bool:

@@ -19,25 +19,20 @@ from shoal.launch.respawn import Respawn
 from tests.support.quick_launcher import QuickLauncher
 from tests.support.waiting import until
 
-from .conftest import Workshop, alive
+from .conftest import FILES, Workshop, alive
 
 #: what a script of these tests can use beside what all can: the name of its process, and joining the others
-PRELUDE = """
-import os, signal, sys, time
+PRELUDE = (
+    FILES
+    + """
 slot = os.environ["SHOAL_LOCAL_RANK"]
 joins = "SHOAL_JOIN" in os.environ
 assert joins == ("SHOAL_RANK" not in os.environ)
-def tell(name, text=""):
-    with open(name + ".new", "w") as file:
-        file.write(str(text))
-    os.rename(name + ".new", name)
-def await_file(name):
-    while not os.path.exists(name):
-        time.sleep(0.005)
 def join():
     from shoal import failure_report
     failure_report.taken_in()
 """
+)
 
 #: the launcher, with other constants in its module of restarts
 LAUNCHER = """

@@ -17,6 +17,7 @@ import torch
 from ..errors import StateDiverged
 from ..future import Future
 from ..group import ProcessGroup
+from ..parallel.digest import plain_memory
 from .state import State
 
 #: bytes of a piece
@@ -96,7 +97,7 @@ def _filled(skeleton: Any, mine: Any) -> Any:
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The bytes of all tensors, in pieces; views where that is possible."""
     for tensor in tensors:
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        plain = plain_memory(tensor)
         if plain.numel():
             raw = plain.view(-1).view(torch.uint8)
             yield from (raw[start : start + PIECE] for start in range(0, raw.numel(), PIECE))
