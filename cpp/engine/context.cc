@@ -27,10 +27,11 @@ std::int64_t look_out_idle(int ranks) { return std::max(look_out(ranks), 250 * k
 
 Context::Context(Options options)
     : options_(options),
+      arena_(std::make_shared<Arena>(options.capacity, options.limit)),
+      quarantine_(arena_),
       look_out_(shoal::look_out(options.local_size)),
       look_out_idle_(shoal::look_out_idle(options.local_size)),
       peers_(*this, options.rank, options.size, options.heartbeat, look_out_idle_) {
-  arena_ = std::make_shared<Arena>(options.capacity, options.limit);
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
   // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
@@ -123,6 +124,7 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
     const Peers::State state = peers_.state(peer);
     if (state == Peers::kAlive) continue;
     messenger_.left(group->ident(), peer);
+    if (state != Peers::kLost) quarantine_.left(group->ident(), peer);
     if (state == Peers::kLost)
       group->on_peers_lost(
           {{peer, "it was lost before the group was made", ErrorCode::kPeerLost, peers_.dead(peer)}});
@@ -205,6 +207,12 @@ void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
   peers_.sever(link.peer());  // it hears at once, though nobody reads what it goes on sending
 }
 
+// A peer has closed a group.
+void Context::left(std::uint64_t group, int peer) {
+  messenger_.left(group, peer);
+  quarantine_.left(group, peer);
+}
+
 void Context::departed(int rank, Departure why) {
   if (!peers_.mark_departed(rank, why)) return;
   for (auto& group : groups())
@@ -269,7 +277,7 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
   auto group = find(header.group);
   if (!group) {
     if (!messenger_.known(header.group)) return keep_early(link.peer(), header, std::move(text));
-    if (header.type == FrameType::kGroupClosed) messenger_.left(header.group, link.peer());
+    if (header.type == FrameType::kGroupClosed) left(header.group, link.peer());
     return;
   }
   lock.unlock();
@@ -332,7 +340,7 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
       group.on_peer_closing(source, header.channel, header.code == kHasRead);
       break;
     case FrameType::kGroupClosed:
-      messenger_.left(group.ident(), peer);
+      left(group.ident(), peer);
       group.on_peer_closed(source, header.channel, static_cast<Departure>(header.code));
       drop_groups();
       break;

@@ -17,6 +17,7 @@
 #include "engine/group.h"
 #include "engine/messenger.h"
 #include "engine/peers.h"
+#include "engine/quarantine.h"
 #include "memory/arena.h"
 
 namespace shoal {
@@ -84,6 +85,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   Doorbell& bell() const { return header_->doorbell; }
   Messenger& messenger() { return messenger_; }
   Peers& peers() { return peers_; }
+  Quarantine& quarantine() { return quarantine_; }
   Tickets& tickets() { return tickets_; }  // of announced operations that are done; closed with the context
   Link* link(int peer) const { return peers_.link(peer); }
   const Mapping& memory(int rank) const {
@@ -121,6 +123,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void check(std::int64_t now, std::int64_t& next);
   void lost(Loss loss);
   void tell_groups(const std::vector<Loss>& losses);
+  void left(std::uint64_t group, int peer);
   void departed(int peer, Departure why);
   std::vector<std::shared_ptr<Group>> groups();
   std::shared_ptr<Group> find(std::uint64_t ident);  // under groups_mutex_
@@ -130,6 +133,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   Options options_;
   std::shared_ptr<Arena> arena_;
+  Quarantine quarantine_;
   ArenaHeader* header_;
   int spins_;              // looks at what a wait is for, before giving the core away
   std::int64_t patience_;  // how long (ns) to give it away before sleeping

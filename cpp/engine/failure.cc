@@ -24,7 +24,7 @@ void Group::fail(Error error, bool announce) {
     if (broken()) return;
     error_ = std::move(error);
     for (auto& entry : blocks_)
-      if (auto block = entry.lock()) block->quarantine();
+      if (auto block = entry.lock(); block && team_) context_->quarantine().hold(ident(), block->data());
     if (team_) team_->quarantine();
     broken_.store(true, std::memory_order_release);
   }

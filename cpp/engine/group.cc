@@ -30,6 +30,10 @@ Group::Group(std::shared_ptr<Context> context, Options options)
   const auto& mine = hosts_[static_cast<std::size_t>(host_)];
   if (mine.size() > 1 && !pairwise()) {
     int self = static_cast<int>(std::find(mine.begin(), mine.end(), rank()) - mine.begin());
+    std::vector<int> others;
+    for (int member : mine)
+      if (member != rank()) others.push_back(global(member));
+    context_->quarantine().open(ident(), std::move(others));
     team_ = std::make_unique<Team>(*context_, ident(), mine, options_.ranks, self, options_.lanes);
   }
 }
@@ -81,7 +85,6 @@ std::shared_ptr<Block> Group::allocate(std::size_t bytes) {
   auto block = std::make_shared<Block>(context_->arena(), bytes);
   std::lock_guard lock(state_mutex_);
   std::erase_if(blocks_, [](const auto& entry) { return entry.expired(); });
-  if (broken()) block->quarantine();
   blocks_.push_back(block);
   return block;
 }

@@ -133,12 +133,12 @@ void Operation::fail(Error error) {
       (of_this ? error.text.substr(subject.size()) : " failed: " + error.text);
   error_ = std::move(error);
   // A member that resumes late may still write its slice here, whichever group's memory it is.
-  Arena& arena = *group_->context().arena();
+  const Arena& arena = *group_->context().arena();
   for (const auto* spans : {&request_.in, &request_.out})
     for (const Span& span : *spans)
       if (request_.numbered() && group_->team() != nullptr && span.bytes > 0 &&
           arena.contains(span.data, span.bytes))
-        arena.abandon(span.data);
+        group_->context().quarantine().hold(group_->ident(), span.data);
   complete();
 }
 

@@ -185,6 +185,7 @@ Peers::News Peers::wait_for_news(int milliseconds) {
     char byte;
     if (!process && read(fd, &byte, 1) == 1) continue;
     epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+    if (process) news.ended.push_back(rank);
     news.losses.push_back(process ? process_ended(rank) : Loss{rank, "its connection closed"});
   }
   return news;

@@ -63,6 +63,7 @@ class Peers {
     bool woken = false;     // by wake()
     bool held = false;      // this process was stopped meanwhile
     std::vector<Loss> losses;
+    std::vector<int> ended;  // local peers whose processes have ended, and whose memory is unmapped
   };
   News wait_for_news(int milliseconds);
   void wake();

@@ -116,7 +116,7 @@ std::byte* Team::staging(TeamLane& lane) {
   if (!lane.staging) {
     auto block = std::make_unique<Block>(context_.arena(), kStaging);
     std::lock_guard lock(staging_mutex_);
-    if (quarantined_) block->quarantine();
+    if (quarantined_) context_.quarantine().hold(group_, block->data());
     lane.staging = std::move(block);
     lane.seats[static_cast<std::size_t>(self_)].counters->staging.store(lane.staging->offset(),
                                                                         std::memory_order_release);
@@ -130,11 +130,11 @@ void Team::ring_all(const TeamLane& lane) const {
 }
 
 void Team::quarantine() {
-  block_->quarantine();
+  context_.quarantine().hold(group_, block_->data());
   std::lock_guard lock(staging_mutex_);
   quarantined_ = true;
   for (TeamLane& lane : lanes_)
-    if (lane.staging) lane.staging->quarantine();
+    if (lane.staging) context_.quarantine().hold(group_, lane.staging->data());
 }
 
 }  // namespace shoal

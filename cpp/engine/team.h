@@ -91,7 +91,7 @@ class Team {
   // The staging buffer of this member's lane, made at first use.
   std::byte* staging(TeamLane& lane);
   void ring_all(const TeamLane& lane) const;
-  // Stray writers and readers may still be about: never reuse this memory.
+  // Stray writers and readers may still be about: this memory is reused when they are gone.
   void quarantine();
 
  private:

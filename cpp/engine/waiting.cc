@@ -144,6 +144,7 @@ void Context::watch_loop() {
     // If others gave this rank up, one of them has said so, and all have cut their connections.
     if (!news.losses.empty()) peers_.read_rings();
     for (Loss& loss : news.losses) lost(std::move(loss));
+    for (int peer : news.ended) quarantine_.ended(peer);
     held |= news.held;
     at_once |= news.woken || news.held;
     if (!peers_.remote()) continue;

@@ -114,7 +114,7 @@ std::uint64_t Arena::take(std::size_t bytes, bool commit, bool& whole) {
     std::size_t rest = it->second - size;
     free_.erase(it);
     if (rest > 0) free_[offset + size] = rest;
-    taken_[offset] = {size, commit};
+    taken_[offset] = {.bytes = size, .committed = commit};
     if (commit) in_use_ += size;
     whole = cool(offset, size);
     return offset;
@@ -130,12 +130,39 @@ void Arena::put_back(std::uint64_t offset, bool populated) {
   if (fd_ < 0) return;  // in a forked child, where the lock may never be released
   std::lock_guard lock(mutex_);
   auto found = taken_.find(offset);
-  if (found == taken_.end() || abandoned_.contains(offset)) return;
-  const auto [size, committed] = found->second;
-  taken_.erase(found);
-  if (committed) in_use_ -= size;
-  give_back(offset, size);
-  warm_[offset] = {size, now_ns(), committed && populated};
+  if (found == taken_.end()) return;
+  if (found->second.holds > 0)
+    found->second.released = true;
+  else
+    return_range(found, populated);
+}
+
+std::optional<std::uint64_t> Arena::hold(const void* address) {
+  std::lock_guard lock(mutex_);
+  const std::uint64_t offset = offset_of(address);
+  auto after = taken_.upper_bound(offset);
+  if (after == taken_.begin()) return std::nullopt;
+  auto& [first, range] = *std::prev(after);
+  if (offset >= first + range.bytes || range.released) return std::nullopt;
+  ++range.holds;
+  return first;
+}
+
+void Arena::let_go(std::uint64_t offset) {
+  if (fd_ < 0) return;
+  std::lock_guard lock(mutex_);
+  auto found = taken_.find(offset);
+  if (found == taken_.end() || found->second.holds == 0) return;
+  if (--found->second.holds == 0 && found->second.released) return_range(found, true);
+}
+
+// Under the lock.
+void Arena::return_range(std::map<std::uint64_t, Taken>::iterator range, bool populated) {
+  const auto [offset, taken] = *range;
+  taken_.erase(range);
+  if (taken.committed) in_use_ -= taken.bytes;
+  give_back(offset, taken.bytes);
+  warm_[offset] = {taken.bytes, now_ns(), taken.committed && populated};
 }
 
 // Under the lock: a range is free again.
@@ -195,12 +222,6 @@ bool Arena::trim(std::int64_t until) {
   std::lock_guard lock(mutex_);
   give_back(offset, bytes);
   return true;
-}
-
-void Arena::abandon(const void* address) {
-  std::lock_guard lock(mutex_);
-  auto after = taken_.upper_bound(offset_of(address));
-  if (after != taken_.begin()) abandoned_.insert(std::prev(after)->first);
 }
 
 void Arena::disown() {

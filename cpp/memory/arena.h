@@ -13,7 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <stdexcept>
 
 namespace shoal {
@@ -77,8 +77,10 @@ class Arena {
   // Gives pages back to the system that have been free since `until` (ns) or longer, some at a time; true if
   // it found any.
   bool trim(std::int64_t until);
-  // Peers may go on writing to the range around this address for ever: it is not handed out again.
-  void abandon(const void* address);
+  // Keeps the range around this address from being handed out again, though it is released, until let_go()
+  // was called as often as this.  Returns its offset; nothing if there is none.
+  std::optional<std::uint64_t> hold(const void* address);
+  void let_go(std::uint64_t offset);
 
   bool contains(const void* address, std::size_t bytes) const {
     auto p = static_cast<const std::byte*>(address);
@@ -94,6 +96,8 @@ class Arena {
   struct Taken {
     std::size_t bytes = 0;
     bool committed = false;
+    int holds = 0;
+    bool released = false;  // while it is held
   };
   struct Warm {
     std::size_t bytes = 0;
@@ -102,6 +106,7 @@ class Arena {
   };
   std::uint64_t take(std::size_t bytes, bool commit, bool& whole);
   void put_back(std::uint64_t offset, bool populated);
+  void return_range(std::map<std::uint64_t, Taken>::iterator range, bool populated);
   void give_back(std::uint64_t offset, std::size_t bytes);
   bool cool(std::uint64_t offset, std::size_t bytes);
 
@@ -113,7 +118,6 @@ class Arena {
   std::map<std::uint64_t, std::size_t> free_;  // offset -> bytes, coalesced
   std::map<std::uint64_t, Taken> taken_;       // by offset
   std::map<std::uint64_t, Warm> warm_;         // parts of free_ that still have pages
-  std::set<std::uint64_t> abandoned_;          // offsets of taken ranges that never return
   std::size_t in_use_ = 0;
 };
 
@@ -122,20 +126,15 @@ class Block {
  public:
   Block(std::shared_ptr<Arena> arena, std::size_t bytes)
       : arena_(std::move(arena)), offset_(arena_->allocate(bytes)) {}
-  ~Block() {
-    if (!leaked_) arena_->release(offset_);
-  }
+  ~Block() { arena_->release(offset_); }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   std::byte* data() const { return arena_->mapping().base() + offset_; }
   std::uint64_t offset() const { return offset_; }
-  // A peer may still write here: never reuse the range (the arena as a whole is freed with the process).
-  void quarantine() { leaked_ = true; }
 
  private:
   std::shared_ptr<Arena> arena_;
   std::uint64_t offset_;
-  bool leaked_ = false;
 };
 
 }  // namespace shoal

@@ -25,6 +25,9 @@ void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 // A group of pairs: messages that either side takes back, and a rank that is lost.
 void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
+// A frame that comes while one thread stops to read a link, and another one is turned away.
+void late_frames();
+
 // Hostile peers: at least so many frames, most of them wrong somewhere, over sockets and rings, to a rank
 // with groups and operations in flight; and words of shared memory overwritten under collectives.  Returns
 // how many frames were sent.

@@ -164,6 +164,7 @@ int main(int count, char** arguments) {
       for (std::uint64_t found : caught) check(found > 0, "a wrong rule is not caught");
     return 0;
   }
+  late_frames();
   do {
     watchdog.begin_round(seed);
     (seed % 2 ? live : seed % 4 ? pairs : race)(seed, watchdog, tally);

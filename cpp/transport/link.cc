@@ -308,9 +308,25 @@ bool Link::receive() {
 }
 
 void Link::receive_all() {
-  std::lock_guard lock(receive_mutex_);
-  while (!broken() && receive_some()) {
+  {
+    std::lock_guard lock(receive_mutex_);
+    while (!broken() && receive_some()) {
+    }
   }
+  receive_missed();
+}
+
+void Link::await_reader() {
+  {
+    std::lock_guard lock(receive_mutex_);
+  }
+  receive_missed();
+}
+
+// Whoever has held the mutex of readers looks for those that came meanwhile: they have gone to sleep.
+void Link::receive_missed() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (missed_.load(std::memory_order_relaxed)) receive();
 }
 
 bool Link::failed(std::ptrdiff_t moved) {

@@ -130,7 +130,7 @@ class Link {
   // Reads until nothing is there, after any other thread that is reading.
   void receive_all();
   // Waits until a thread that is reading has done so.
-  void await_reader() { std::lock_guard lock(receive_mutex_); }
+  void await_reader();
   // From now on nothing is written to the receive's buffer.  `forget`: it is not told of the frame either
   // that is just arriving for it.
   void detach(const Incoming* incoming, bool forget);
@@ -193,6 +193,7 @@ class Link {
   bool flush_locked();
   bool flush_queues();
   bool receive_some();
+  void receive_missed();
   bool failed(std::ptrdiff_t moved);
   bool accept_header();
   void accept_payload();
