@@ -152,8 +152,16 @@ LOCAL_SIZE: Variable[int | None] = Variable(
 )  # fmt: skip
 STORE: Variable[str | None] = Variable(
     "SHOAL_STORE", "a URL such as tcp://127.0.0.1:29400", str, None,
-    "Where the processes meet: `tcp://host:port`, `file:///path`, or a registered scheme. "
-    "Not set: a group of one.",
+    "Where the processes meet: `tcp://host:port`, `file:///path`, `etcd://host:port`, or a registered "
+    "scheme. Not set: a group of one.",
+)  # fmt: skip
+STORE_USER: Variable[str | None] = Variable(
+    "SHOAL_STORE_USER", "any text", str, None,
+    "User of a store on a server that asks for one, such as `etcd://`, where its URL names none.",
+)  # fmt: skip
+STORE_PASSWORD: Variable[str | None] = Variable(
+    "SHOAL_STORE_PASSWORD", "any text", str, None,
+    "Password of that user, where the store's URL holds none: other users of a host see command lines.",
 )  # fmt: skip
 JOB: Variable[str] = Variable(
     "SHOAL_JOB", JOB_NAME, job_name, "default",
@@ -166,7 +174,12 @@ EPOCH: Variable[int] = Variable(
 JOIN: Variable[bool] = Variable(
     "SHOAL_JOIN", "0 or 1", _flag, False,
     "1: this process has no rank, and joins the ranks of a running session of `shoal.elastic`; `shoal run "
-    "--respawn` sets it.",
+    "--respawn` and `--spares` set it.",
+)  # fmt: skip
+SESSION_SIZE: Variable[int | None] = Variable(
+    "SHOAL_SESSION_SIZE", _COUNT, _at_least(1), None,
+    "How many ranks a session of `shoal.elastic` takes, but for one with `max=`: who comes then waits as a "
+    "spare. `shoal run --spares` sets it, and `shoal scale` changes it. Not set: as many as come.",
 )  # fmt: skip
 SECRET: Variable[str | None] = Variable(
     "SHOAL_SECRET", "any text", str, None,

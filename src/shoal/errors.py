@@ -51,7 +51,7 @@ class WireTimeout(WireError, TimeoutError):
 
 
 class AuthenticationError(WireError):
-    """The other side does not hold the job's secret.
+    """The other side does not hold the job's secret, or does not take a user, password or certificate.
 
     Give every process of the job the same ``SHOAL_SECRET`` (or the same file in
     ``SHOAL_SECRET_FILE``); ``shoal run`` does so by itself.
@@ -66,15 +66,20 @@ class VersionMismatch(WireError):
 
 
 class StoreError(ShoalError):
-    """A store could not do what was asked: the server went away, or a value is too large."""
+    """A store could not do what was asked, and has not done it: a value is too large, or the data is gone.
+
+    A connection that is lost is no error by itself: the store connects again until the deadline.  The data is
+    gone when the server has ended, also if another one was started in its place.
+    """
 
 
 class StoreTimeout(StoreError, TimeoutError):
     """A key did not appear in time.  The message names the keys that were missing.
 
     Either the process that should have set them is late or dead, or it works in another namespace
-    (another job id or epoch).  A store of one's own (a ``Backing``) raises it too for a key that could not be
-    changed in time; the message then says how often that was tried.
+    (another job id or epoch).  The store's server may also have been silent; if a change was asked for, the
+    message says whether it was never sent, or may still be made.  A store of one's own (a ``Backing``) raises
+    it too for a key that could not be changed in time; the message then says how often that was tried.
     """
 
 

@@ -34,6 +34,7 @@ from shoal.rendezvous import (
     job_record,
     register_rendezvous,
     rendezvous,
+    schemes,
     unregister_rendezvous,
     user_secret,
 )
@@ -42,7 +43,7 @@ from shoal.testing import no_leaks
 from tests.support.dictionary_store import Dictionary, dictionary_store
 from tests.support.ports import free_port
 
-from .together import all_well, meet_at, release_all, together
+from .together import all_well, meet_at, release_all, request, together
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_a_scheme_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
             register_rendezvous("memory", handler)
     finally:
         unregister_rendezvous("memory")
-    with pytest.raises(UsageError, match="registered for memory://; known are env://, file://, tcp://"):
+    with pytest.raises(UsageError, match="registered for memory://; known are env://, etcd://, etcds"):
         rendezvous("memory://here")
 
 
@@ -314,7 +315,8 @@ def test_a_handler_goes_before_a_store_of_the_same_scheme(dictionary: list[bytes
 
 
 def test_an_unknown_scheme_is_told_which_handlers_and_stores_there_are(dictionary: list[bytes]) -> None:
-    with pytest.raises(UsageError, match="for carrier://; known are dictionary://, env://, file://, tcp://"):
+    known = "dictionary://, env://, etcd://, etcds://, file://, tcp://"
+    with pytest.raises(UsageError, match=f"for carrier://; known are {known}"):
         rendezvous("carrier://roof")
 
 
@@ -394,3 +396,13 @@ def test_a_server_that_is_no_store_is_named_soon(monkeypatch: pytest.MonkeyPatch
             meet_at(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, 2)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+def test_the_ranks_of_a_large_job_do_not_connect_all_at_one_moment() -> None:
+    def pause(rank: int | None, size: int, timeout: float = 300.0) -> float:
+        return schemes._before_first_try(request("tcp://host:1", rank, size, timeout=timeout))
+
+    assert [pause(rank, 64) for rank in (0, 63, None)] == [0.0] * 3
+    assert [pause(rank, 10_000) for rank in (0, 5_000, 9_999)] == pytest.approx([0.0, 2.0, 4.0], abs=0.01)
+    assert 0.0 <= pause(None, 10_000) <= 4.0
+    assert pause(99_999, 100_000, timeout=4.0) <= 1.0

@@ -190,13 +190,17 @@ def test_ranks_of_one_machine_use_their_users_whatever_the_place() -> None:
 
 
 def test_ranks_of_several_machines_are_refused_without_one() -> None:
-    with MemoryStore() as store:
+    def come(store: MemoryStore) -> None:
         elsewhere = record.Descriptor("h", "another/machine", "pid:[1]/1/1.5", True, "t")
         store.set("job/0/0/rank/0", msgspec.json.encode(elsewhere))
+        store.add("job/0/0/came", 1)
+
+    with MemoryStore() as store:
+        come(store)
         with pytest.raises(ConfigurationError, match=r"several hosts .* no secret: .*openssl rand"):
             _meet_in(store, 1)
     with MemoryStore() as store:
-        store.set("job/0/0/rank/0", msgspec.json.encode(elsewhere))
+        come(store)
         member = _meet_in(store, 1, b"given")
         assert member.secret == b"given"
         member.release(1.0)

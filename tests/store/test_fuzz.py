@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import WireError
 from shoal.store import TCPStore, TCPStoreServer
-from shoal.store.protocol import PURPOSE
-from shoal.store.requests import Add, CompareSet, Get, MultiSet, Set, Wait, encode
+from shoal.store.protocol import PURPOSE, encode_request
+from shoal.store.requests import Add, CompareSet, Get, MultiSet, Set, Wait
 from shoal.wire import Connection, Deadline, connect, frame_header
 from shoal.wire.handshake import Handshake
 
@@ -21,12 +21,12 @@ SECRET = b"secret"
 EXAMPLES, PIECES = 70, 50
 
 _valid = [
-    encode(Set("key", b"value")),
-    encode(Get(["key", "other"], 0.0)),
-    encode(Wait(["never"], 0.0)),
-    encode(Add("counter", 7)),
-    encode(CompareSet("key", b"", b"value")),
-    encode(MultiSet([("a", b"1"), ("b", b"2")])),
+    encode_request(Set("key", b"value")),
+    encode_request(Get(["key", "other"], 0.0)),
+    encode_request(Wait(["never"], 0.0)),
+    encode_request(Add("counter", 7)),
+    encode_request(CompareSet("key", b"", b"value")),
+    encode_request(MultiSet([("a", b"1"), ("b", b"2")])),
 ]
 _greeting = Handshake(connecting=True, secret=b"wrong", purpose=PURPOSE).greeting
 
@@ -42,7 +42,7 @@ fuzz = settings(
 )
 
 
-def _changed(message: bytes, changes: list[tuple[int, int]]) -> bytes:
+def _changed(message: bytes | bytearray, changes: list[tuple[int, int]]) -> bytes:
     changed = bytearray(message)
     for place, value in changes:
         changed[place % len(changed)] = value

@@ -25,10 +25,10 @@ from shoal.errors import (
     UsageError,
     WireError,
 )
-from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
-from shoal.store.protocol import MAX_MESSAGE, PURPOSE
+from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve, tcp_server
+from shoal.store.protocol import MAX_MESSAGE, PURPOSE, Status, decode_reply, decode_welcome, encode_reply
 from shoal.store.requests import Get, Wait, encode
-from shoal.wire import Connection, Deadline, connect, frame_header, listen
+from shoal.wire import Connection, Deadline, Server, connect, frame_header, listen
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
@@ -49,7 +49,11 @@ def _client(server: TCPStoreServer, timeout: float = 30) -> TCPStore:
 
 
 def _connection(server: TCPStoreServer) -> Connection:
-    return connect("127.0.0.1", server.port, secret=SECRET, purpose=PURPOSE, timeout=30, limit=MAX_MESSAGE)
+    connection = connect(
+        "127.0.0.1", server.port, secret=SECRET, purpose=PURPOSE, timeout=30, limit=MAX_MESSAGE
+    )
+    decode_welcome(connection.recv(30))
+    return connection
 
 
 class TestTCPStore(StoreConformance):
@@ -136,6 +140,18 @@ def test_something_else_on_the_port_is_an_error_at_once() -> None:
         with pytest.raises(WireError, match="does not speak"):
             TCPStore("127.0.0.1", listener.getsockname()[1], SECRET, timeout=60)
         answering.result(30)
+
+
+def test_a_first_connection_that_is_dropped_is_tried_again() -> None:
+    """A server drops the strangers that came first where too many come at once."""
+    with listen("127.0.0.1") as listener, in_background() as call:
+        port = listener.getsockname()[1]
+        opening = call(TCPStore, "127.0.0.1", port, SECRET, timeout=60)
+        for _ in range(2):
+            listener.accept()[0].close()
+        listener.close()
+        with TCPStoreServer("127.0.0.1", port, SECRET), opening.result(30) as store:
+            assert store.num_keys() == 0
 
 
 def test_a_killed_server_is_noticed_by_all_that_wait_and_named() -> None:
@@ -266,7 +282,7 @@ def test_an_error_inside_the_server_costs_one_client(
 
     with _client(server) as store, _client(server) as other, caplog.at_level(logging.CRITICAL + 1):
         monkeypatch.setattr(Wait, "apply", broken)
-        with pytest.raises(StoreError, match="lost the store"):
+        with pytest.raises(StoreError, match="the store failed at the request: ZeroDivisionError"):
             store.wait([])
         assert other.num_keys() == 0
 
@@ -290,8 +306,76 @@ def test_fifteen_hundred_clients_wait_at_once(server: TCPStoreServer) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_who_brings_a_key_is_answered_before_those_who_wait_and_they_in_turn_with_others(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+    send, send_some = tcp_server._Client.send, Server._send_some
+
+    def noted(session: tcp_server._Client, message: bytes) -> None:
+        sent.append(session)
+        send(session, message)
+
+    def next_turn(server: TCPStoreServer) -> None:
+        sent.append("turn")
+        send_some(server)
+
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(_connection(server)) for _ in range(5)]
+        for connection in waiting:
+            connection.send(encode(Get(["start"], 60.0)), 10)
+        until(lambda: len(server._waiting) == 5)
+        waiters = set(server._sessions)
+        writer = stack.enter_context(_client(server))
+        monkeypatch.setattr("shoal.wire.server._ANSWERS_AT_ONCE", 2)
+        monkeypatch.setattr(tcp_server._Client, "send", noted)
+        monkeypatch.setattr(Server, "_send_some", next_turn)
+        writer.set("start", b"now")
+        assert [connection.recv(60) for connection in waiting] == [b"\0\x91\xc4\x03now"] * 5
+    order = ["waiter" if each in waiters else each if each == "turn" else "writer" for each in sent]
+    assert order[order.index("writer") :][:8] == [
+        "writer",
+        "turn",
+        *["waiter"] * 2,
+        "turn",
+        *["waiter"] * 2,
+        "turn",
+    ]
+
+
+def test_the_same_answer_to_many_is_encoded_once(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    def counted(status: Status, body: object) -> bytearray:
+        encoded.append(body)
+        return encode_reply(status, body)
+
+    with contextlib.ExitStack() as stack:
+        asked = [
+            Get(["a"], 60.0),
+            Get(["a", "b"], 50.0),
+            Wait(["a"], 40.0),
+            Get(["a"], 30.0),
+            Wait(["a"], 20.0),
+        ]
+        connections = [stack.enter_context(_connection(server)) for _ in asked]
+        with _client(server) as store:
+            store.set("b", b"2")
+            for connection, request in zip(connections, asked, strict=True):
+                connection.send(encode(request), 10)
+            until(lambda: len(server._waiting) == len(asked))
+            monkeypatch.setattr(tcp_server, "encode_reply", counted)
+            store.set("a", b"1")
+            answers = zip(asked, connections, strict=True)
+            replies = [decode_reply(request, each.recv(60), 1.0) for request, each in answers]
+    assert replies == [[b"1"], [b"1", b"2"], None, [b"1"], None]
+    assert len(encoded) == 1 + 3  # that of the one who set it, and one each of the three requests
+
+
 def test_a_server_without_descriptors_serves_those_it_has_and_takes_others_later() -> None:
-    # The soft limit is raised when it is reached; at the hard one clients wait for others to leave.
+    # The soft limit is raised at the start; at the hard one clients wait for others to leave.
     limits = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 50))"
     with _server_process(limits) as (_, port), TCPStore("127.0.0.1", port, SECRET, timeout=30) as store:
         with contextlib.ExitStack() as stack:

@@ -7,14 +7,14 @@ URL names, ``place`` is that place once it is open, ``meeting`` is the protocol 
 and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tells it to users.
 """
 
-from ..store.opener import register_place
+from ..store.opener import OUTSIDE, register_place
 from .environment import Launch
 from .meet import attend, meet_at, meet_beside, rendezvous
 from .membership import Membership
 from .place import Place, open_place
 from .private import default_secret, private_directory, user_secret
-from .record import job_record, note_exit, root_of
-from .schemes import env, file, tcp
+from .record import job_record, note_exit, note_wanted, root_of
+from .schemes import env, file, outside, tcp
 from .venue import (
     Handler,
     Request,
@@ -28,6 +28,8 @@ from .venue import (
 register_rendezvous("env", env)
 register_rendezvous("tcp", tcp)
 register_rendezvous("file", file)
+for _scheme in OUTSIDE:
+    register_rendezvous(_scheme, outside)
 register_place("env", None)  # the launcher names a store; this is none
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "meet_at",
     "meet_beside",
     "note_exit",
+    "note_wanted",
     "open_place",
     "open_venue",
     "parse_url",

@@ -143,7 +143,7 @@ def meet_at(place: Place, look: Callable[[], None] = nothing) -> Membership:
         raise
     try:
         venue.met()
-        machines = {member.machine for member in meeting.members}
+        machines = meeting.machines
         alone = meeting.size == 1  # so with nobody to talk to
         secret = place.given_secret if alone else place.secret(machines, store=meeting.room_store)
         interface = place.interface(machines)
@@ -176,7 +176,7 @@ def meet_beside(
         RendezvousError, StoreError: as of :func:`rendezvous`.
     """
     venue = replace(
-        place.venue, store=PrefixStore(name, place.store.clone(timeout)), rank=rank, size=size,
+        place.venue, store=PrefixStore(name, place.store.clone(timeout, anew=True)), rank=rank, size=size,
         local_rank=None, local_size=None, alone=None, met=nothing, close=nothing,
     )  # fmt: skip
     request = replace(place.request, rank=rank, size=size, deadline=Deadline(timeout))
@@ -192,7 +192,6 @@ def meet_beside(
 
 def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -> Membership:
     venue = place.venue
-    together = [rank for rank, member in enumerate(meeting.members) if member.host == place.host]
     release = _release(meeting, place)
 
     def abandon(error: BaseException) -> None:
@@ -202,8 +201,8 @@ def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -
     return Membership(
         rank=meeting.rank,
         size=meeting.size,
-        local_rank=together.index(meeting.rank) if venue.local_rank is None else venue.local_rank,
-        local_size=len(together) if venue.local_size is None else venue.local_size,
+        local_rank=meeting.together.index(meeting.rank) if venue.local_rank is None else venue.local_rank,
+        local_size=len(meeting.together) if venue.local_size is None else venue.local_size,
         store=meeting.store,
         job=place.job,
         epoch=place.epoch,

@@ -10,13 +10,17 @@ that is formed has a numbered *room*, so that a job may follow another one at th
     <room>/arrivals   counter: the rank of those that come without one
     <room>/machine/   the processes of each machine, so that each can see who of its own is dead
     <room>/rank/<r>   descriptor of the member that is rank r, or why nobody will be it
+    <room>/came       counter of members that have a rank and wait
+    <room>/met        set when all have come, and with it a key for each host: see ``summary``
     <room>/left       counter of members that left the world
     <room>/store/     the group's own keys
 
-A rank looks up the room, compares the record, claims its rank with one ``compare_set``, and waits for
-all descriptors at once: the number of its store operations does not depend on the size of the job, but for
-a look now and then, while it waits, at whether a process of its machine died.  The last to leave opens the
-next room and deletes the old one's keys.
+A rank looks up the room, compares the record, claims its rank with one ``compare_set``, counts itself, and
+waits for the key of its host, which the last to come writes: neither the number of its store operations nor
+their bytes depend on the size of the job, but for a look now and then, while it waits, at whether a process
+of its machine died.  The count says only when it is worth looking at whether all are there.  Rank 0 looks
+too, now and then: a member on another machine may have died between its claim and its count.  The last to
+leave opens the next room and deletes the old one's keys.
 
 A member that dies before all ranks are connected, or cannot connect, has *failed* the meeting for all:
 whoever notices says so in the store and opens the next room, where those who start again meet.  A newcomer
@@ -49,8 +53,18 @@ from ..store import PrefixStore, Store
 from ..wire import Deadline, build_version
 from ..wording import in_seconds, ranks_named
 from .host import Here, now
-from .record import PROTOCOL, CalledOff, Descriptor, Record, decode, decode_member, rank_key, room_number
+from .record import (
+    PROTOCOL,
+    CalledOff,
+    Descriptor,
+    Record,
+    decode,
+    decode_number,
+    rank_key,
+    room_number,
+)
 from .room import Room, died, never_came
+from .summary import Met, Present, call_off, decode_met, host_key, tell_if_all_came
 from .venue import nothing
 
 #: seconds between two looks at members that are leaving
@@ -58,7 +72,7 @@ _LEAVING_CHECK = 0.5
 #: seconds between two looks at those that wait too: the first one, and the longest
 _FIRST_LOOK, _LOOK = 0.03, 0.25
 #: the same for each rank of the job, so that thousands do not keep the store busy
-_LOOK_PER_RANK = 0.0005
+_LOOK_PER_RANK = 0.002
 
 #: seconds for a process whose store went away to be seen dead, and between two looks at it
 _PATIENCE, _PAUSE = 0.2, 0.01
@@ -79,7 +93,8 @@ class Meeting:
 
     Attributes:
         rank, size: known after :meth:`join`.
-        members: every rank's descriptor, in rank order, after :meth:`join`.
+        together: the ranks of this host, after :meth:`join`.
+        machines: some of those that the members run on, two at least if there are more than one.
     """
 
     def __init__(
@@ -108,7 +123,11 @@ class Meeting:
         self._room = Room(self._root, self._me, -1)
         self.rank = -1
         self.size = -1
-        self.members: list[Descriptor] = []
+        self.together: list[int] = []
+        self.machines: list[str] = []
+        self._counted = self._met = False
+        #: the members on this machine, when all have come
+        self._here: list[Present] = []
 
     def join(self) -> None:
         """Claim a rank and wait for everybody.
@@ -121,11 +140,13 @@ class Meeting:
         while not self._enter():
             self._await_next_room()
         try:
-            values = self._await_all()
+            met = self._await_all()
+            if self.rank not in met.together:
+                raise StoreError(f"rendezvous: rank {self.rank} is not among those of its host in the store")
         except BaseException:
             self._withdraw()
             raise
-        self.members = [decode_member(value) for value in values]
+        self._met, self.machines, self.together, self._here = True, met.machines, met.together, met.present
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """Find out, while waiting for other ranks, whether the meeting can still succeed.
@@ -145,7 +166,7 @@ class Meeting:
         if dead:
             raise self._doomed(died(dead), dead, at=max(each.at for each in dead.values()))
         absent: dict[int, str] = {}
-        if not self.members:
+        if not self._met:
             with contextlib.suppress(StoreError, WireError):
                 absent = self._room.ended_outside()
         if absent:
@@ -175,11 +196,13 @@ class Meeting:
         """
         failure_report.failed(error)
         reason = f"the rank that serves the store gave up: {error or type(error).__name__}"
-        notice = msgspec.json.encode(CalledOff(reason, isinstance(error, RendezvousTimeout)))
+        notice = CalledOff(reason, isinstance(error, RendezvousTimeout))
         with contextlib.suppress(StoreError, WireError):
             record = self._room.record()
-            for rank in range(0 if record is None else record.size):
-                self._room.store.compare_set(rank_key(rank), b"", notice)
+            members = self._room.members().values()
+            for rank in range(0 if record is None else record.size):  # those that come now
+                self._room.store.compare_set(rank_key(rank), b"", msgspec.json.encode(notice))
+            call_off(self._room.store, notice, members)
 
     @property
     def store(self) -> Store:
@@ -214,9 +237,10 @@ class Meeting:
         while not (self._room.has_ended() or alone() or deadline.expired):
             self._room.watch(min(_LEAVING_CHECK, deadline.remaining()))
 
-    def _await_all(self) -> list[bytes]:
-        """Everybody's descriptor."""
+    def _await_all(self) -> Met:
+        """Wait until everybody has come."""
         try:
+            self._count()
             return self._look_until_all_came()
         except StoreError as error:
             # It may have gone with the rank that served it, whose sockets end a moment before it does.
@@ -230,31 +254,42 @@ class Meeting:
                 f"{named} died while the ranks were meeting, and the store is gone; start the job again"
             ) from error
 
-    def _look_until_all_came(self) -> list[bytes]:
-        keys = [rank_key(rank) for rank in range(self.size)]
-        pause, longest = _FIRST_LOOK, max(_LOOK, _LOOK_PER_RANK * self.size)
+    def _look_until_all_came(self) -> Met:
+        store, mine = self._room.store, host_key(self._me.host, self._me.machine)
+        longest = max(_LOOK, _LOOK_PER_RANK * self.size)
+        pause = max(_FIRST_LOOK, longest - _LOOK)
         while True:
             with contextlib.suppress(StoreTimeout):
-                return self._room.store.multi_get(keys, min(pause, self._deadline.remaining()))
+                return decode_met(store.get(mine, min(pause, self._deadline.remaining())))
             self.look()
             try:
                 self._look()
             except RendezvousError as error:
                 self.fail(error)
                 raise
-            if self._deadline.expired:
+            if self.rank == 0 or self._deadline.expired:
+                tell_if_all_came(store, self.size)
+            if self._deadline.expired and not store.check([mine]):
                 raise self._missing()
             pause = min(2 * pause, longest)
 
+    def _count(self) -> None:
+        """Say that this rank has come; the last one tells all."""
+        came = self._room.store.add("came", 1)
+        self._counted = True
+        if came >= self.size:
+            tell_if_all_came(self._room.store, self.size)
+
     def _dead_now(self, ranks: Collection[int] | None) -> dict[int, Descriptor]:
         """The members known to be dead."""
-        if not self.members:
+        if not self._met:
             return self._room.dead()
-        return {
-            rank: each
-            for rank, each in enumerate(self.members)
-            if (ranks is None or rank in ranks) and self._room.is_dead(each)
+        members = {
+            each.rank: msgspec.structs.replace(self._me, process=each.process, at=each.at, token="")
+            for each in self._here
+            if ranks is None or each.rank in ranks
         }
+        return {rank: each for rank, each in members.items() if self._room.is_dead(each)}
 
     def _enter(self) -> bool:
         """Claim a rank in the current room; False when the room is full or about to end."""
@@ -338,6 +373,9 @@ class Meeting:
         with contextlib.suppress(StoreError, OSError):  # the store may be what failed
             self._room.store.set(f"gave_up/{self.rank}", b"")
             self._room.store.delete(rank_key(self.rank))
+            if self._counted:  # in this order: the count is never less than those who are there
+                self._room.store.add("came", -1)
+                self._counted = False
 
     def _await_next_room(self) -> None:
         """Wait while the members of this room leave it.
@@ -388,7 +426,8 @@ class Meeting:
 
     def _missing(self) -> RendezvousTimeout:
         here, store = self._room.members(), self._room.store
-        gave_up = {int(key.removeprefix("gave_up/")) for key in store.list_keys("gave_up/")} - {*here}
+        those = (key.removeprefix("gave_up/") for key in store.list_keys("gave_up/"))
+        gave_up = set(map(decode_number, those)) - {*here}
         missing = [rank for rank in range(self.size) if rank not in here and rank not in gave_up]
         text = (
             f"rendezvous ({self._where}): rank {self.rank} of {self.size} waited "

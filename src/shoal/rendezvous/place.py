@@ -18,6 +18,7 @@ from .. import config
 from ..errors import ConfigurationError, UsageError
 from ..keywords import checked_count
 from ..store import Store
+from ..store.outside import redacted
 from ..wire import Deadline
 from .caller_store import given
 from .host import LOOPBACK, Here, address_towards, here, is_loopback, is_mine, resolve
@@ -193,7 +194,7 @@ def checked_request(
     if job is not None:
         check_job(job)
     if url is not None and store is not None:
-        raise UsageError(f"url={url!r} and store=: expected one place to meet")
+        raise UsageError(f"url={redacted(str(url))!r} and store=: expected one place to meet")
     if isinstance(secret, str):
         secret = secret.encode()
     if secret is not None and not isinstance(secret, bytes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -12,9 +12,17 @@ from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
 
 #: counts up when the protocol of ``meeting`` changes
-PROTOCOL = 3
+PROTOCOL = 4
 
 T = TypeVar("T")
+
+#: what msgspec raises for bytes that are not what was expected: text that is no UTF-8 and brackets without
+#: end have errors of Python's
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+#: identity of a process, as of ``host.Here``: a number that is no process id must not get to the kernel
+Process = Annotated[str, msgspec.Meta(pattern=r"^[^/]+/[1-9][0-9]{0,8}/[^/]+\Z", max_length=1000)]
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -54,7 +62,7 @@ class Descriptor(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     machine: str
-    process: str
+    process: Process
     named: bool
     token: str
     left: bool = False
@@ -67,7 +75,7 @@ class Descriptor(msgspec.Struct, frozen=True, tag=True):
 class Arrival(msgspec.Struct, frozen=True):
     """A process that is about to claim a rank, as the others on its machine are told."""
 
-    process: str
+    process: Process
     token: str
     rank: int | None
 
@@ -85,6 +93,10 @@ class Exit(msgspec.Struct, frozen=True):
 
 #: where a launcher says so, under the job's root
 EXITS = "exits"
+
+#: where those wait that join a session (elastic/lobby.py), under the job's root
+#: and where a launcher says there how many ranks the session shall have
+LOBBY, WANTED = "lobby", "wanted"
 
 #: where the number of the current room stands, under the job's root
 ROOM = "room"
@@ -115,6 +127,16 @@ def note_exit(store: Store, rank: int, how: str, *, job: str, epoch: int = 0) ->
     root_of(store, job, epoch).append(EXITS, msgspec.json.encode(Exit(rank, how)) + b"\n")
 
 
+def note_wanted(store: Store, size: int, *, job: str, epoch: int = 0) -> None:
+    """Tell a session, now or later, how many ranks it shall have; for launchers.
+
+    Args:
+        store, job, epoch: as of :func:`note_exit`.
+        size: takes the place of ``SHOAL_SESSION_SIZE``.
+    """
+    PrefixStore(LOBBY, root_of(store, job, epoch)).set(WANTED, msgspec.json.encode(size))
+
+
 def root_of(store: Store, job: str, epoch: int) -> Store:
     """The keys of one epoch of a job."""
     return PrefixStore(f"{quote(job, safe='')}/{epoch}", store)
@@ -143,8 +165,19 @@ def decode(raw: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise StoreError(f"rendezvous: a {kind.__name__} in the store cannot be read: {error}") from error
+
+
+def decode_number(raw: bytes | str) -> int:
+    """The number that a counter, or the end of a key, holds.
+
+    Raises:
+        StoreError: as of :func:`decode`.
+    """
+    if len(raw) > 20 or not (raw.isascii() and raw.isdigit()):
+        raise StoreError(f"rendezvous: {raw[:40]!r} in the store is no number")
+    return int(raw)
 
 
 def decode_member(raw: bytes) -> Descriptor:
@@ -156,7 +189,7 @@ def decode_member(raw: bytes) -> Descriptor:
     """
     try:
         found = msgspec.json.decode(raw, type=Descriptor | CalledOff)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise StoreError(f"rendezvous: a member in the store cannot be read: {error}") from error
     if isinstance(found, CalledOff):
         raise (RendezvousTimeout if found.late else RendezvousError)(found.reason)

@@ -18,7 +18,20 @@ from ..errors import StoreTimeout
 from ..store import Store
 from .host import process_is_gone, started
 from .neighbours import Neighbours
-from .record import EXITS, ROOM, Descriptor, Exit, Failure, Record, decode, decode_member, rank_key, room_of
+from .record import (
+    EXITS,
+    ROOM,
+    Descriptor,
+    Exit,
+    Failure,
+    Record,
+    decode,
+    decode_member,
+    decode_number,
+    rank_key,
+    room_of,
+)
+from .summary import MET
 
 #: the reason of a room that all members left
 _DONE = b"1"
@@ -51,7 +64,7 @@ class Room:
         found = {}
         for key in self.store.list_keys("rank/"):
             with contextlib.suppress(StoreTimeout):  # it withdrew in the meantime
-                found[int(key.removeprefix("rank/"))] = decode_member(self.store.get(key, 0.0))
+                found[decode_number(key.removeprefix("rank/"))] = decode_member(self.store.get(key, 0.0))
         return found
 
     def dead(self) -> dict[int, Descriptor]:
@@ -68,18 +81,16 @@ class Room:
         except StoreTimeout:
             return {}  # no process has ended, or no launcher says so
         # In this order: who ended after it came is here.
-        here = self.members()
         exits = (decode(line, Exit) for line in lines)
-        return {exit.rank: exit.how for exit in exits if exit.rank not in here}
+        return {exit.rank: exit.how for exit in exits if not self.store.check([rank_key(exit.rank)])}
 
     def is_dead(self, member: Descriptor) -> bool:
         """Whether ``member`` has ended; False when it runs on another machine."""
         return member.machine == self._me.machine and process_is_gone(member.process)
 
     def is_complete(self) -> bool:
-        """Whether all ranks have come."""
-        record = self.record()
-        return record is not None and self.store.check([rank_key(rank) for rank in range(record.size)])
+        """Whether all ranks have come, and were told so."""
+        return self.store.check([MET])
 
     def record(self) -> Record | None:
         """The record that is there now."""
@@ -93,7 +104,7 @@ class Room:
     def has_ended(self) -> bool:
         """Whether the next room is open."""
         try:
-            return int(self._root.get(ROOM, 0.0)) != self._number
+            return decode_number(self._root.get(ROOM, 0.0)) != self._number
         except StoreTimeout:
             return False  # the store was cleared by others
 
@@ -143,7 +154,7 @@ class Room:
     def _left(self) -> int:
         """How many members closed their group."""
         try:
-            return int(self.store.get("left", 0.0))
+            return decode_number(self.store.get("left", 0.0))
         except StoreTimeout:
             return 0
 
@@ -191,7 +202,7 @@ class Room:
         if record is not None and record.fixed and not self.has_ended():
             room_of(self._root, following).set("record", msgspec.json.encode(record))
         now = self._root.compare_set(ROOM, str(self._number).encode(), str(following).encode())
-        return int(now) == following
+        return decode_number(now) == following
 
     def clear(self) -> None:
         """Delete the room's keys."""

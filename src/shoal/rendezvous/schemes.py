@@ -1,14 +1,16 @@
-"""The handlers of ``env://``, ``tcp://`` and ``file://``."""
+"""The handlers of ``env://``, ``tcp://``, ``file://``, and of servers that are not shoal's."""
 
 from __future__ import annotations
 
 import ipaddress
+import random
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlunsplit
 
+from .. import config
 from ..errors import (
     AuthenticationError,
     ConfigurationError,
@@ -18,13 +20,17 @@ from ..errors import (
     UsageError,
 )
 from ..store import FileStore, MemoryStore, TCPStore
+from ..store.opener import open_outside
 from ..wire import listens
 from ..wording import in_seconds
 from .environment import Launch, read
 from .host import address_towards, is_loopback, is_mine, resolve
 from .hosting import share
 from .private import SET_A_SECRET, PrivateFile, user_secret
-from .venue import Request, Venue, open_venue, parse_url
+from .venue import Request, Venue, open_venue, parse_url, store_address
+
+#: ranks that connect to a store server in a second, and those that a job has at least for this to matter
+_A_SECOND, _LARGE = 2500, 500
 
 
 def env(request: Request) -> Venue:
@@ -61,7 +67,7 @@ def _launched(launch: Launch, request: Request) -> Venue:
         url = parse_url(launch.url)
         if url.scheme == "env":
             raise ConfigurationError("SHOAL_STORE must name a place to meet, not env:// again")
-        return open_venue(replace(request, url=url))
+        return open_venue(replace(request, url=url, job=launch.job))
     if request.size == 1:
         return Venue(MemoryStore(), 0, 1)
     meeting_file = PrivateFile(launch.job, launch.marker)
@@ -105,6 +111,8 @@ def tcp(request: Request) -> Venue:
             )
         time.sleep(0.05)  # most likely a connection has it as its own end, and will be closed
         hosted = share(address, port, secret, start=True)
+    if not serves:
+        time.sleep(_before_first_try(request))
     try:
         store = TCPStore(address, port, secret, timeout=request.deadline.remaining())
     except BaseException as error:
@@ -125,6 +133,31 @@ def tcp(request: Request) -> Venue:
     if hosted is None:
         return venue
     return replace(venue, alone=partial(hosted.alone, store), close=hosted.close)
+
+
+def outside(request: Request) -> Venue:
+    """``etcd://`` and ``etcds://``: servers that know nothing of shoal, and so cannot ask for its secret."""
+    if not request.secret:
+        raise ConfigurationError(
+            f"a job that meets in {request.url.scheme}:// needs a secret of its own, as others may read what "
+            "is there: set the same one for every process, SHOAL_SECRET=$(openssl rand -hex 16) (or "
+            "SHOAL_SECRET_FILE, the path of a file), or give secret="
+        )
+    job = config.JOB.get(request.environ) if request.job is None else request.job
+    try:
+        store = open_outside(request.url, job=job, timeout=request.deadline.remaining())
+    except StoreTimeout as error:
+        raise RendezvousTimeout(f"rendezvous: {error}") from None  # the store's error says no more
+    return Venue(store, request.rank, request.size, address=store_address(store))
+
+
+def _before_first_try(request: Request) -> float:
+    """Seconds until this rank connects, so that those of a large job do not all come at one moment."""
+    size = request.size or 0
+    if size < _LARGE:
+        return 0.0
+    rank = random.randrange(size) if request.rank is None else request.rank
+    return min(rank / _A_SECOND, request.deadline.remaining() / 4)
 
 
 def _host_and_port(request: Request) -> tuple[str, int]:

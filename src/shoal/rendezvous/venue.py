@@ -12,6 +12,7 @@ from .. import config
 from ..errors import UsageError
 from ..store import Store
 from ..store.opener import check_scheme, known_schemes, load_scheme, open_parts, register_place
+from ..store.outside import redacted
 from ..wire import Deadline
 from .host import resolve
 
@@ -131,15 +132,18 @@ def parse_url(url: str) -> SplitResult:
     """
     if not isinstance(url, str):
         raise UsageError(f"rendezvous url {url!r}: expected a str")
+    shown = redacted(url)
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise UsageError(f"rendezvous url {url!r}: {error}") from None
+        raise UsageError(f"rendezvous url {shown!r}: {error}") from None
     if "://" not in url:
-        raise UsageError(f"rendezvous url {url!r}: expected one that starts with {known_schemes(_handlers)}")
+        raise UsageError(
+            f"rendezvous url {shown!r}: expected one that starts with {known_schemes(_handlers)}"
+        )
     if not load_scheme(parts.scheme, _handlers):
         raise UsageError(
-            f"rendezvous url {url!r}: neither a handler nor a store is registered for {parts.scheme}://; "
+            f"rendezvous url {shown!r}: neither a handler nor a store is registered for {parts.scheme}://; "
             f"known are {known_schemes(_handlers)}"
         )
     return parts

@@ -3,7 +3,8 @@
 =====================  ==================================================================
 :class:`MemoryStore`   for threads of one process
 :class:`FileStore`     a log file that the processes of a host, or of a shared disk, write
-:class:`TCPStore`      a server on the network, hosted by :class:`TCPStoreServer`
+:class:`TCPStore`      a server on the network, hosted by :class:`TCPStoreServer`, or with its data on disk by
+                       :class:`DurableStoreServer`
 :class:`PrefixStore`   a view of another store in which every key has a prefix
 =====================  ==================================================================
 
@@ -13,6 +14,7 @@ A further one is a :class:`Store` over a :class:`Backing` of one's own.
 
 from .backing import Backing
 from .base import Store
+from .durable import DurableStoreServer
 from .file import FileStore
 from .foreign import adopt
 from .memory import MemoryStore
@@ -26,6 +28,7 @@ from .tcp_server import TCPStoreServer
 __all__ = [
     "MAX_VALUE",
     "Backing",
+    "DurableStoreServer",
     "FileStore",
     "MemoryStore",
     "PrefixStore",

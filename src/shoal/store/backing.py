@@ -70,6 +70,10 @@ class Executor(abc.ABC):
     def clone(self, timeout: float) -> Executor:
         """Another executor of the same data, which is closed by itself; made within ``timeout`` seconds."""
 
+    def clone_anew(self, timeout: float) -> Executor:
+        """The same, of whatever data is there now: a server may have begun anew in the meantime."""
+        return self.clone(timeout)
+
     def close(self) -> None:
         """Release all resources, and wake the threads in :meth:`execute` and :meth:`watch`.
 

@@ -154,16 +154,18 @@ class Store:
             total += len(value)
         self._now(requests.MultiSet(items))
 
-    def clone(self: _Self, timeout: float | None = None) -> _Self:
+    def clone(self: _Self, timeout: float | None = None, *, anew: bool = False) -> _Self:
         """An independent connection to the same data.
 
         Args:
             timeout: its default deadline in seconds, also for connecting; None: the one that this store has.
+            anew: to whatever data is there now, also if the server has lost what it held and began anew.
         """
         self._refuse()
         seconds = self.timeout if timeout is None else timeout
         other = type(self).__new__(type(self))
-        Store.__init__(other, self._backing.clone(seconds), seconds)
+        backing = self._backing
+        Store.__init__(other, (backing.clone_anew if anew else backing.clone)(seconds), seconds)
         return other
 
     def close(self) -> None:

@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from .. import config
 from ..errors import UsageError
 from .base import Store
 from .file import FileStore
+from .outside import redacted
 from .tcp import TCPStore
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -
     """Open the store that ``url`` names.
 
     Args:
-        url: ``tcp://host:port`` or ``file:///path``, or of a registered scheme.
+        url: ``tcp://host:port``, ``file:///path``, ``etcd://host:port``, or of a registered scheme.
         secret: the job's secret, for stores behind a connection.
         timeout: the store's default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
 
@@ -112,7 +114,7 @@ def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -
     """
     parts = urlsplit(url)
     if not load_scheme(parts.scheme):
-        raise UsageError(f"store {url!r}: unknown scheme, expected one of {known_schemes()}")
+        raise UsageError(f"store {redacted(url)!r}: unknown scheme, expected one of {known_schemes()}")
     return open_parts(parts, secret=secret, timeout=timeout)
 
 
@@ -138,5 +140,21 @@ def _open_file(url: SplitResult, *, secret: bytes, timeout: float | None) -> Sto
     return FileStore(unquote(url.path), timeout=timeout)
 
 
+def open_outside(url: SplitResult, *, job: str, timeout: float | None) -> Store:
+    """Open a store on servers that hold those of several jobs: one of :data:`OUTSIDE`."""
+    from .etcd import open_etcd  # few need it
+
+    return open_etcd(url, job=job, timeout=timeout)
+
+
+def _open_outside(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
+    return open_outside(url, job=config.JOB.get(), timeout=timeout)
+
+
+#: the schemes of stores on servers that are not shoal's
+OUTSIDE = ("etcd", "etcds")
+
 register_store("tcp", _open_tcp)
 register_store("file", _open_file)
+for _scheme in OUTSIDE:
+    register_store(_scheme, _open_outside)

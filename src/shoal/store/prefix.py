@@ -61,6 +61,9 @@ class _View(Executor):
     def clone(self, timeout: float) -> _View:
         return _View(self.start, self.below.clone(timeout))
 
+    def clone_anew(self, timeout: float) -> _View:
+        return _View(self.start, self.below.clone(timeout, anew=True))
+
     def close(self) -> None:
         self.below.close()
 

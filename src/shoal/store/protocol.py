@@ -1,20 +1,25 @@
 """The protocol between client and server of a TCP store: messages of msgpack in frames.
 
-A client sends one request and waits for its reply before it sends the next.  A reply is one byte
-that says how it went, and a body whose type follows from that byte and the request.
+The server speaks first, after the handshake: a :class:`Welcome` says whose data it holds.  Then a client
+sends one request and waits for its reply before it sends the next.  A reply is one byte that says how it
+went, and a body whose type follows from that byte and the request.
+
+A request that may change something has a number before it, so that it is done once however often it is
+sent: see ``replies.py``.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Any, TypeVar, cast
+import struct
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from ..errors import StoreError
+from ..errors import StoreError, WireError
 from .base import timed_out
 from .operations import MAX_VALUE
-from .requests import RESULTS, Request, encode
+from .requests import RESULTS, Request, decode, encode, encode_into
 
 T = TypeVar("T")
 
@@ -33,20 +38,88 @@ class Status(enum.IntEnum):
     FAILED = 2  #: text of a StoreError
 
 
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a server says of itself to each client.
+
+    Attributes:
+        state: names the data: a server that begins with nothing gives it another name.
+        durable: the data outlives the server, which may come again.
+    """
+
+    state: bytes
+    durable: bool = False
+
+
+class Numbered(NamedTuple):
+    """A request as it came, with the number of a write.
+
+    Attributes:
+        line: names the client's line, 16 random bytes; b"" of a request that changes nothing.
+        number: of the request on that line; each is greater than the one before.
+    """
+
+    request: Request[Any]
+    line: bytes = b""
+    number: int = 0
+
+
+#: before a write: a byte that begins no request, the line, and the number
+_NUMBER = struct.Struct("<B16sQ")
+_WRITE = 1
+
+#: longest :class:`Welcome` in bytes
+MAX_WELCOME = 64
+
+_welcome = msgspec.msgpack.Decoder(Welcome)
 _encoder = msgspec.msgpack.Encoder()
 _results = {request: msgspec.msgpack.Decoder(result) for request, result in RESULTS.items()}
 _keys = msgspec.msgpack.Decoder(list[str])
 _text = msgspec.msgpack.Decoder(str)
 
 
-def encode_request(request: Request[Any]) -> bytes:
-    """The message that carries ``request``.  StoreError if its keys are too long for any message."""
-    message = encode(request)
+def encode_request(request: Request[Any], line: bytes = bytes(16), number: int = 0) -> bytes | bytearray:
+    """The message that carries ``request``, a write with its number.
+
+    Raises:
+        StoreError: its keys are too long for any message.
+    """
+    message: bytes | bytearray
+    if request.writes:
+        message = bytearray(_NUMBER.size)
+        _NUMBER.pack_into(message, 0, _WRITE, line, number)
+        encode_into(request, message, _NUMBER.size)
+    else:
+        message = encode(request)
     if len(message) > MAX_MESSAGE:
         raise StoreError(
             f"a request of {len(message)} bytes, at most {MAX_MESSAGE} fit: too many keys at once"
         )
     return message
+
+
+def decode_request(message: bytes | bytearray) -> Numbered:
+    """The request that a message carries.  WireError: it carries none, or a write without its number."""
+    try:
+        if message[:1] != bytes((_WRITE,)):
+            request = decode(message)
+            if request.writes:
+                raise WireError("a write came without its number")
+            return Numbered(request)
+        _, line, number = _NUMBER.unpack_from(message)
+        request = decode(memoryview(message)[_NUMBER.size :])
+    except (msgspec.MsgspecError, struct.error) as error:
+        raise WireError(str(error)) from error
+    if not request.writes:
+        raise WireError("a request that changes nothing came with a number")
+    return Numbered(request, line, number)
+
+
+def decode_welcome(message: bytes) -> Welcome:
+    """The first message of a server.  WireError: it is none."""
+    try:
+        return _welcome.decode(message)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the server did not say what it is: {error}") from error
 
 
 def encode_reply(status: Status, body: object) -> bytearray:

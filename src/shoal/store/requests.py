@@ -166,6 +166,7 @@ RESULTS: dict[type[Request[Any]], Any] = {
 }  # fmt: skip
 
 #: turn a request into msgpack and back; ``msgspec.DecodeError`` for bytes that are none
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+encode, encode_into = _encoder.encode, _encoder.encode_into
 _decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(_AnyRequest)
 decode = _decoder.decode

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from ..errors import UsageError
+from .durable import DurableStoreServer
 from .tcp_server import TCPStoreServer
 
 
@@ -14,6 +16,7 @@ def serve(
     *,
     secret: bytes,
     records: Mapping[str, bytes] | None = None,
+    log: str | Path | None = None,
     announce: Callable[[str], None] = lambda url: None,
     stop: threading.Event | None = None,
 ) -> None:
@@ -23,15 +26,22 @@ def serve(
         address: ``host:port``, or ``host`` for a port that the kernel chooses; IPv6 in brackets.
         secret: what every client must prove to hold; needed for anything but loopback.
         records: keys and values that are there from the beginning, such as the job's record.
+        log: directory in which the data is kept, see :class:`DurableStoreServer`; None: in memory alone.
         announce: called with the store's URL once clients can connect.
         stop: ends the serving when set, by a signal handler or another thread.
 
     Raises:
         UsageError: the address makes no sense, or needs a secret.
+        ConfigurationError, StoreError: the directory cannot be used.
         WireError: the address is in use, or not this host's.
     """
     host, port = parse_address(address)
-    with TCPStoreServer(host, port, secret, records=records) as server:
+    server: TCPStoreServer
+    if log is None:
+        server = TCPStoreServer(host, port, secret, records=records)
+    else:
+        server = DurableStoreServer(log, host, port, secret, records=records)
+    with server:
         announce(server.url)
         (stop or threading.Event()).wait()
 

@@ -6,24 +6,46 @@ the last key wakes it.  Nothing is polled.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import secrets
+import time
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from ..errors import StoreError, WireError
-from ..wire import HANDSHAKE_TIMEOUT, Deadline, PendingHandshake, Server, Session, listen
+from ..wire import (
+    HANDSHAKE_TIMEOUT,
+    Deadline,
+    PendingHandshake,
+    Server,
+    Session,
+    listen,
+    raise_descriptor_limit,
+)
 from .base import checked_key, checked_value
 from .operations import KeysMissing, Table
-from .protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply
-from .requests import Blocking, Request, decode
+from .protocol import MAX_MESSAGE, PURPOSE, Numbered, Status, Welcome, decode_request, encode_reply
+from .replies import Replies
+from .requests import Blocking
 from .waiting import Waiting
+
+logger = logging.getLogger(__name__)
 
 
 class _Client(Session):
-    """One connection; ``parked``: the request that waits for its keys, if one does."""
+    """One connection.
 
+    Attributes:
+        order: its place among all, in the order in which they were made; from 1.
+        parked: the request that waits for its keys, if one does.
+        line: of the writes that came on it, b"" before the first.
+    """
+
+    order = 0
     parked: Blocking[object] | None = None
+    line = b""
 
 
 class TCPStoreServer(Server[_Client]):
@@ -53,11 +75,10 @@ class TCPStoreServer(Server[_Client]):
         records: Mapping[str, bytes] | None = None,
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
     ) -> None:
-        self._table = Table()
-        for key, value in (records or {}).items():
-            self._table.set(checked_key(key), checked_value(value))
-        self._table.touched.clear()
+        checked = {checked_key(key): checked_value(value) for key, value in (records or {}).items()}
+        self._welcome = msgspec.msgpack.encode(self._hold(checked))
         self._waiting: Waiting[_Client] = Waiting()
+        self._orders = itertools.count(1)
         listener = listen(host, port, secret=secret)
         self.host = host
         self.port: int = listener.getsockname()[1]
@@ -69,6 +90,8 @@ class TCPStoreServer(Server[_Client]):
             what="store",
             handshake_timeout=handshake_timeout,
         )
+        # Now: when clients have taken all that there are, the rest of the process has none either.
+        raise_descriptor_limit()
 
     @property
     def address(self) -> str:
@@ -81,15 +104,42 @@ class TCPStoreServer(Server[_Client]):
         return f"tcp://{self.address}"
 
     def session(self, handshake: PendingHandshake, name: str, limit: int) -> _Client:
-        return _Client(handshake, name, limit)
+        session = _Client(handshake, name, limit)
+        session.order = next(self._orders)
+        return session
+
+    def greeted(self, session: _Client) -> None:
+        session.send(self._welcome)
+
+    def _hold(self, records: Mapping[str, bytes]) -> Welcome:
+        """Begin to hold the data."""
+        self._table, self._replies = Table(), Replies()
+        self._table.values.update(records)
+        return Welcome(secrets.token_bytes(16))
 
     def received(self, session: _Client, message: bytearray) -> None:
+        self._refuse_second(session)
+        reply = self._execute(session, decode_request(message))
+        touched, self._table.touched = self._table.touched, []
+        for key in touched:
+            self._wake(key)
+        if reply is not None:
+            session.send(reply)
+
+    def _refuse_second(self, session: _Client) -> None:
+        """Raise WireError if the client still waits for a reply."""
         if session.parked is not None:
             raise WireError("the client sent a request before the last one was answered")
-        try:
-            request: Request[Any] = decode(message)
-        except msgspec.MsgspecError as error:
-            raise WireError(str(error)) from error
+
+    def _execute(self, session: _Client, asked: Numbered) -> bytes | bytearray | None:
+        """Execute a request: its reply; None if it is parked."""
+        request, line, number = asked
+        if line:
+            session.line = line
+            kept = self._replies.repeated(line, session.order, number, request)
+            if kept is not None:
+                return kept
+        before = len(self._table.touched)
         try:
             reply = encode_reply(Status.DONE, request.apply(self._table))
         except KeysMissing as error:
@@ -99,39 +149,52 @@ class TCPStoreServer(Server[_Client]):
                 session.parked = request
                 self._waiting.add(session, error.keys)
                 self.alarms.set(session, deadline.at)
-                return
+                return None
             reply = encode_reply(Status.MISSING, error.keys)
         except StoreError as error:
             reply = encode_reply(Status.FAILED, str(error))
-        touched, self._table.touched = self._table.touched, []
-        for key in touched:
-            self._wake(key)
-        session.send(reply)
+        except Exception as error:
+            # The client must not send it again and again.
+            logger.exception("store: a request of client %s", session.name)
+            session.send(encode_reply(Status.FAILED, f"the store failed at the request: {error!r}"))
+            raise WireError("an unexpected error") from error
+        if len(self._table.touched) > before:
+            self._replies.keep(line, number, reply)
+        return reply
 
     def overdue(self, session: _Client) -> None:
         assert session.parked is not None
-        self._waiting.remove(session)
-        self._unpark(session, Status.MISSING, self._table.missing(session.parked.keys))
+        keys = session.parked.keys
+        self._unpark(session)
+        self.send_later(session, encode_reply(Status.MISSING, self._table.missing(keys)))
 
     def dropped(self, session: _Client) -> None:
         self._waiting.remove(session)
+        if session.line:
+            self._replies.gone(session.line, session.order, time.monotonic())
 
     def _wake(self, key: str) -> None:
-        """Answer those for whom ``key`` was the last one missing."""
+        """Answer those for whom ``key`` was the last one missing, after the one who set it."""
         if key not in self._table.values:
             return
+        # Thousands may wait for the same: their answer is encoded once.
+        replies: dict[tuple[object, ...], bytearray] = {}
         for session in self._waiting.appeared(key):
             request = session.parked
             assert request is not None
-            try:
-                result = request.apply(self._table)
-            except KeysMissing as error:
-                # A key that had appeared earlier has been deleted since.
-                self._waiting.add(session, error.keys)
-                continue
-            self._unpark(session, Status.DONE, result)
+            same = (type(request), *request.keys)
+            reply = replies.get(same)
+            if reply is None:
+                try:
+                    reply = replies[same] = encode_reply(Status.DONE, request.apply(self._table))
+                except KeysMissing as error:
+                    # A key that had appeared earlier has been deleted since.
+                    self._waiting.add(session, error.keys)
+                    continue
+            self._unpark(session)
+            self.send_later(session, reply)
 
-    def _unpark(self, session: _Client, status: Status, body: object) -> None:
+    def _unpark(self, session: _Client) -> None:
         session.parked = None
+        self._waiting.remove(session)
         self.alarms.cancel(session)
-        self.send(session, encode_reply(status, body))

@@ -25,7 +25,7 @@ from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_ver
 from .inherit import close_in_forked_child
 from .introduce import SharedMemory, be_introduced, introduce, share_memory
 from .pending import PendingHandshake
-from .server import Server, Session
+from .server import Server, Session, raise_descriptor_limit
 from .sockets import accept, connect, listen, listens
 from .stream import Stream
 from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
@@ -57,6 +57,7 @@ __all__ = [
     "listen_unix",
     "listens",
     "peer_pid",
+    "raise_descriptor_limit",
     "recv_fds",
     "send_fds",
     "share_memory",

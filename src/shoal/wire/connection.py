@@ -185,7 +185,7 @@ class Connection:
             raise self._lost(error) from error
         if count == 0:
             where = "" if self._reader.between_frames else " in the middle of a message"
-            raise WireError(f"{self.peer} closed the connection{where}")
+            raise WireError(f"{self.peer} closed the connection{where}") from ConnectionResetError(self.peer)
         return count
 
     def _await(self, poll: select.poll, deadline: Deadline, what: str) -> None:

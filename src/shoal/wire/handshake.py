@@ -27,7 +27,7 @@ import struct
 from ..errors import AuthenticationError, UsageError, VersionMismatch, WireError
 
 #: counted up whenever something on the wire changes its meaning
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: seconds that a stranger gets to prove itself
 HANDSHAKE_TIMEOUT = 10.0

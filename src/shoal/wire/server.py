@@ -40,6 +40,9 @@ _MOST_STRANGERS = 4096
 #: most bytes taken from one client at a time, so that a large message does not hold up the others
 _SLICE = 2**20
 
+#: answers that are sent to those who waited, before the clients that ask get their turn again
+_ANSWERS_AT_ONCE = 256
+
 
 class Session:
     """One client as its server sees it: reads whole messages and writes others, without ever blocking.
@@ -48,6 +51,7 @@ class Session:
         name: the client's address, for messages.
         authenticated: whether its handshake has succeeded.
         closed: whether the server has dropped it.
+        watched: the events that the server waits for.
     """
 
     def __init__(self, handshake: PendingHandshake, name: str, limit: int) -> None:
@@ -55,6 +59,7 @@ class Session:
         self.name = name
         self.authenticated = False
         self.closed = False
+        self.watched = handshake.events
         self._handshake = handshake
         self._reader = FrameReader(limit)
         self._unsent: deque[memoryview] = deque()
@@ -97,11 +102,19 @@ class Session:
     def send(self, message: bytes | bytearray) -> None:
         """Send a message, now or when the client takes it.  OSError if it is gone."""
         header = frame_header(len(message))
-        if len(message) <= JOIN:
-            self._write(header + message)
-        else:
+        if len(message) > JOIN:
             self._write(header)
             self._write(message)
+        elif self._unsent:
+            self._write(header + message)
+        else:  # in most cases: one call of the system, and nothing is left
+            data = header + message
+            try:
+                sent = self.stream.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                self._unsent.append(memoryview(data)[sent:])
 
     def flush(self) -> None:
         """Send as much as the client takes now.  OSError if the client is gone."""
@@ -158,6 +171,7 @@ class Server(abc.ABC, Generic[S]):
         self.alarms: Alarms[S] = Alarms()
         self._sessions: set[S] = set()
         self._strangers: dict[S, None] = {}  # those that have not proved themselves, the oldest first
+        self._later: deque[tuple[S, bytes | bytearray]] = deque()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._pid = os.getpid()
@@ -195,6 +209,12 @@ class Server(abc.ABC, Generic[S]):
         Raises:
             WireError, UsageError, OSError: this client is dropped.
         """
+
+    def greeted(self, session: S) -> None:
+        """A client has proved itself.  Raises as :meth:`received`."""
+
+    def turned(self) -> None:
+        """All clients that had sent something were heard once: the place to answer them together."""
 
     def overdue(self, session: S) -> None:
         """The moment has come that :attr:`alarms` has for a session."""
@@ -261,6 +281,20 @@ class Server(abc.ABC, Generic[S]):
         except OSError as error:
             self.drop(session, str(error))
 
+    def send_later(self, session: S, message: bytes | bytearray) -> None:
+        """As :meth:`send`, after the client whose message is handled and in turn with those that ask now.
+
+        For an answer that many wait for: the one who brought it, and everybody else, need not wait until all
+        have it.
+        """
+        self._later.append((session, message))
+
+    def _send_some(self) -> None:
+        for _ in range(min(len(self._later), _ANSWERS_AT_ONCE)):
+            session, message = self._later.popleft()
+            if not session.closed:
+                self.send(session, message)
+
     def drop(self, session: S, reason: str) -> None:
         """End a session."""
         if session.closed:
@@ -281,13 +315,15 @@ class Server(abc.ABC, Generic[S]):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                at = self.alarms.next()
+                at = 0.0 if self._later else self.alarms.next()
                 timeout = None if at is None else max(0.0, at - time.monotonic())
                 for key, _ in self._selector.select(timeout):
                     if key.data is not None:
                         self._serve(key.data)
                     elif key.fileobj is self._listener:
                         self._accept()
+                self.turned()
+                self._send_some()
                 for session in self.alarms.due(time.monotonic()):
                     if session.authenticated:
                         self.overdue(session)
@@ -310,7 +346,7 @@ class Server(abc.ABC, Generic[S]):
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not _raise_descriptor_limit():
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not raise_descriptor_limit():
                     if self._strangers:
                         self._drop_oldest_stranger()
                         continue
@@ -330,7 +366,7 @@ class Server(abc.ABC, Generic[S]):
             return
         session = self.session(handshake, name, self._limit)
         self._sessions.add(session)
-        self._selector.register(session.stream, session.events, session)
+        self._selector.register(session.stream, session.watched, session)
         self.alarms.set(session, time.monotonic() + self._handshake_timeout)
         self._strangers[session] = None
         if len(self._strangers) > _MOST_STRANGERS:
@@ -348,6 +384,7 @@ class Server(abc.ABC, Generic[S]):
                 if session.shake_hands():
                     self.alarms.cancel(session)
                     self._strangers.pop(session, None)
+                    self.greeted(session)
             elif session.clogged:
                 session.flush()
             elif (message := session.receive()) is not None:
@@ -368,14 +405,15 @@ class Server(abc.ABC, Generic[S]):
 
     def _watch(self, session: S) -> None:
         events = session.events
-        if not session.closed and self._selector.get_key(session.stream).events != events:
+        if events != session.watched and not session.closed:
+            session.watched = events
             self._selector.modify(session.stream, events, session)
 
 
 _Self = TypeVar("_Self", bound=Server)  # type: ignore[type-arg]
 
 
-def _raise_descriptor_limit() -> bool:
+def raise_descriptor_limit() -> bool:
     """Raise this process's soft limit of descriptors as far as it may; whether that was possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:

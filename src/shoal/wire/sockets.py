@@ -64,8 +64,8 @@ def connect(
     Raises:
         AuthenticationError, VersionMismatch: the handshake failed.
         WireTimeout: no connection or no handshake in time.
-        WireError: nobody listens there (its ``__cause__`` is the ``OSError``), or the other
-            side is not shoal or has another purpose.
+        WireError: nobody listens there, or the connection ended before both had proved themselves (its
+            ``__cause__`` is an ``OSError``), or the other side is not shoal or has another purpose.
     """
     deadline = Deadline(timeout)
     sock = _connected(host, port, deadline)

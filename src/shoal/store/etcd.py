@@ -1,0 +1,415 @@
+"""A store in etcd v3, which outlives processes, hosts and the loss of a minority of its servers.
+
+All that a job writes lies under ``/shoal/<job>/``::
+
+    life         the number of the lease, on which all keys are
+    op/<line>    number of the last write that one line of a client did
+    k/<key>      the keys of the store
+
+*Each write is one transaction*, and done once however often it is sent.  A client sends its writes on
+*lines*, one at a time, and numbers them; the transaction writes the number beside the change, and demands
+that the line's key is as it was before.  When an answer is lost, the line's key says whether the write was
+done.  If it was not, the write is sent again with the same demand, so only one of the two can succeed,
+whichever comes first.  The result of the write needs no place in etcd: the transaction also demands that the
+changed key is as it was when the result was computed.
+
+*A blocking read* looks at revision r and then watches from r + 1; whatever ends the watch, it looks again.
+
+*The lease* is kept alive by every process that has the store open, and ends a minute after the last one, with
+all keys.  Each transaction demands that ``life`` is the one that the store was opened in: a process that was
+suspended while the lease ended is told so.
+"""
+
+from __future__ import annotations
+
+import random
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+from urllib.parse import SplitResult
+
+import msgspec
+
+from .. import config
+from ..errors import AuthenticationError, StoreError, StoreTimeout
+from ..wire import Deadline
+from ..wording import counted, in_seconds
+from .backing import Backing
+from .base import Store, timed_out
+from .etcd_job import Answer, Job, KeyValue, Line, Range, at, created, modified, put, under
+from .gateway import Body, Broken, Gateway, LeaseGone, Stream, Unclear, tls_context
+from .outside import parse_outside
+from .requests import Blocking, Request
+
+T = TypeVar("T")
+
+#: where an etcd listens unless told otherwise
+_PORT = 2379
+#: longest value in bytes: etcd takes requests of 1.5 MiB
+MAX_ETCD_VALUE = 2**20
+#: bytes of keys and values that are set in one step
+MAX_ETCD_BATCH = MAX_ETCD_VALUE
+#: longest key in bytes: a write names it three times
+MAX_ETCD_KEY = 16 * 2**10
+#: operations that etcd takes in one transaction; one of them is the store's own
+_OPERATIONS = 128 - 1
+#: bytes of keys in one request
+_KEYS = 2**20
+#: values that are read in one message: they may be of 1 MB
+_VALUES = 64
+#: seconds after which a silent watch is given up for a look: its server may be cut off
+_SILENCE = 5.0
+#: seconds between two tries of a change that others came before, and between a broken watch and a look
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+
+
+class _Events(msgspec.Struct):
+    created: bool = False
+    canceled: bool = False
+    events: list[msgspec.Raw] = []
+
+
+class _Watched(msgspec.Struct):
+    result: _Events = msgspec.field(default_factory=lambda: _Events(canceled=True))  # else it is an error
+
+
+class EtcdStore(Store):
+    """The keys of one job in etcd.
+
+    Args:
+        servers: ``host:port`` of each server of one etcd, any number of them; tried in turn.
+        job: whose keys these are: those of one name are shared.
+        tls: how to talk to the servers; None: without encryption.
+        user, password: for an etcd with authentication.
+        timeout: default deadline in seconds, for connecting too; ``SHOAL_TIMEOUT`` unless given.
+
+    Raises:
+        ConfigurationError: the package ``urllib3`` is missing.
+        AuthenticationError: etcd does not take this user, or one side the other's certificate.
+        StoreTimeout: no server answered in time.
+    """
+
+    _backing: _Client
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        job: str = "default",
+        *,
+        tls: ssl.SSLContext | None = None,
+        user: str | None = None,
+        password: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        timeout = config.TIMEOUT.get() if timeout is None else timeout
+        gateway = Gateway(servers, tls, user, password)
+        try:
+            job_keys = Job(gateway, job, Deadline(timeout))
+        except BaseException:
+            gateway.close()
+            raise
+        super().__init__(_Client(job_keys), timeout)
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of all keys of the job in etcd."""
+        return self._backing.job.prefix.decode()
+
+
+def open_etcd(url: SplitResult, *, job: str, timeout: float | None) -> EtcdStore:
+    """The store of ``job`` that a URL of the schemes ``etcd`` and ``etcds`` names.
+
+    Raises:
+        UsageError, ConfigurationError: the URL makes no sense, or a file that it names cannot be used.
+    """
+    encrypted = url.scheme == "etcds"
+    named = parse_outside(url, _PORT, tls=encrypted)
+    return EtcdStore(
+        named.servers,
+        job,
+        tls=tls_context(named.ca, named.cert, named.key) if encrypted else None,
+        user=named.user,
+        password=named.password,
+        timeout=timeout,
+    )
+
+
+class _Seen(threading.local):
+    """The revision at which a thread has looked last."""
+
+    revision = 0
+
+
+class _Client(Backing):
+    """One store of a job."""
+
+    longest_key = MAX_ETCD_KEY
+    longest_value = MAX_ETCD_VALUE
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+        self.host = job.host
+        self._seen = _Seen()
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+        self._released = False
+        job.acquire()
+
+    def __str__(self) -> str:
+        return f"store in {self.job}"
+
+    def clone(self, timeout: float) -> _Client:
+        return _Client(self.job)
+
+    def clone_anew(self, timeout: float) -> _Client:
+        return _Client(self.job.again(Deadline(timeout)))
+
+    def close(self) -> None:
+        with self._lock:
+            for stream in self._streams:
+                stream.shutdown()
+            released, self._released = self._released, True
+        if not released:
+            self.job.release()
+
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        try:
+            return super().execute(request, deadline)
+        except LeaseGone as error:
+            raise self.job.gone() from error
+        except AuthenticationError as error:  # it was another when the store was opened
+            raise StoreError(str(error)) from error
+        except StoreTimeout as error:
+            if isinstance(request, Blocking):
+                missing = timed_out(request.keys, deadline.timeout)
+                raise StoreTimeout(f"{missing} (as far as known: {error})") from None
+            raise
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get_now(self, key: str) -> bytes | None:
+        (found,) = self._read([at(self._name(key))])
+        return found.kvs[0].value if found.kvs else None
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        found = self._read([at(self._name(key)) for key in keys[:_VALUES]])
+        return [each.kvs[0].value if each.kvs else None for each in found]
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        missing: list[str] = []
+        first = 0
+        for part in _parts(keys):
+            found = self._read([{**at(self._name(key)), "count_only": True} for key in part])
+            missing += [key for key, each in zip(part, found, strict=True) if not each.count]
+            first = first or self._seen.revision
+        self._seen.revision = first  # a watch must not miss what came between two parts
+        return missing
+
+    def list_keys(self, prefix: str) -> list[str]:
+        (found,) = self._read([{**under(self._name(prefix)), "keys_only": True}])
+        cut = len(self._name(""))
+        return [each.key[cut:].decode() for each in found.kvs]
+
+    def count(self, prefix: str) -> int:
+        (found,) = self._read([{**under(self._name(prefix)), "count_only": True}])
+        return found.count
+
+    def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
+        """Return when the last of ``keys`` is set, or the lease ends: with several, it is likely the last."""
+        start = self._seen.revision + 1
+        silence = min(deadline.remaining(), _SILENCE)
+        watched = [
+            {"key": self._name(keys[-1]), "start_revision": start, "filters": ["NODELETE"]},
+            {"key": self.job.life, "start_revision": start, "filters": ["NOPUT"]},
+        ]
+        try:
+            stream = self.job.gateway.stream("watch", [{"create_request": each} for each in watched], silence)
+        except Broken:
+            self._paused(deadline)
+            return
+        with stream:
+            with self._lock:
+                if self.closed.is_set():
+                    return
+                self._streams.add(stream)
+            try:
+                for each in stream.documents(_Watched):
+                    if each.result.events:
+                        return
+                    if each.result.canceled:  # compacted, or not allowed: the look says so
+                        break
+            except TimeoutError:
+                return
+            except Broken:
+                pass
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
+        self._paused(deadline)
+
+    def _read(self, ranges: list[Body]) -> list[Range]:
+        """The keys of each range, at one moment."""
+        answer = self._ask({"success": self._looks(ranges)})
+        self._seen.revision = answer.header.revision
+        return self._checked(answer)
+
+    def _looks(self, ranges: list[Body]) -> list[Body]:
+        return [{"request_range": each} for each in [{**at(self.job.life), "keys_only": True}, *ranges]]
+
+    def _checked(self, answer: Answer) -> list[Range]:
+        """What was found with :meth:`_looks`, if the store lives."""
+        life, *found = (each.response_range for each in answer.responses)
+        if not life.kvs or life.kvs[0].create_revision != self.job.born:
+            raise self.job.gone()
+        return found
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def set(self, key: str, value: bytes) -> None:
+        self.set_many([(key, value)])
+
+    def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        values = dict(items)
+        length = sum(len(key.encode()) + len(value) for key, value in values.items())
+        if len(values) > _OPERATIONS or (len(values) > 1 and length > MAX_ETCD_BATCH):
+            raise StoreError(
+                f"{counted(len(values), 'key')} and {length} bytes to be set at once: etcd takes at most "
+                f"{_OPERATIONS} keys and {MAX_ETCD_BATCH} bytes in one step; set them in several calls"
+            )
+        if values:
+            changes = [put(self._name(key), value, self.job.lease) for key, value in values.items()]
+            self._write(lambda _: changes)
+
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        before, _ = self._change(key, lambda found: value if found == held else found)
+        return before == held
+
+    def delete_prefix(self, prefix: str) -> int:
+        name = self._name(prefix)
+        if not self.count(prefix):
+            return 0
+        answer, revision = self._write(lambda _: [{"request_delete_range": under(name)}])
+        if answer is not None:
+            return answer.responses[0].response_delete_range.deleted
+        before = {**under(name), "count_only": True, "revision": revision - 1}
+        return self._read([before])[0].count
+
+    def refused(self, key: str, times: int) -> None:
+        deadline = self._calls.deadline
+        if deadline.expired:
+            raise StoreTimeout(
+                f"key {key!r} could not be changed within {in_seconds(deadline.timeout)}: other clients have "
+                f"changed it {times} times meanwhile"
+            )
+        if self._paused(deadline, times):
+            raise StoreError("closed")  # the store says which
+
+    def _change(
+        self, key: str, value_of: Callable[[bytes | None], bytes | None]
+    ) -> tuple[bytes | None, bytes | None]:
+        name = self._name(key)
+        held: bytes | None = None
+        value: bytes | None = None
+
+        def changes(found: KeyValue | None) -> list[Body] | None:
+            nonlocal held, value
+            held = None if found is None else found.value
+            value = value_of(held)
+            if value == held:
+                return None
+            if value is None:
+                return [{"request_delete_range": {"key": name}}]
+            return [put(name, value, self.job.lease)]
+
+        self._write(changes, key)
+        return held, value
+
+    def _write(
+        self, changes_of: Callable[[KeyValue | None], list[Body] | None], key: str | None = None
+    ) -> tuple[Answer | None, int]:
+        """Do the changes once, that ``changes_of`` makes of what ``key`` holds, in one step.
+
+        Args:
+            changes_of: its result is None if nothing is to be done.  What it is called for last counts.
+            key: None: what it holds does not matter.
+
+        Returns:
+            The answer (None: it was lost, or nothing was to be done), and the revision that they made.
+        """
+        with self.job.line() as line:
+            looked = None if key is None else self._name(key)
+            looks = self._looks([at(each) for each in (line.key, looked) if each is not None])
+            found, refusals = None, 0
+            if looked is not None or line.revision is None:
+                found, done = self._take(line, self._ask({"success": looks}))
+                assert not done
+            while True:
+                changes = changes_of(found)
+                if changes is None:
+                    return None, 0
+                assert line.revision is not None
+                demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
+                if looked is not None:
+                    demands.append(modified(looked, 0 if found is None else found.mod_revision))
+                number = put(line.key, b"%d" % line.number, self.job.lease)
+                # A thread that leaves this in any way but with an answer does not know the revision.
+                line.revision = None
+                try:
+                    answer = self._ask(
+                        {"compare": demands, "success": [*changes, number], "failure": looks}, writes=True
+                    )
+                except Unclear as unclear:
+                    try:
+                        answer = self._ask({"success": looks})
+                    except StoreTimeout as error:
+                        raise StoreTimeout(
+                            f"{error}; it is unknown whether the request was or will be done"
+                        ) from unclear
+                else:
+                    if answer.succeeded:
+                        line.revision = answer.header.revision
+                        return answer, line.revision
+                found, done = self._take(line, answer)
+                if done:
+                    assert line.revision is not None
+                    return None, line.revision
+                refusals += 1
+                self.refused(key or "", refusals)
+
+    def _take(self, line: Line, answer: Answer) -> tuple[KeyValue | None, bool]:
+        """What the key holds that was looked at, and whether the line's write was done."""
+        before, *found = self._checked(answer)
+        last = before.kvs[0] if before.kvs else KeyValue()
+        line.revision = last.mod_revision
+        held = found[0].kvs[0] if found and found[0].kvs else None
+        return held, last.value == b"%d" % line.number
+
+    # ------------------------------------------------------------------------------------------
+
+    def _name(self, key: str) -> bytes:
+        return self.job.prefix + b"k/" + key.encode()
+
+    def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
+        gateway, deadline = self.job.gateway, self._calls.deadline
+        return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
+
+    def _paused(self, deadline: Deadline, times: int = 4) -> bool:
+        """Pause for a moment; whether the store was closed meanwhile."""
+        longest = min(_SHORTEST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
+        return self.closed.wait(min(random.uniform(0, longest), deadline.remaining()))
+
+
+def _parts(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    """``keys`` in parts that one request can name."""
+    part: list[str] = []
+    length = 0
+    for key in keys:
+        if part and (len(part) == _OPERATIONS or length + len(key.encode()) > _KEYS):
+            yield part
+            part, length = [], 0
+        part.append(key)
+        length += len(key.encode())
+    if part:
+        yield part

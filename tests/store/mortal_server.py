@@ -1,0 +1,121 @@
+"""A durable server that is killed again and again, at a step that it chose, and started again at once.
+
+    python -m tests.store.mortal_server LOG PORT SEED FAULT
+
+It goes on until its standard input ends, and then writes how many servers died at which step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.store import DurableStoreServer, durable, journal
+from shoal.store.replies import Replies
+
+SECRET = b"secret"
+#: the steps of a round and of a snapshot, as the calls of the system that they are made of
+STEPS = (
+    "before pwrite",
+    "within pwrite",
+    "before fdatasync",
+    "after fdatasync",
+    "before rename",
+    "after rename",
+    "after fsync",
+    "any time",
+)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(step: str, chance: random.Random) -> None:
+    """Let this process die at a step, some calls from now, or some moments later."""
+    when, _, name = step.partition(" ")
+    threading.Timer(chance.uniform(0.0, 0.2), die).start()
+    if name == "time":
+        return
+    call: Callable[..., Any] = getattr(os, name)
+    left = chance.randint(1, 3 if name in ("rename", "fsync") else 25)
+
+    def called(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            if when == "within":
+                descriptor, data, at = arguments
+                call(descriptor, data[: chance.randrange(len(data))], at)
+            elif when == "after":
+                call(*arguments)
+            die()
+        return call(*arguments)
+
+    setattr(os, name, called)
+
+
+def forget_replies() -> None:
+    """Keep no reply beyond this process."""
+    durable.Replies = lambda *_: Replies()  # type: ignore[assignment,misc]
+
+
+def write_late() -> None:
+    """Acknowledge each round before it is written, together with the one after."""
+    append = journal.Journal.append
+    late: list[bytes] = []
+
+    def appended(self: journal.Journal, messages: list[bytes]) -> None:
+        if late:
+            append(self, [*late])
+        late[:] = messages
+
+    journal.Journal.append = appended  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {"forget": forget_replies, "late": write_late, "none": lambda: None}
+
+
+def live(log: Path, port: int, step: str, fault: str, chance: random.Random) -> None:
+    journal.SNAPSHOT_BYTES, journal._SNAPSHOT_TIMES = 1_000, 0
+    FAULTS[fault]()
+    with DurableStoreServer(log, "127.0.0.1", port, SECRET):
+        dying(step, chance)
+        threading.Event().wait()
+
+
+def main() -> None:
+    log, port, seed, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    chance = random.Random(seed)
+    deaths: Counter[str] = Counter()
+    while True:
+        step = chance.choice(STEPS)
+        own = random.Random(chance.random())
+        pid = os.fork()
+        if not pid:
+            try:
+                live(log, port, step, fault, own)
+            finally:
+                os._exit(1)
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if select.select([0], [], [], 0.002)[0]:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                print(sum(deaths.values()), dict(deaths))
+                return
+        assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGKILL, "the server did not die, it failed"
+        deaths[step] += 1
+        time.sleep(own.choice([0.0, 0.02]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What clients see of a durable store has an order, though its server is killed at every step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import WireError
+from shoal.store import TCPStore
+from shoal.testing import linearize
+from tests.support.folders import folder_in_memory
+from tests.support.ports import free_port
+
+from .mortal_server import SECRET
+
+ROOT = Path(__file__).parents[2]
+MANY = 3 if os.environ.get("STRESS") == "short" else 40
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, MANY))]
+
+
+@contextmanager
+def mortal(seed: int, fault: str = "none") -> Iterator[Callable[[], TCPStore]]:
+    """A server that dies and comes again; gives a function that opens its store."""
+    port = free_port()
+    with ExitStack() as stack:
+        folder = stack.enter_context(folder_in_memory())
+        arguments = [str(folder / "log"), str(port), str(seed), fault]
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.store.mortal_server", *arguments],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(process.kill)
+
+        def connect() -> TCPStore:
+            while True:  # the first connection of a store may not be lost
+                with suppress(WireError):
+                    return stack.enter_context(TCPStore("127.0.0.1", port, SECRET, timeout=60))
+
+        yield connect
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        assert int(out.split()[0]) > 2, out
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_durable_store_is_linearizable_though_its_server_is_killed(seed: int) -> None:
+    with mortal(seed) as connect:
+        linearize.play(connect(), seed=seed, operations=60 if seed else 30)
+
+
+@pytest.mark.parametrize("fault", ["late", "forget"])
+def test_a_server_without_syncs_or_without_its_replies_is_found_out(fault: str) -> None:
+    def play(store: TCPStore) -> None:
+        for seed in range(20):
+            linearize.play(store, seed=seed)
+
+    with mortal(0, fault) as connect:
+        store = connect()
+        with pytest.raises(AssertionError, match="no order of its"):
+            play(store)

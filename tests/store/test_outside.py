@@ -1,0 +1,70 @@
+"""URLs of stores on servers that are not shoal's."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import pytest
+
+from shoal.errors import ConfigurationError, UsageError
+from shoal.rendezvous import parse_url, rendezvous
+from shoal.store import open_store
+from shoal.store.outside import Outside, parse_outside, redacted
+
+
+def _parsed(url: str) -> Outside:
+    parts = urlsplit(url)
+    return parse_outside(parts, 2379, tls=parts.scheme == "etcds")
+
+
+@pytest.mark.parametrize(
+    ("url", "parsed"),
+    [
+        ("etcd://h1", Outside(["h1:2379"])),
+        ("etcd://h1:1,10.0.0.2:2/", Outside(["h1:1", "10.0.0.2:2"])),
+        ("etcd://[::1]:5", Outside(["[::1]:5"])),
+        ("etcd://[::1],h2", Outside(["[::1]:2379", "h2:2379"])),
+        ("etcd://u%40:p%3Aw%2f@h1", Outside(["h1:2379"], "u@", "p:w/")),
+        ("etcds://h1?ca=/a&cert=b&key=c", Outside(["h1:2379"], ca="/a", cert="b", key="c")),
+        ("etcds://h1?ca=", Outside(["h1:2379"])),
+    ],
+)
+def test_urls_name_servers_users_and_certificates(url: str, parsed: Outside) -> None:
+    assert _parsed(url) == parsed
+    assert "p:w/" not in repr(_parsed(url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["etcd://", "etcd://h1,", "etcd://h1:0x", "etcd://h1:99999", "etcd://h1/path", "etcd://h1#x", "etcd://h1?ca=a",
+     "etcds://h1?Ca=a", "etcds://h1?ca=a&ca=b", "etcd://u:pass@h1/path", "etcd://u:pa/ss@h1", "etcd://u:pa:ss@:1"],
+)  # fmt: skip
+def test_a_url_that_makes_no_sense_is_named_without_its_password(url: str) -> None:
+    with pytest.raises(UsageError, match=r"expected etcds?://\[user:password@\]host:port\[,") as raised:
+        _parsed(url)
+    assert redacted(url) in str(raised.value)
+    assert "pa" not in str(raised.value).replace("/path", "").replace("password", "")
+
+
+def test_user_and_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_STORE_USER", "me")
+    monkeypatch.setenv("SHOAL_STORE_PASSWORD", "secret")
+    assert _parsed("etcd://h1") == Outside(["h1:2379"], "me", "secret")
+    assert _parsed("etcd://you:open@h1") == Outside(["h1:2379"], "you", "open")
+    assert _parsed("etcd://you@h1") == Outside(["h1:2379"], "you", "secret")
+
+
+def test_no_error_shows_a_password() -> None:
+    for wrong in (open_store, parse_url):
+        with pytest.raises(UsageError) as raised:
+            wrong("carrier://user:pass@roof")
+        assert "carrier://user:***@roof" in str(raised.value)
+    with pytest.raises(UsageError) as raised:
+        rendezvous("etcd://user:pass@roof", store=object())
+    assert "etcd://user:***@roof" in str(raised.value)
+
+
+def test_a_job_without_a_secret_does_not_meet_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    with pytest.raises(ConfigurationError, match=r"meets in etcd:// needs a secret.*SHOAL_SECRET="):
+        rendezvous("etcd://127.0.0.1:1", rank=0, size=1)
