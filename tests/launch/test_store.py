@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from pathlib import Path
 
 import pytest
 
-from shoal.errors import AuthenticationError
+from shoal.errors import AuthenticationError, StoreError
 from shoal.rendezvous import job_record, rendezvous, user_secret
 from shoal.store import open_store
 
@@ -71,3 +72,45 @@ def test_a_port_that_is_taken_is_one_line_and_code_2(workshop: Workshop) -> None
     assert code == 2
     assert address.encode() in err
     assert err.count(b"\n") == 1
+
+
+def test_a_store_with_a_log_goes_on_after_it_was_killed(workshop: Workshop, tmp_path: Path) -> None:
+    arguments = ["--log", str(tmp_path / "log"), "--size", "3"]
+    host = workshop.shoal("store", *arguments)
+    assert host.stdout is not None
+    url = host.stdout.readline().decode().split()[-1]
+    with open_store(url, secret=user_secret(), timeout=60) as store:
+        store.set("key", b"value")
+        code, _, err = workshop.end(workshop.shoal("store", "--log", arguments[1]))
+        assert (code, err.count(b"\n")) == (2, 1)
+        assert f"(process {host.pid})".encode() in err
+        host.kill()
+        workshop.end(host)
+        again = workshop.shoal("store", "--listen", url.removeprefix("tcp://"), *arguments)
+        assert store.get("key") == b"value"
+        again.send_signal(signal.SIGTERM)
+        assert workshop.end(again) == (0, f"shoal store: {url}\n".encode(), b"")
+
+
+def test_a_store_without_room_for_its_log_refuses_changes_until_there_is_some(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    host = workshop.shoal("store", "--log", str(tmp_path / "log"))
+    assert host.stdout is not None
+    url = host.stdout.readline().decode().split()[-1]
+    with open_store(url, secret=user_secret(), timeout=60) as store:
+        store.set("key", b"before")
+        soft, hard = resource.prlimit(host.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(host.pid, resource.RLIMIT_FSIZE, (10_000, hard))
+        with pytest.raises(
+            StoreError, match="not done: the store's log could not be written: File too large"
+        ):
+            store.set("key", b"x" * 20_000)
+        assert store.get("key") == b"before"
+        store.append("key", b" and after")
+        resource.prlimit(host.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        store.set("long", b"x" * 20_000)
+        host.kill()
+        workshop.end(host)
+        workshop.shoal("store", "--listen", url.removeprefix("tcp://"), "--log", str(tmp_path / "log"))
+        assert store.multi_get(["key", "long"]) == [b"before and after", b"x" * 20_000]

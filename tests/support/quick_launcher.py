@@ -44,18 +44,24 @@ class QuickLauncher:
         jobs.close()
 
     def run(
-        self, size: int, *command: str, least: int | None = None, respawn: bool = False, **constants: float
+        self,
+        size: int,
+        *command: str,
+        least: int | None = None,
+        respawn: bool = False,
+        spares: int = 0,
+        **constants: float,
     ) -> tuple[int, str, str]:
         """Run a script and its arguments on ``size`` ranks.
 
         Args:
-            least, respawn: as ``--min`` and ``--respawn``.
+            least, respawn, spares: as ``--min``, ``--respawn`` and ``--spares``.
             constants: of the supervisor, in the place of its own.
 
         Returns:
             Exit code, stdout, stderr.
         """
-        self._jobs.send((size, least, respawn, command, self._out, self._err, constants))
+        self._jobs.send((size, least, respawn, spares, command, self._out, self._err, constants))
         code = self._jobs.recv()
         return code, self._out.read_text(), self._err.read_text()
 
@@ -88,6 +94,7 @@ def _launch(
     size: int,
     least: int | None,
     respawn: bool,
+    spares: int,
     command: Sequence[str],
     out: Path,
     err: Path,
@@ -107,7 +114,7 @@ def _launch(
     process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=_Rank, **{name: getattr(subprocess, name) for name in names}
     )
-    return run.launch(list(command), size, {}, least=least, respawn=respawn)
+    return run.launch(list(command), size, {}, least=least, respawn=respawn, spares=spares)
 
 
 class _Rank:

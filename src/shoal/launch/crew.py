@@ -1,4 +1,4 @@
-"""Starts the processes of a job: the ranks that meet first, and those that join them later."""
+"""Starts the processes of a job: the ranks that meet first, spares, and those that join them later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Crew:
         store: URL of the job's store.
         master_port: where rank 0 may listen.
         guardian: told of every process before its program runs.
-        most: number of slots.
+        most: so many ranks may be wanted; there is a slot for each of them, and for each spare.
         bound: the cores of the first slots, which later ones share; None: all run on all.
     """
 
@@ -40,7 +40,8 @@ class Crew:
         most: int,
         bound: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.size, self.most = job.size, most
+        self.size, self.spares, self.most = job.size, job.spares, most
+        self.slots = most + job.spares
         self._argv, self._job, self._environment = argv, job, environment
         self._meeting = store, master_port
         self._guardian = guardian
@@ -62,7 +63,7 @@ class Crew:
     def later(self, index: int, slot: int, restart: int) -> Rank:
         """Start a process that joins the ranks, after ``restart`` others in its slot; raises LaunchError."""
         environment = {k: v for k, v in self._environment.items() if k not in OF_RANKS}
-        environment |= self._job.newcomer(slot, self.most, *self._meeting)
+        environment |= self._job.newcomer(slot, self.slots, *self._meeting)
         argv = self._guardian.wrapped(self._argv, self._cores(slot))
         inherits = [self._guardian.pipe]
         return Rank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)

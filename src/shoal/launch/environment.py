@@ -18,12 +18,14 @@ class Job:
 
     Attributes:
         size: number of ranks, all on this machine.
+        spares: how many processes beyond them wait to take the place of one that dies.
         ident: the job id that fences its keys in the store.
         secret: authenticates every connection of the job; never on a command line.  "": the ranks find
             theirs in the environment that they inherit.
     """
 
     size: int
+    spares: int = 0
     ident: str = field(default_factory=lambda: secrets.token_hex(6))
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
@@ -46,6 +48,7 @@ class Job:
             "SHOAL_LOCAL_SIZE": str(self.size),
             "SHOAL_JOB": self.ident,
             "SHOAL_EPOCH": "0",
+            **({"SHOAL_SESSION_SIZE": str(self.size)} if self.spares else {}),
             **({"SHOAL_SECRET": self.secret} if self.secret else {}),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),

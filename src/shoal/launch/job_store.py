@@ -75,7 +75,8 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
     parts = parse_url(url)
     if parts.scheme == "env":
         raise UsageError("--store must name a store, not env://: the launcher is what env:// asks")
-    venue = open_venue(Request(parts, None, job.size, config.secret(), Deadline(config.TIMEOUT.get())))
+    deadline = Deadline(config.TIMEOUT.get())
+    venue = open_venue(Request(parts, None, job.size, config.secret(), deadline, job=job.ident))
     store = venue.store
     try:
         store.multi_set(*zip(*job_record(job.size, job.ident).items(), strict=True))

@@ -1,4 +1,4 @@
-"""The launcher notes each rank that ends in the job's store, so that ranks that wait for it hear of it."""
+"""What the launcher notes in the job's store for its ranks: who has ended, and how many are wanted."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import StoreError, WireError
-from ..rendezvous import note_exit
+from ..rendezvous import note_exit, note_wanted
 from ..store import Store
 
 
-class ExitNotes:
-    """Notes the ends of ranks in the store of ``job``, which ``connect`` opens for the first of them."""
+class Notes:
+    """Notes in the store of ``job``, which ``connect`` opens for the first of them."""
 
     def __init__(self, connect: Callable[[], Store], job: str) -> None:
         self._connect = connect
         self._job = job
         self._store: Store | None = None
 
-    def add(self, rank: int, how: str) -> None:
-        """Note that ``rank`` has ended, and how."""
+    def ended(self, rank: int, how: str) -> None:
+        """Note that ``rank`` has ended, and how: ranks that wait for it hear of it."""
         with suppress(StoreError, WireError):
-            if self._store is None:
-                self._store = self._connect()
-            note_exit(self._store, rank, how, job=self._job)
+            note_exit(self._connected(), rank, how, job=self._job)
+
+    def wanted(self, size: int) -> None:
+        """Note how many ranks are wanted: others are spares."""
+        with suppress(StoreError, WireError):
+            note_wanted(self._connected(), size, job=self._job)
 
     def close(self) -> None:
         """Disconnect."""
         if self._store is not None:
             self._store.close()
+
+    def _connected(self) -> Store:
+        if self._store is None:
+            self._store = self._connect()
+        return self._store

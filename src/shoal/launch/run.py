@@ -21,7 +21,7 @@ from .environment import OF_RANKS, Job, ReservedPort, defaults
 from .guardian import Guardian
 from .job_store import job_store
 from .logs import Logs
-from .notes import ExitNotes
+from .notes import Notes
 from .signals import Signals
 from .sink import is_terminal
 from .supervisor import Supervisor
@@ -107,6 +107,14 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="With --min: let shoal scale have up to so many processes run. Those beyond -n have no rank, and "
     "SHOAL_JOIN=1.",
 )
+@click.option(
+    "--spares",
+    metavar="NUMBER",
+    type=click.IntRange(min=0),
+    default=0,
+    help="With --min: start so many processes beyond -n, which have no rank, and SHOAL_JOIN=1. A session "
+    "holds them back until a rank dies, whose place one of them takes: see elastic.Session.",
+)
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
 @click.option(
     "--log-dir",
@@ -134,6 +142,7 @@ def run(
     least: int | None,
     respawn: bool,
     most: int | None,
+    spares: int,
     module: bool,
     log_dir: Path | None,
     store: str | None,
@@ -156,12 +165,14 @@ def run(
         raise click.UsageError("--max needs --min N: how many ranks must go on whatever shoal scale asks for")
     if most is not None and most < size:
         raise click.BadParameter(f"{most}, but -n is {size}", param_hint="'--max'")
+    if spares and least is None:
+        raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
-    config.check_values({**os.environ, **Job(size).variables(0, "", "")})
+    config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
     bound = shares(usable(), size) if bind else None
     if dry_run:
-        click.echo(_plan(argv, size, extra, bound, store, respawn))
+        click.echo(_plan(argv, Job(size, spares, secret=""), extra, bound, store, respawn))
         return 0
     return launch(
         argv,
@@ -170,6 +181,7 @@ def run(
         least=least,
         respawn=respawn,
         most=most,
+        spares=spares,
         bound=bound,
         prefixed=not no_prefix,
         log_dir=log_dir,
@@ -185,6 +197,7 @@ def launch(
     least: int | None = None,
     respawn: bool = False,
     most: int | None = None,
+    spares: int = 0,
     bound: Sequence[Sequence[int]] | None = None,
     prefixed: bool = True,
     log_dir: Path | None = None,
@@ -197,6 +210,7 @@ def launch(
         least: so many ranks may go on when others fail; None: all end with the first that fails.
         respawn: start another process in the place of one that failed while others go on.
         most: so many processes ``shoal scale`` may ask for; None: it cannot.
+        spares: so many processes beyond ``size`` wait to take the place of one that dies.
         bound: the cores of each rank; None: all ranks run on all.
         prefixed: begin lines with their rank.
         log_dir: directory for a file for each rank.
@@ -207,7 +221,7 @@ def launch(
         LaunchError: a rank could not be started; none is left running.
     """
     _open_standard_files()
-    job = Job(size) if store is None else Job(size, secret="")
+    job = Job(size, spares) if store is None else Job(size, spares, secret="")
     inherited = dict(os.environ)
     if job.secret:
         # The secret has one source: a file that the shell names is not it.
@@ -218,7 +232,7 @@ def launch(
         closing(ReservedPort()) as port,
         Guardian() as guardian,
         ExitStack() as open_logs,
-        closing(ExitNotes(meeting_place.connect, job.ident)) as notes,
+        closing(Notes(meeting_place.connect, job.ident)) as notes,
     ):
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
         crew = Crew(
@@ -264,7 +278,7 @@ def _terminal() -> os.terminal_size | None:
 
 def _plan(
     argv: Sequence[str],
-    size: int,
+    job: Job,
     extra: Mapping[str, str],
     bound: Sequence[Sequence[int]] | None,
     store: str | None,
@@ -273,7 +287,7 @@ def _plan(
     """The text that ``--dry-run`` prints."""
     url = "tcp://127.0.0.1:<port>" if store is None else store
     secret = {"SHOAL_SECRET": "<secret>"} if store is None else {}
-    ranks = [Job(size, secret="").variables(rank, url, "<port>") for rank in range(size)]
+    ranks = [job.variables(rank, url, "<port>") for rank in range(job.size)]
     for variables in ranks:
         variables |= {**secret, "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
     own_names = ("SHOAL_RANK", "SHOAL_LOCAL_RANK", "RANK", "LOCAL_RANK")
@@ -286,7 +300,9 @@ def _plan(
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
         cores = "" if bound is None else f"(on {named('core', bound[rank])}) "
         lines.append(f"rank {rank}: {cores}{own} {shlex.join(argv)}")
+    without = f"the same without {', '.join(OF_RANKS)}, and with SHOAL_JOIN=1"
+    if job.spares:
+        lines.append(f"{counted(job.spares, 'spare')}: {without}")
     if respawn:
-        without = ", ".join(OF_RANKS)
-        lines.append(f"in the place of a rank that failed: the same without {without}, and with SHOAL_JOIN=1")
+        lines.append(f"in the place of a rank that failed: {without}")
     return "\n".join(lines)

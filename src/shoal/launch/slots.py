@@ -39,19 +39,24 @@ class Plan:
     later: int = 0
 
 
-def plan(wanted: int, most: int, last: Mapping[int, Occupant], waiting: Collection[int]) -> Plan:
-    """What to do to have ``wanted`` processes in ``most`` slots.
+def plan(
+    wanted: int, slots: int, last: Mapping[int, Occupant], waiting: Collection[int], *, spares: int = 0
+) -> Plan:
+    """What to do to have ``wanted`` members and ``spares`` beyond them, in so many slots.
 
     Args:
         last: the last process of each slot that has had one.
         waiting: slots that are about to get another process.
 
-    Members stay before others do, and of those the ones in the lowest slots.
+    Members stay before others do, and of those the ones in the lowest slots.  With spares, a member above
+    ``wanted`` leaves although a spare stays.
     """
     running = {slot for slot, each in last.items() if each.status is None}
     members = [slot for slot in sorted(running) if last[slot].is_member and not last[slot].leaving]
     others = {slot for slot in running if not last[slot].is_member and not last[slot].leaving}
-    used = members + sorted(others | set(waiting))
-    free = [slot for slot in range(most) if slot not in running and slot not in waiting]
-    start = free[: max(0, wanted - len(used))]
-    return Plan(tuple(start), tuple(used[wanted:]), max(0, wanted - len(used) - len(start)))
+    joining = sorted(others | set(waiting))
+    room = wanted + spares - len(members[:wanted])
+    missing = max(0, room - len(joining))
+    free = [slot for slot in range(slots) if slot not in running and slot not in waiting]
+    start = free[:missing]
+    return Plan(tuple(start), tuple(members[wanted:] + joining[room:]), missing - len(start))

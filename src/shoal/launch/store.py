@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 import click
 
@@ -19,7 +20,14 @@ from ..store import parse_address, serve
     type=click.IntRange(min=1),
     help="Number of ranks: a process then needs no more than this address and the secret.",
 )
-def store(listen: str, size: int | None) -> int:
+@click.option(
+    "--log",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep the data in this directory: what was acknowledged is on disk. Start the store again with the "
+    "same DIR and PORT, and its clients go on.",
+)
+def store(listen: str, size: int | None, log: Path | None) -> int:
     """Host a TCP store until SIGINT or SIGTERM. Port 0 takes a free one; the address is printed.
 
     The secret comes from SHOAL_SECRET, or from the file that SHOAL_SECRET_FILE names; without one,
@@ -32,7 +40,7 @@ def store(listen: str, size: int | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        serve(listen, secret=default_secret(host), records=records, announce=_announce)
+        serve(listen, secret=default_secret(host), records=records, log=log, announce=_announce)
     return 0
 
 

@@ -104,10 +104,20 @@ def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -
     return f"{counted(wanted, 'rank')} wanted: {', '.join(parts) or 'there are as many'}"
 
 
-def next_process(delay: float | None) -> str:
-    """The words on a slot that gets another process after so many seconds, or None ever."""
+def spares(ranks: Sequence[Rank]) -> str:
+    """The words on those that may take the place of a rank that failed."""
+    return f"; {_named(ranks)} can take its place" if ranks else ""
+
+
+def next_process(delay: float | None, *, spares: bool) -> str:
+    """The words on a slot that gets another process after so many seconds, or None ever.
+
+    Args:
+        spares: whether the process may have to wait as a spare.
+    """
     if delay is not None:
-        return f"; a new process takes its place in {delay:.0f} s"
+        does = "starts in its slot" if spares else "takes its place"
+        return f"; a new process {does} in {delay:.0f} s"
     often = f"{respawn.MOST} restarts in {respawn.WINDOW / 60:.0f} minutes"
     return f"; its place stays empty after {often}"
 
@@ -117,14 +127,13 @@ def not_started(error: LaunchError, then: str) -> bytes:
     return f"shoal: {error}{then}\n".encode()
 
 
-def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank]) -> bytes:
-    """The last line of a job that ended well though ranks had failed."""
+def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], wanted: int) -> bytes:
+    """The last line of a job of so many ranks that ended well though some had failed."""
     finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
-    size = len({rank.slot for rank in ranks if not rank.leaving})
-    # Who finished must be said only if a slot has had several processes.
-    shown = [*failed, *(rank for rank in finished if rank.restart)]
+    # Who finished must be said only of those that took the place of others.
+    shown = [*failed, *(rank for rank in finished if rank.newcomer)]
     ended = [(rank, _ended(rank.status or 0)) for rank in shown]
-    return f"shoal: {len(finished)} of {counted(size, 'rank')} finished; {_grouped(ended)}\n".encode()
+    return f"shoal: {len(finished)} of {counted(wanted, 'rank')} finished; {_grouped(ended)}\n".encode()
 
 
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:

@@ -16,6 +16,7 @@ A job goes through these phases::
 With ``respawn`` the slot of a rank that fails while enough others go on gets another process, after a while
 (respawn.py).  It is a *newcomer* until it reports that it has joined the others, and nothing depends on it:
 it does not count among those that live, and when all others have ended it is ended too, without a word.
+Spares are newcomers from the beginning, which the ranks hold back while they are as many as are wanted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from . import causes, summary
 from .control import Control
 from .crew import Crew
 from .logs import Logs
-from .notes import ExitNotes
+from .notes import Notes
 from .output import Output
 from .process import Rank, members
 from .respawn import Respawn
@@ -68,7 +69,7 @@ class Supervisor:
     Args:
         signals: the launcher's; those that arrive are passed on.
         crew: starts the ranks.
-        notes: told of every rank that ends before others do.
+        notes: told of every rank that ends before others do, and of how many are wanted.
         least: so many ranks may go on when others fail; None: all or none.
         respawn: start others in the place of those that failed.
         scalable: let ``shoal scale`` ask for another number of processes, from ``least`` to the crew's most.
@@ -81,7 +82,7 @@ class Supervisor:
         self,
         signals: Signals,
         crew: Crew,
-        notes: ExitNotes,
+        notes: Notes,
         *,
         least: int | None = None,
         respawn: bool = False,
@@ -111,6 +112,8 @@ class Supervisor:
         self._unannounced_told = False
         #: until when the culprit may end by itself
         self._spare_until: float | None = None
+        #: how many ranks there shall be, without spares
+        self._wanted = crew.size
         #: how many processes to start as soon as others have left
         self._later = 0
         self._selector = selectors.DefaultSelector()
@@ -119,9 +122,12 @@ class Supervisor:
         self._closing = self._impatient = False
 
     def start(self) -> None:
-        """Start the ranks that meet first; raises LaunchError."""
-        for slot in range(self._crew.size):
+        """Start the ranks that meet first, and spares; raises LaunchError."""
+        size = self._crew.size
+        for slot in range(size):
             self._add(self._crew.first(slot))
+        for slot in range(size, size + self._crew.spares):
+            self._add(self._crew.later(slot, slot, 0))
 
     def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
@@ -136,7 +142,7 @@ class Supervisor:
         output = self._output = Output(
             self._selector,
             self._signals.wake,
-            self._crew.most,
+            self._crew.slots,
             prefixed=self._prefixed,
             logs=self._logs,
         )
@@ -197,7 +203,7 @@ class Supervisor:
         status = rank.collect()
         # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
         if not rank.newcomer and any(other.status is None for other in self._ranks):
-            self._notes.add(rank.slot, summary.describe(status))
+            self._notes.ended(rank.slot, summary.describe(status))
         if status == 0 and self._unannounced_at is None and not self._unannounced_told:
             self._unannounced_at = time.monotonic() + UNANNOUNCED
         if rank is self._culprit:
@@ -215,7 +221,9 @@ class Supervisor:
         left = [other for other in self._ranks if other.is_member and not other.leaving and not other.status]
         if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
-            self._output.say(summary.outlived(rank, left, self._plan_restart(rank.slot, rank.seconds)))
+            then = summary.spares(self._spares()) if rank.is_member else ""
+            then += self._plan_restart(rank.slot, rank.seconds)
+            self._output.say(summary.outlived(rank, left, then))
         else:
             self._phase, self._fatal = _Phase.FAILED, rank
             first = self._ranks[self._cause()]
@@ -227,7 +235,16 @@ class Supervisor:
         """Plan the next process of ``slot``, whose last one lived so long; gives words on it."""
         if self._respawn is None or not self._runs_a_member():
             return ""
-        return summary.next_process(self._respawn.failed(slot, lived, time.monotonic()))
+        wait = self._respawn.failed(slot, lived, time.monotonic())
+        return summary.next_process(wait, spares=self._crew.spares > 0)
+
+    def _spares(self) -> list[Rank]:
+        """Those that wait to take the place of another one, or are about to come."""
+        if not self._crew.spares:
+            return []
+        return [
+            rank for rank in self._ranks if rank.status is None and not rank.is_member and not rank.leaving
+        ]
 
     def _start_in(self, slot: int) -> None:
         """Start a newcomer in ``slot``."""
@@ -249,7 +266,7 @@ class Supervisor:
         return {rank.slot: rank for rank in self._ranks}
 
     def _scale(self, wanted: int) -> str:
-        """Have ``wanted`` processes; tells what is done for that; raises UsageError."""
+        """Have ``wanted`` ranks beside spares; tells what is done for that; raises UsageError."""
         assert self._output is not None
         self._read_reports()
         least, most = self._least or 1, self._crew.most
@@ -259,8 +276,9 @@ class Supervisor:
             raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
         waiting = set() if self._respawn is None else self._respawn.waiting
         last = self._last_of_slots()
-        found = plan(wanted, most, last, waiting)
-        self._later = found.later
+        found = plan(wanted, self._crew.slots, last, waiting, spares=self._crew.spares)
+        self._wanted, self._later = wanted, found.later
+        self._notes.wanted(wanted)  # or a spare would take the place of one that leaves
         if self._respawn is not None:
             self._respawn.cancel(waiting.intersection(found.stop))
         text = summary.scaled(wanted, found.start, found.stop, found.later)
@@ -306,7 +324,11 @@ class Supervisor:
         assert self._output is not None
         self._unannounced_at = None
         self._read_reports()
-        ended = [rank for rank in self._ranks if rank.status == 0 and not (rank.reports or rank.leaving)]
+        ended = [
+            rank
+            for rank in self._ranks
+            if rank.status == 0 and rank.is_member and not (rank.reports or rank.leaving)
+        ]
         running = [rank for rank in self._ranks if rank.status is None]
         if ended and running and self._phase is _Phase.RUNNING:
             self._unannounced_told = True
@@ -423,5 +445,5 @@ class Supervisor:
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
         if self._outlived:
-            output.say(summary.outlived_all(self._ranks, self._outlived))
+            output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
         return 0
