@@ -13,7 +13,7 @@ from . import config
 from .backend.arguments import check_options, lanes
 from .backend.base import GroupSpec, ident_of
 from .backend.registry import BackendFactory, backend_factory
-from .errors import UsageError
+from .errors import ConfigurationError, UsageError
 from .group import ProcessGroup
 from .group.dumps import directory as dump_directory
 from .keywords import checked_seconds
@@ -80,6 +80,11 @@ def init(
     check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
     count = lanes(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
+    if config.JOIN.get() and url in (None, "env://") and store is None and rank is None:
+        raise ConfigurationError(
+            "SHOAL_JOIN=1: this process has no rank among those that meet here; it joins a running session "
+            "by shoal.elastic.Session(state)"
+        )
     for what, text in (("name", name), ("host_id", host_id)):
         if not isinstance(text, str | None) or text == "":
             raise UsageError(f"{what}={text!r}: expected a str that is not empty")

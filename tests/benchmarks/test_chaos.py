@@ -18,19 +18,22 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_collectives_and_training_outlive_a_death(chaos: ModuleType) -> None:
-    for program, is_ready in ((chaos.collectives, False), (chaos.training, True)):
-        trial = play(program, 3, harms=[Harm(1, "kill", 0.05)], ready=is_ready, timeout=60.0)
+    for program in (chaos.collectives, chaos.training):
+        trial = play(program, 3, harms=[Harm(1, "kill", 0.05)], ready=True, timeout=60.0)
         assert trial.bad == ""
+        assert trial.gone_on[0] is not None
 
 
 def test_the_table_counts_what_was_done(
     chaos: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harms = (Harm(0, "kill", 0.1), Harm(2, "stop", 0.2))
+    moves = (Harm(4, "join", 0.1), Harm(1, "leave", 0.2))
     trials = [
-        Trial(0, 4, harms[:1], (0,), 1.0, ""),
-        Trial(1, 4, harms, (0, 1, 2), 3.0, "rank 1 raised"),
-        Trial(2, 4, harms, (2,), 2.0, ""),
+        Trial(0, 4, harms[:1], (0,), 1.0, "", (0.02,)),
+        Trial(1, 4, harms, (0, 1, 2), 3.0, "rank 1 raised", (1.2, 1.3)),
+        Trial(2, 4, harms, (2,), 2.0, "", (None, 1.5)),
+        Trial(3, 4, moves, (), 2.0, "", (None, None), (4,), (0.3,)),
     ]
     row = chaos.summed_up(chaos.ROWS[0], trials)
     page = tmp_path / "failures.md"
@@ -39,8 +42,9 @@ def test_the_table_counts_what_was_done(
     chaos.write_page([row])
     chaos.write_page([row])
     assert page.read_text().splitlines()[3:] == [
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| a death in collectives | 3 | 2 | 2 | 1 | 2.00 | 3.00 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| a death in collectives | 4 | 2 | 2 | 1 | 1 | 1 | 20 / 20 / 20 | 1400 / 1500 / 1500 | "
+        "300 / 300 / 300 |",
         "<!-- end of chaos -->",
         "after",
     ]

@@ -95,9 +95,9 @@ def test_tensors_of_the_master_wait_when_too_many_bytes_are_ahead(
             there.append((here + number).to("node:0"))
 
     with stopped(master, 0), in_thread(upload) as uploading:
-        until(lambda: slow._uploads == 2**20)
+        until(lambda: slow._uploads == 2**20 and len(there) == 4)
         assert uploading.is_alive()
-        assert len(there) == 4
+        assert (slow._uploads, len(there)) == (2**20, 4)
         os.kill(master.pids[0], signal.SIGCONT)
     assert [each[-1].item() for each in there] == [2**15 - 1 + number for number in range(20)]
     master.synchronize()

@@ -69,7 +69,7 @@ def parting(group: ProcessGroup, leavers: list[int], victim: int, late: int) -> 
     def exchange(session: Session, step: Step) -> None:
         whole(session, step)
         if (step.number, me) == (AT, late):
-            session._leavers = ()
+            session._members.leavers = ()
             while True:
                 group.barrier().wait()
 

@@ -36,6 +36,7 @@ class Owner:
 
     state: State
     group: Any = field(default_factory=lambda: SimpleNamespace(rank=0, size=2))
+    active: int | None = None
 
     def begins(self, step: Step) -> None: ...
 

@@ -14,6 +14,7 @@ from torch import nn
 from shoal import PeerLost, ProcessGroup, StateDiverged
 from shoal.elastic import Samples, Session, State, Step, growth, session
 from shoal.elastic.lobby import Lobby
+from shoal.elastic.members import Members
 from shoal.testing import Outcome, no_leaks, processes
 
 from .training import STEPS, Log, assert_as_undisturbed, train
@@ -71,7 +72,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "invited": (Lobby, "invite", True),
     "meeting": (growth._Meeting, "connect", False),
     "connected": (growth._Meeting, "connect", True),
-    "taken": (Session, "_take", True),
+    "taken": (Members, "_take", True),
     "sending": (session, "send_state", False),
     "sent": (session, "send_state", True),
     "receiving": (session, "receive_state", False),

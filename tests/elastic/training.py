@@ -97,6 +97,7 @@ def train(
     until: int = STEPS,
     min: int = 1,
     max: int | None = None,
+    active: int | None = None,
     workers: int | None = None,
     training: Training | None = None,
     **samples: Any,
@@ -106,7 +107,7 @@ def train(
     loader = None
     if workers is not None:
         loader = Loader(TensorDataset(torch.arange(LENGTH)), num_workers=workers)
-    with Session(training.state, group=group, min=min, max=max) as session:
+    with Session(training.state, group=group, min=min, max=max, active=active) as session:
         log.session = session
         log.events = session.events
         model = session.parallel(training.net, bucket_cap_mb=0.0005)
@@ -137,7 +138,11 @@ def train(
 
 
 def assert_as_undisturbed(
-    logs: list[Log], *, until: int = STEPS, make: Callable[[], Training] = Training
+    logs: list[Log],
+    *,
+    until: int = STEPS,
+    active: int | None = None,
+    make: Callable[[], Training] = Training,
 ) -> None:
     """Survivors agree in every bit at every commit, each sample counted once a pass, and the result is that
     of training without a fault."""
@@ -155,7 +160,9 @@ def assert_as_undisturbed(
         together = training.samples.share(0, 1).indices
         here = [each for log in logs for each in log.steps if each.number == number]
         for each in here:
-            assert each.indices == training.samples.share(each.rank, each.size).indices.tolist()
+            assert (
+                each.indices == training.samples.share(each.rank, each.size, active=active).indices.tolist()
+            )
         assert len({each.size for each in here}) == 1
         batches.append(together)
         training.samples.advance(BATCH)

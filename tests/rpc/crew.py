@@ -130,6 +130,7 @@ class Crew(Agents):
 def standing() -> tuple[Counter[str], Counter[str]]:
     """What this worker has only because of others, and what it has in any case."""
     agent = current().agent
+    kept.clear()  # a victim's last messages may have come after the trial
     gc.collect()
     stats, references = agent.stats(), agent.references
     stats["calls"] -= agent.name == "a"  # this one
@@ -277,9 +278,15 @@ def use_kept() -> list[str]:
 
 
 def use_lost(name: str) -> list[str]:
-    """Use objects whose owner is dead, and let go of them; what went wrong."""
+    """Use objects whose owner is dead, and let go of them; what went wrong.
+
+    What an earlier victim passed on may have come since, and belongs to another owner.
+    """
     wrong = []
-    for ref, _ in list(kept):
+    theirs = [ref for ref, _ in kept if ref.owner_name() == name]
+    if not theirs:
+        wrong.append(f"nothing of {name} was kept")
+    for ref in theirs:
         try:
             ref.rpc_sync().get()
         except WorkerLost as error:

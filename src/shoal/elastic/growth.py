@@ -30,9 +30,11 @@ from ..group import ProcessGroup
 from ..initialize import init, world_group
 from ..rendezvous import Place, meet_beside, open_place
 from ..rendezvous.venue import nothing
-from ..store import MemoryStore
+from ..store import MemoryStore, Store
 from ..wire import Deadline
-from .lobby import PATIENCE, Invitation, Lobby, await_invitation
+from .lobby import Lobby
+from .lobby_keys import PATIENCE, Invitation
+from .waiting import await_invitation
 
 #: for closing what came to nothing
 _SHORT = 1.0
@@ -47,15 +49,18 @@ class Door:
     Args:
         place: where the ranks have met.
         fits: whether the session can go on with so many ranks.
+        wanted: as of :class:`Lobby`.
     """
 
-    def __init__(self, place: Place, fits: Callable[[int], bool]) -> None:
-        self._fits = fits
+    def __init__(self, place: Place, fits: Callable[[int], bool], wanted: int | None) -> None:
+        self._can_be = fits
         self._place = place
-        self._lobby = Lobby(place)
+        self._lobby = Lobby(place, wanted)
 
     @classmethod
-    def of(cls, group: ProcessGroup, fits: Callable[[int], bool], *, begins: bool) -> Door | None:
+    def of(
+        cls, group: ProcessGroup, fits: Callable[[int], bool], *, wanted: int | None, begins: bool
+    ) -> Door | None:
         """The door of a group; None: nobody can find the place where its ranks have met.
 
         Args:
@@ -64,7 +69,7 @@ class Door:
         place = group.world.membership.place
         if place is None or not group._is_first or not _can_be_told(group):
             return None
-        door = cls(place, fits)
+        door = cls(place, fits, wanted)
         if begins and group.rank == 0:
             door._lobby.open()
         door.follow(group)
@@ -119,7 +124,7 @@ class Door:
                 grown, release = meeting.connect(self._place, group.rank, group.size + count, look)
             agreed = group.agree(int(grown is not None)).wait()
             taken = bool(agreed.value) and not agreed.lost
-            with contextlib.suppress(StoreError, WireError), self._place.store.clone(PATIENCE) as store:
+            with contextlib.suppress(StoreError, WireError), _store_of(self._place) as store:
                 store.set(meeting.verdict, _TAKEN if taken else _REFUSED)
             if grown is None or release is None or not taken:
                 return None
@@ -135,7 +140,12 @@ class Door:
         """Nobody is let in any more; ``over``: because the session has come to its end."""
         self._lobby.close(over=over)
 
+    def _fits(self, size: int) -> bool:
+        wanted = self._lobby.wanted
+        return (wanted is None or size <= wanted) and self._can_be(size)
+
     def _invite(self, group: ProcessGroup, meeting: _Meeting) -> int:
+        self._lobby.look_up_wanted()
         most = self._lobby.waiting
         while most > 0 and not self._fits(group.size + most):
             most -= 1
@@ -193,7 +203,8 @@ class Newcomer:
         group, release = meeting.connect(place, said.rank, said.size)
         try:
             # The agreement may take them as long as the meeting.
-            verdict = place.store.get(meeting.verdict, 2 * meeting.within)
+            with _store_of(place) as store:
+                verdict = store.get(meeting.verdict, 2 * meeting.within)
         except (StoreError, WireError):
             verdict = _REFUSED
         if verdict != _TAKEN:
@@ -274,6 +285,11 @@ class _Release:
         finally:
             if self.then is not None:
                 self.then(deadline.remaining())
+
+
+def _store_of(place: Place) -> Store:
+    """The store at ``place`` as it is now: it may have begun anew since the others met there."""
+    return place.store.clone(PATIENCE, anew=True)
 
 
 def _can_be_told(group: ProcessGroup) -> bool:

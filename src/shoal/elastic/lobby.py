@@ -1,133 +1,107 @@
-"""Where processes wait that want to join a session: keys in the store of the job.
+"""The lobby as the ranks of a session see it: rank 0 reads there which processes wait to join.
 
-    session                       the session at this place: its ident, and whether it is over
-    IDENT/arrivals                counts those that have come
-    IDENT/candidate/N             the N-th of them, which waits for the next key
-    IDENT/go/N                    its invitation; empty: the session is over; "again": it was too slow
-
-Rank 0 of the session reads what candidates write, in a thread of its own; when it has died, the new rank 0.
+It reads in a thread of its own; when rank 0 has died, the new rank 0 does.  The thread outlives the store: it
+looks for one that is gone until it is back, and what the lobby keeps there it writes again if that is lost.
+Training does not wait for any of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Annotated
 
 import msgspec
 
-from ..errors import RendezvousError, RendezvousTimeout, StoreError, StoreTimeout, WireError
+from ..errors import RendezvousError, ShoalError, StoreError, StoreTimeout, WireError
 from ..rendezvous import Place
 from ..rendezvous.host import process_is_gone
-from ..rendezvous.record import decode
-from ..store import PrefixStore, Store
-from ..wire import Deadline
-from ..wording import counted, in_seconds
+from ..rendezvous.record import LOBBY, WANTED
+from ..store import Store
+from ..wording import counted
+from .lobby_keys import (
+    LONGEST_PAUSE,
+    LOOK,
+    SESSION,
+    SHORTEST_PAUSE,
+    Candidate,
+    Invitation,
+    Reader,
+    SessionNote,
+    arrivals_key,
+    candidate_key,
+    go_key,
+    keys_of,
+)
 
-_KEYS, _SESSION = "lobby", "session"
-#: seconds for which one request waits; it is made again
-_LOOK = 5.0
-_AGAIN = b"again"
-#: seconds in which the store must answer ranks that train
-PATIENCE = 5.0
 _LOST = (StoreError, WireError)
-
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-#: an option of a backend that can be told to others
-Option = str | int | float | bool | None
-
-
-class _Session(msgspec.Struct, frozen=True):
-    ident: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    over: bool = False
-
-
-class _Candidate(msgspec.Struct, frozen=True):
-    """A process that waits: as of :class:`shoal.rendezvous.host.Here`."""
-
-    machine: _Text
-    process: Annotated[str, msgspec.Meta(pattern=r"^.+/[0-9]+/[^/]+$", max_length=1000)]
-
-
-class Invitation(msgspec.Struct, frozen=True):
-    """What a candidate needs in order to meet the ranks of the session.
-
-    Attributes:
-        meeting: its name, by which :func:`shoal.rendezvous.meet_beside` finds the others.
-        rank, size: of the candidate, and of the group with it.
-        epoch: of the group that invites.
-        name, timeout, concurrency, backend, options: of the new group.
-        within: seconds until all must have met.
-    """
-
-    meeting: _Text
-    rank: _Count
-    size: _Count
-    epoch: Annotated[int, msgspec.Meta(ge=0)]
-    name: _Text
-    timeout: _Seconds
-    concurrency: _Count
-    backend: _Text
-    options: dict[str, Option]
-    within: _Seconds
+_logger = logging.getLogger("shoal")
 
 
 class Lobby:
-    """The lobby as the ranks of a session see it.
+    """The lobby of a session's ranks.
 
     Args:
         place: where they have met.
+        wanted: how many ranks the session shall have, until the launcher says otherwise; None: as many as
+            come.
 
-    Nothing here raises because the store is gone: then nobody can come.
+    Attributes:
+        wanted: as above, as far as this rank knows.
+
+    Nothing here raises because the store is gone: then nobody can come until it is back.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, wanted: int | None = None) -> None:
         self._place = place
+        self.wanted = wanted
+        #: what a launcher has written about it
+        self._said = b""
         self._machine = place.here.machine
-        self._store: Store | None = None
         #: of the session; 0: not known to this rank
         self.ident = 0
+        #: whether the session begins with this rank, and the store does not know it yet
+        self._begins = False
+        self._reader = Reader()
         self._lock = threading.Lock()
-        self._waiting: dict[int, _Candidate] = {}
-        self._invited: list[_Candidate] = []
+        self._waiting: dict[int, Candidate] = {}
+        self._invited: list[Candidate] = []
         self._thread: threading.Thread | None = None
-        self._connection: Store | None = None
+        self._closing = threading.Event()
+        #: the thread's connection, while the store is there
+        self._store: Store | None = None
 
     def open(self) -> None:
         """Begin a session at this place; for one rank, before the others use it."""
-        with contextlib.suppress(*_LOST):
-            store = self._keys()
-            with contextlib.suppress(StoreTimeout):
-                before = decode(store.get(_SESSION, 0.0), _Session)
-                store.delete_prefix(f"{before.ident}/")
-            self.ident = secrets.randbits(62)
-            store.set(_SESSION, msgspec.json.encode(_Session(f"{self.ident:016x}")))
+        self.ident = secrets.randbits(62)
+        self._begins = True
+        with contextlib.suppress(*_LOST), keys_of(self._place) as store:
+            self._announce(store)
 
     def listen(self) -> None:
         """Look for candidates from now on; on one rank.  It may be called again."""
-        if self._thread is not None:
-            return
-        with contextlib.suppress(*_LOST):
-            if not self.ident:
-                self.ident = int(decode(self._keys().get(_SESSION, 0.0), _Session).ident, 16)
-            self._connection = self._keys().clone()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._connection,), name="shoal-lobby", daemon=True
-            )
+        if self._thread is None:
+            self._closing.clear()
+            self._thread = threading.Thread(target=self._run, name="shoal-lobby", daemon=True)
             self._thread.start()
 
     def name_of_meeting(self, token: int) -> str:
         """The name of a meeting with candidates; its keys go when the next session begins here."""
-        return f"{_KEYS}/{self.ident:016x}/meeting/{token:x}"
+        return f"{LOBBY}/{self._name}/meeting/{token:x}"
 
     @property
     def waiting(self) -> int:
         """How many candidates wait.  Cheap."""
         return len(self._waiting)
+
+    def look_up_wanted(self) -> None:
+        """Learn what the launcher has said by now."""
+        if (store := self._store) is not None:
+            with contextlib.suppress(*_LOST):
+                self._look_up_wanted(store)
 
     def invite(self, most: int, compose: Callable[[int, int], Invitation]) -> int:
         """Invite candidates that live.
@@ -140,13 +114,15 @@ class Lobby:
             How many were invited.
         """
         with self._lock:
+            store = self._store
             for number in [n for n, each in self._waiting.items() if self._is_gone(each)]:
                 del self._waiting[number]
+            if store is None:
+                return 0
             numbers = sorted(self._waiting)[:most]
             try:
                 for index, number in enumerate(numbers):
-                    raw = msgspec.json.encode(compose(index, len(numbers)))
-                    self._keys().set(f"{self.ident:016x}/go/{number}", raw)
+                    store.set(go_key(self._name, number), msgspec.json.encode(compose(index, len(numbers))))
             except _LOST:
                 self._waiting.clear()  # or the next step would wait for the store again
                 return 0
@@ -168,87 +144,131 @@ class Lobby:
         Args:
             over: the session has come to its end; who still waits is told so, by the rank that listens.
         """
-        listened = self._thread is not None
-        if self._connection is not None:
-            self._connection.close()
-        if self._thread is not None:
-            self._thread.join()
-        if over and listened:
-            with contextlib.suppress(*_LOST):
-                self._keys().set(_SESSION, msgspec.json.encode(_Session(f"{self.ident:016x}", over=True)))
-                for number in range(self._keys().add(f"{self.ident:016x}/arrivals", 0)):
-                    self._keys().compare_set(f"{self.ident:016x}/go/{number}", b"", b"")
-        if self._store is not None:
-            self._store.close()
-        self._thread = self._connection = self._store = None
+        if self._thread is None:
+            return
+        with self._lock:
+            self._closing.set()
+            if self._store is not None:
+                self._store.close()
+        self._thread.join()
+        self._thread = None
+        if over:
+            with contextlib.suppress(*_LOST), keys_of(self._place) as store:
+                store.set(SESSION, msgspec.json.encode(SessionNote(self._name, over=True)))
+                for key in store.list_keys(start := candidate_key(self._name)):
+                    if (number := self._reader.number("candidate", key.removeprefix(start))) is not None:
+                        store.compare_set(go_key(self._name, number), b"", b"")
 
-    def _keys(self) -> Store:
-        if self._store is None:
-            self._store = keys_of(self._place).clone(PATIENCE)
-        return self._store
+    @property
+    def _name(self) -> str:
+        return f"{self.ident:016x}"
 
-    def _is_gone(self, candidate: _Candidate) -> bool:
+    def _is_gone(self, candidate: Candidate) -> bool:
         return candidate.machine == self._machine and process_is_gone(candidate.process)
 
-    def _run(self, store: Store) -> None:
-        number = 0
-        with contextlib.suppress(*_LOST):  # the store was closed, or is gone
-            while True:
-                go = f"{self.ident:016x}/go/{number}"
-                try:
-                    raw = store.get(f"{self.ident:016x}/candidate/{number}", _LOOK)
-                except StoreTimeout:
-                    if store.add(f"{self.ident:016x}/arrivals", 0) <= number:
-                        continue
-                    store.compare_set(go, b"", _AGAIN)  # it died on the way, or stands still
-                else:
-                    if not store.check([go]):
-                        self._add(number, raw)
-                number += 1
+    # -- the thread ----------------------------------------------------------------------------
 
-    def _add(self, number: int, raw: bytes) -> None:
-        with contextlib.suppress(StoreError), self._lock:  # what is no candidate is passed over
-            self._waiting[number] = decode(raw, _Candidate)
+    def _run(self) -> None:
+        pause, warned = SHORTEST_PAUSE, False
+        while not self._closing.is_set():
+            try:
+                with keys_of(self._place) as store:
+                    self._announce(store)
+                    with self._lock:
+                        if self._closing.is_set():
+                            return
+                        self._store = store
+                    pause, warned = SHORTEST_PAUSE, False
+                    self._serve(store)
+            except (ShoalError, OSError) as error:
+                if self._closing.is_set():
+                    return
+                if not warned:
+                    _logger.warning(
+                        "nobody can join the session until its store is back; training goes on (%s)", error
+                    )
+                    warned = True
+            finally:
+                with self._lock:
+                    self._store = None
+                    self._waiting.clear()  # they come again, or are found again
+            self._closing.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
+    def _serve(self, store: Store) -> None:
+        """Find candidates, until the store is gone or closed."""
+        #: numbers of candidates that were read, and numbers under which a candidate is late to write
+        seen: set[int] = set()
+        late: set[int] = set()
+        while True:
+            self._announce(store)
+            self._look_up_wanted(store)
+            for number in self._numbers(store):
+                if number not in seen:
+                    seen.add(number)
+                    self._read(store, number)
+            awaited = next(each for each in itertools.count() if each not in seen and each not in late)
+            try:
+                store.wait([candidate_key(self._name, awaited)], LOOK)
+            except StoreTimeout:
+                if self._arrivals(store, seen) > awaited:
+                    late.add(awaited)  # it died on the way, or stands still
 
-def keys_of(place: Place) -> Store:
-    """The lobby's keys."""
-    return PrefixStore(_KEYS, place.store)
-
-
-def await_invitation(place: Place, deadline: Deadline) -> Invitation:
-    """Wait in the lobby until the ranks of the session there invite this process.
-
-    Args:
-        deadline: until when there must be a session; it may then take any time until it needs this process.
-
-    Raises:
-        SystemExit: with the exit code 0; the session has come to its end without this process.
-        RendezvousTimeout: there is none.
-        StoreError: the store is gone.
-    """
-    store = keys_of(place)
-    try:
-        session = decode(store.get(_SESSION, deadline.remaining()), _Session)
-    except StoreTimeout:
-        raise RendezvousTimeout(
-            f"job {place.job!r}: within {in_seconds(deadline.timeout)} no session began here that this "
-            "process (SHOAL_JOIN=1) could join"
-        ) from None
-    if session.over:
-        raise SystemExit(0)
-    me = msgspec.json.encode(_Candidate(place.here.machine, place.here.process))
-    raw = _AGAIN
-    while raw == _AGAIN:
-        number = store.add(f"{session.ident}/arrivals", 1) - 1
-        store.set(f"{session.ident}/candidate/{number}", me)
-        raw = _await(store, f"{session.ident}/go/{number}")
-    if not raw:
-        raise SystemExit(0)
-    return decode(raw, Invitation)
-
-
-def _await(store: Store, key: str) -> bytes:
-    while True:
+    def _announce(self, store: Store) -> None:
+        """See to it that newcomers find the session, also in a store that began anew or holds junk."""
+        if self._begins:
+            with contextlib.suppress(StoreTimeout):
+                if (before := self._reader.session(store.get(SESSION, 0.0))) is not None:
+                    store.delete_prefix(f"{before.ident}/")
+            store.set(SESSION, msgspec.json.encode(SessionNote(self._name)))
+            self._begins = False
+            return
+        found = b""
         with contextlib.suppress(StoreTimeout):
-            return store.get(key, _LOOK)
+            found = store.get(SESSION, 0.0)
+        session = self._reader.session(found) if found else None
+        if session is None or session.over:
+            self.ident = self.ident or secrets.randbits(62)
+            store.compare_set(SESSION, found, msgspec.json.encode(SessionNote(self._name)))
+        elif not self.ident:
+            self.ident = int(session.ident, 16)
+
+    def _look_up_wanted(self, store: Store) -> None:
+        if self.wanted is None:
+            return
+        try:
+            said = store.get(WANTED, 0.0)
+        except StoreTimeout:
+            if self._said:
+                store.compare_set(WANTED, b"", self._said)  # lost with the store
+            return
+        if (wanted := self._reader.wanted(said)) is not None:
+            self.wanted, self._said = wanted, said
+
+    def _numbers(self, store: Store) -> list[int]:
+        """Those under which candidates have written."""
+        start = candidate_key(self._name)
+        found = (self._reader.number("candidate", key[len(start) :]) for key in store.list_keys(start))
+        return sorted(number for number in found if number is not None)
+
+    def _arrivals(self, store: Store, seen: set[int]) -> int:
+        """How many have come; a count that is none is mended, or nobody could come any more."""
+        try:
+            raw = store.get(key := arrivals_key(self._name), 0.0)
+        except StoreTimeout:
+            return 0
+        count = self._reader.number("arrivals", raw)
+        if count is None:
+            count = max(seen, default=-1) + 1
+            store.compare_set(key, raw, str(count))
+        return count
+
+    def _read(self, store: Store, number: int) -> None:
+        with contextlib.suppress(StoreTimeout):  # it has been deleted
+            candidate = self._reader.candidate(store.get(candidate_key(self._name, number), 0.0))
+            if candidate is None or store.check([go_key(self._name, number)]):
+                return
+            with self._lock:
+                for other in [n for n, each in self._waiting.items() if each.process == candidate.process]:
+                    del self._waiting[other]  # it has come again
+                self._waiting[number] = candidate

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
+
+from ..group import ProcessGroup
+
+_HALVES = struct.Struct("<qq")
 
 
 class Wish(enum.IntFlag):
@@ -30,19 +37,41 @@ class Record(NamedTuple):
     step: int
     first: int
     second: int
-    wishes: int = Wish.NONE
+    wishes: int = 0
     busy: int = 0
 
     @classmethod
     def of(cls, epoch: int, step: int, digest: bytes, wishes: Wish, busy: float) -> Record:
         """The row of a rank; ``digest`` has 16 bytes, ``busy`` is in seconds."""
-        first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
-        return cls(epoch, step, first, second, wishes, max(int(busy * 1e6), 0))
+        first, second = _HALVES.unpack(digest)
+        return cls(epoch, step, first, second, int(wishes), max(int(busy * 1e6), 0))
 
     @property
     def digest(self) -> tuple[int, int]:
         """What must be equal on all ranks, in the same epoch and step."""
         return self.first, self.second
+
+
+_ROW = struct.Struct(f"={len(Record._fields)}q")
+
+
+class Table:
+    """The records of all ranks of one group, and their exchange.
+
+    Its tensors are made once: to make them in each commit took a third of its time.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._mine, self._rows = bytearray(_ROW.size), bytearray(_ROW.size * group.size)
+        self._sent = torch.frombuffer(self._mine, dtype=torch.int64)
+        self._received = torch.frombuffer(self._rows, dtype=torch.int64)
+
+    def exchange(self, mine: Record) -> list[Record]:
+        """The records of all ranks; raises GroupError."""
+        _ROW.pack_into(self._mine, 0, *mine)
+        self._group.all_gather_single(self._received, self._sent).wait()
+        return [Record._make(row) for row in _ROW.iter_unpack(self._rows)]
 
 
 def agree(rows: Sequence[Record]) -> bool:

@@ -22,11 +22,11 @@ class Share:
     """The samples of one rank in one step.
 
     Attributes:
-        rank: that takes it.
+        rank: that takes it; in a hot spare, the one that it computes with.
         size: how many ranks take a share.
         indices: of this rank's samples, ``int64``.
         weight: for the mean loss over ``indices``; the mean of the weighted losses over all ranks is then the
-            mean over the whole batch, however unevenly it is shared out.
+            mean over the whole batch, however unevenly it is shared out.  0.0 in a hot spare.
         batch: how many samples the step takes on all ranks.
     """
 
@@ -90,16 +90,22 @@ class Samples:
             )
         return count
 
-    def share(self, rank: int, size: int, *, after: int = 0) -> Share:
-        """What ``rank`` of ``size`` takes in the next step, or ``after`` steps later if the ranks stay."""
-        batch = self.batch(size)
-        first, last = rank * batch // size, (rank + 1) * batch // size
+    def share(self, rank: int, size: int, *, active: int | None = None, after: int = 0) -> Share:
+        """What ``rank`` of ``size`` takes in the next step, or ``after`` steps later if the ranks stay.
+
+        The ranks from ``active`` on are hot spares: they take what others take too, with a weight of 0.
+        """
+        taking = size if active is None else min(active, size)
+        batch = self.batch(taking)
+        part = rank % taking
+        first, last = part * batch // taking, (part + 1) * batch // taking
         passes, at = divmod(self.offset + after * batch + first, self.length)
         indices = self._order(self.passes + passes)[at : at + last - first]
         beyond = (last - first) - indices.numel()
         if beyond > 0:
             indices = torch.cat([indices, self._order(self.passes + passes + 1)[:beyond]])
-        return Share(rank, size, indices, (last - first) * size / batch, batch)
+        weight = (last - first) * size / batch if rank == part else 0.0
+        return Share(part, taking, indices, weight, batch)
 
     def advance(self, batch: int) -> None:
         """A step that took ``batch`` samples counts."""

@@ -18,36 +18,20 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import config
-from ..errors import (
-    GroupClosed,
-    GroupError,
-    OperationTimeout,
-    PeerLost,
-    ProtocolError,
-    ShoalError,
-    StateDiverged,
-    StateLost,
-    UsageError,
-)
+from ..errors import GroupError, ShoalError, StateDiverged, StateLost, UsageError
 from ..group import ProcessGroup
-from ..group.rebuild import Rebuilt
 from ..group.regroup import Regroupable
-from ..initialize import init
 from ..parallel import DistributedDataParallel
-from .growth import Door, Newcomer
+from .members import Members
 from .progress import NOTHING, Progress, steps_that_count
-from .record import Record, Wish, agree, all_wishes, leavers
+from .record import Record, Table, agree
 from .resize import Resize
 from .sharded import Sharded
-from .signals import Notice
 from .state import State
 from .step import Step
 from .stragglers import Stragglers
 from .transfer import receive_state, send_state
 
-#: errors after which the ranks that are left can go on, if one is lost
-_OF_LOSSES = (PeerLost, ProtocolError, OperationTimeout, GroupClosed)
 _LEAVING = 5.0  # seconds for closing the group of a program that fails
 
 
@@ -73,20 +57,28 @@ class Session:
     Args:
         state: what is trained; the same on every rank.
         min: with fewer ranks the survivors raise TooFewRanks.
-        max: no process joins so many ranks; None: as many as come.
+        max: no process joins so many ranks; None: as many as ``SHOAL_SESSION_SIZE`` says, which ``shoal run
+            --spares`` sets, or as many as come.
+        active: so many ranks share the samples; those above are hot spares, which compute what others do
+            with a weight of 0, and take the places of ranks that die.  None: all share them.
         group: the ranks; the session uses it up.  None: ``shoal.init()``, closed at the end of the block.
 
     Attributes:
         state: what is trained.
+        active: how many ranks share the samples, if so many live; None: all.
         group: the ranks that live, a new group after every death and whenever processes have joined.  In a
             process that joins it is a group of one until the first step.
         events: every change of the group, in order.
-        left: whether the steps came to their end because this rank has left, or because all end: with those
-            that were told to leave gone, fewer than ``min`` would train on.
     """
 
     def __init__(
-        self, state: State, *, min: int = 1, max: int | None = None, group: ProcessGroup | None = None
+        self,
+        state: State,
+        *,
+        min: int = 1,
+        max: int | None = None,
+        active: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(state, State):
             raise UsageError(f"Session takes a shoal.elastic.State, got {type(state).__name__}")
@@ -94,15 +86,19 @@ class Session:
             raise UsageError(f"Session: min={min!r}: expected a positive integer")
         if max is not None and (not isinstance(max, int) or max < min):
             raise UsageError(f"Session: max={max!r}: expected a number from min={min}, or None")
+        if active is not None and (not isinstance(active, int) or active < 1):
+            raise UsageError(f"Session: active={active!r}: expected a positive integer, or None")
+        if active is not None and state.samples is None:
+            raise UsageError("Session: active= needs samples to share: State(samples=Samples(...))")
         if group is not None and not isinstance(group, ProcessGroup):
             raise UsageError(f"Session: group must be a shoal.ProcessGroup, got {type(group).__name__}")
         self.state = state
-        self.events: list[Resize] = []
-        self.left = False
-        self._min, self._max = min, max
-        self._group = group
-        self._own = group is None
+        self.active = active
+        self._members = Members(min, max, self._check_size, self._follow)
+        self.events = self._members.events
+        self._given, self._own = group, group is None
         self._following: list[Regroupable] = []
+        self._to_synchronise: list[DistributedDataParallel] = []
         self._stragglers = Stragglers()
         self._callbacks: list[Callable[[Resize], None]] = []
         self._told = 0
@@ -110,32 +106,30 @@ class Session:
         self._hooks: list[RemovableHandle] = []
         #: The first commit in a group compares everything; later ones what was dealt.
         self._compared = False
+        #: of the present group, from its first commit on
+        self._table: Table | None = None
         #: Whether nothing has been done yet in the present group.
         self._is_new = False
         self._holds_state = True
-        self._door: Door | None = None
-        self._newcomer: Newcomer | None = None
-        self._wishes = Wish.NONE
-        #: the ranks that leave at the end of the step
-        self._leavers: tuple[int, ...] = ()
-        self._notice = Notice(lambda: self._newcomer is None)
-        #: Whether the others go on without this rank.
-        self._is_out = False
-        #: the group before one that has grown, until all ranks are known to have gone over
-        self._older: ProcessGroup | None = None
         self._sharded = Sharded(state.all_optimizers())
 
     @property
     def group(self) -> ProcessGroup:
         """The ranks that live."""
-        if self._group is None:
-            raise UsageError("a Session has its group within its block: with Session(state) as session")
-        return self._group
+        return self._members.group
+
+    @property
+    def left(self) -> bool:
+        """Whether the steps came to their end because this rank has left, or because all end.
+
+        All do when fewer than ``min`` would train on without those that were told to leave.
+        """
+        return self._members.left
 
     @property
     def waiting(self) -> int:
         """How many processes wait to join, as rank 0 knows; 0 on the other ranks."""
-        return 0 if self._door is None else self._door.waiting
+        return self._members.waiting
 
     @property
     def stragglers(self) -> tuple[int, ...]:
@@ -145,7 +139,8 @@ class Session:
     def parallel(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap a model; the wrapped one follows the session from group to group.
 
-        A collective.  A rank that dies in it ends the session of the others.
+        Every rank calls it.  It sends nothing: ranks begin with what rank 0 holds, and compare their models,
+        when the next step begins, so that a rank which dies meanwhile is one that dies in a step.
 
         Args:
             module: a part of the state, or a module inside one.
@@ -158,9 +153,13 @@ class Session:
             raise UsageError("session.parallel: the group is that of the session; leave group= out")
         if not any(module is each for part in self.state.all_models() for each in part.modules()):
             raise UsageError("session.parallel: the module is no part of the State: State(model=module, ...)")
-        model = DistributedDataParallel(module, group=self.group, **options)
+        synchronise = options.pop("init_sync", True)
+        model = DistributedDataParallel(module, group=self.group, init_sync=False, **options)
         model.check_regroup()
         self._following.append(model)
+        if synchronise:
+            self._to_synchronise.append(model)
+        self._is_new = True
         return model
 
     def on_resize(self, fn: Callable[[Resize], None]) -> None:
@@ -176,7 +175,7 @@ class Session:
 
         Where fewer than ``min`` ranks would be left, all end there, with a group that is whole.
         """
-        self._notice.given = True
+        self._members.notice.given = True
 
     def steps(self, until: int | None = None) -> Iterator[Step]:
         """The steps that are to be done, from ``state.steps`` on; one that was lost comes again.
@@ -188,10 +187,11 @@ class Session:
             self.settle()
             if self.left or (until is not None and self.state.steps >= until):
                 return
-            if self._leavers:
-                self._part()
+            if self._members.leavers:
+                self._detach_gradients(keep=True)
+                self._members.part(self.state.steps, self._sharded.most_that_leave)
                 continue
-            if Wish.ADMIT in self._wishes:
+            if self._members.asked_to_admit:
                 self._grow()
             for event in self.events[self._told :]:
                 self._told += 1
@@ -215,25 +215,25 @@ class Session:
     def exchange(self, step: Step) -> None:
         """Wait until every rank has called ``commit``, and compare what they have done."""
         group, state = self.group, self.state
-        seen = hashlib.blake2b(repr((group.size, step.number)).encode(), digest_size=16)
-        if state.samples is not None:
-            seen.update(repr(state.samples.state_dict()).encode())
+        samples = None if state.samples is None else state.samples.state_dict()
+        same = repr((group.size, step.number, self.active, samples))
+        seen = hashlib.blake2b(same.encode(), digest_size=16)
         if not self._compared:
             seen.update(state.digest())
         busy = self._stragglers.computed(self._following)
-        mine = torch.tensor(Record.of(group.epoch, step.number, seen.digest(), self._wish(), busy))
-        table = torch.empty(group.size, mine.numel(), dtype=mine.dtype)
-        group.all_gather_single(table, mine).wait()
-        rows = [Record(*row) for row in table.tolist()]
+        mine = Record.of(group.epoch, step.number, seen.digest(), self._members.wish(), busy)
+        if self._table is None:
+            self._table = Table(group)
+        rows = self._table.exchange(mine)
         if not agree(rows):
             raise self._diverged(rows, step)
         self._compared = True
-        self._wishes, self._leavers = all_wishes(rows), leavers(rows)
+        self._members.hear(rows)
         self._stragglers.add(rows, group.rank)
 
     def recover(self, error: BaseException, progress: Progress) -> int | None:
         """Rebuild the group without the ranks that are lost; how many steps count, None: none is lost."""
-        if not self._is_of_a_loss(error):
+        if not self._members.is_of_a_loss(error):
             return None
         began = time.monotonic()
         if not self._holds_state:
@@ -241,7 +241,7 @@ class Session:
         prepared = progress.prepared >= 0
         self._detach_gradients(keep=prepared or (self._step is not None and self._step.committed))
         before = self.group
-        rebuilt = self._rebuild(progress, min(self._min, before.size))
+        rebuilt = self._members.rebuild(progress, min(self._members.least, before.size))
         if not rebuilt.lost and not rebuilt.left:
             raise error  # of the program, which would meet it again
         counts = steps_that_count(map(Progress.decode, rebuilt.notes.values()))
@@ -250,28 +250,25 @@ class Session:
                 f"rank {before.rank} of group {before.name!r} had not prepared step {progress.committed} "
                 "when another rank committed it"
             )
-        self._tell(counts, before, self.group, began, rebuilt)
+        again = self._step is not None and self._step.entered and counts == self._step.number
+        self._members.tell(counts, before, began, rebuilt, again=again)
         return counts
 
     # -- the block -----------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        if self._group is None and config.JOIN.get():
-            self._newcomer = Newcomer()
-            self._group, self._holds_state = self._newcomer.alone, False
-        elif self._group is None:
-            self._group = init()
+        members = self._members
+        members.begin(self._given)
+        self._holds_state = not members.is_joining
         try:
-            if self._newcomer is None:
-                self._check_size(self.group.size)
+            if not members.is_joining:
+                members.check_size(self.group.size)
             self.group._channel.vote_limit()
-            self._sharded.begin(self.group, self, joins=self._newcomer is not None)
+            self._sharded.begin(self.group, self, joins=members.is_joining)
         except BaseException:
             if self._own:
-                self._group.close()
+                self.group.close()
             raise
-        if self._newcomer is None:
-            self._door = Door.of(self.group, self._fits, begins=True)
         if self._sharded.optimizer is not None:
             self._following.append(self._sharded.optimizer)
             self._is_new = True
@@ -279,7 +276,7 @@ class Session:
             optimizer.register_step_pre_hook(self._refuse_early_step)
             for optimizer in self.state.all_optimizers()
         ]
-        self._notice.listen()
+        members.open()
         return self
 
     def __exit__(
@@ -289,12 +286,12 @@ class Session:
             hook.remove()
         self._sharded.end()
         try:
-            if error is None and self._newcomer is None and not self._is_out:
+            if error is None and not self._members.is_joining and not self._members.is_out:
                 self._end_together()
         finally:
-            self._notice.restore()
-            self._close_door(over=error is None and not self._is_out)
-            if error is not None or self._is_out:
+            is_over = error is None and not self._members.is_out
+            self._members.close(over=is_over)
+            if not is_over:
                 with contextlib.suppress(ShoalError):
                     self.group.close(_LEAVING)
             elif self._own:
@@ -308,23 +305,14 @@ class Session:
                 self.group.barrier().wait()
                 return
             except GroupError as error:
-                if not self._is_of_a_loss(error):
+                if not self._members.is_of_a_loss(error):
                     raise
             try:
-                self._rebuild(Progress(self.state.steps), 1)
+                self._members.rebuild(Progress(self.state.steps), 1)
             except GroupError:
                 return  # this rank has all that counts, and the others have ended
 
-    def _close_door(self, *, over: bool) -> None:
-        if self._door is not None:
-            self._door.close(over=over)
-        for each in (self._older, self._newcomer):
-            if each is not None:
-                with contextlib.suppress(ShoalError):
-                    each.close()
-        self._door = self._older = self._newcomer = None
-
-    # -- who joins -----------------------------------------------------------------------------
+    # -- another group -------------------------------------------------------------------------
 
     def goes_on(self, error: GroupError) -> bool:
         """Go on after a loss that was met after a commit; False: it was none."""
@@ -333,8 +321,7 @@ class Session:
     def settle(self) -> None:
         """Begin in a new group: ranks that do not hold the state yet receive it, and what differs by rank is
         brought in order."""
-        if self._newcomer is not None:
-            self._take(self._newcomer.join(config.TIMEOUT.get()))
+        self._members.join()
         while self._is_new:
             try:
                 self._share_state()
@@ -343,12 +330,7 @@ class Session:
             except GroupError as error:
                 if not self.goes_on(error):
                     raise
-        for old in (self._older, self._newcomer):
-            if old is not None:
-                old.close()
-        if self._newcomer is not None:
-            self._door = Door.of(self.group, self._fits, begins=False)
-        self._older = self._newcomer = None
+        self._members.settled()
 
     def _share_state(self) -> None:
         group = self.group
@@ -366,108 +348,35 @@ class Session:
         elif others:
             receive_state(self.state, group, holders)
             self._holds_state = True
-
-    def _wish(self) -> Wish:
-        wish = Wish.LEAVE if self._notice.given else Wish.NONE
-        if self._door is not None and self._door.is_wanted(self.group):
-            wish |= Wish.ADMIT
-        return wish
-
-    def _part(self) -> None:
-        """Go on without the ranks that leave; or end with them, if fewer than ``min`` would be left.
-
-        A rebuild, as after a death: so it meets that of a rank which has lost another one in the commit.
-        """
-        began, before = time.monotonic(), self.group
-        least = min(self._min, before.size)
-        ends = before.size - len(self._leavers) < least
-        progress = Progress(self.state.steps, ends=ends)
-        self._detach_gradients(keep=True)
-        # The others ask again in the next commit, when others hold what those that leave now have held.
-        if before.rank in self._leavers[: self._sharded.most_that_leave] and not ends:
-            self.left = self._is_out = True
-            with contextlib.suppress(GroupError):  # it is their matter
-                before.rebuild(min_size=least, leave=True, note=progress.encode())
         else:
-            rebuilt = self._rebuild(progress, 1 if ends else least)
-            self._tell(self.state.steps, before, self.group, began, rebuilt)
+            for model in self._to_synchronise:
+                model.synchronise()
+        self._to_synchronise.clear()
 
     def _grow(self) -> None:
         """Take in those that wait, unless they have gone."""
-        assert self._door is not None
-        self._wishes = Wish.NONE
         began, before = time.monotonic(), self.group
-        try:
-            grown = self._door.grow(before)
-        except GroupError as error:
-            if self._is_of_a_loss(error):
-                return  # the step will meet it
-            raise
+        grown = self._members.meet()
         if grown is None:
             return
         self._detach_gradients(keep=True)
-        before._become(grown)
-        self._older = before
-        self._take(grown)
+        self._members.go_over(grown)
         place = len(self.events)
         self.settle()  # in which ranks may be lost again
-        self._tell(self.state.steps, before, grown, began, None, place)
+        self._members.tell(self.state.steps, before, began, None, group=grown, place=place)
 
-    def _fits(self, size: int) -> bool:
-        try:
-            self._check_size(size)
-        except UsageError:
-            return False
-        return self._max is None or size <= self._max
-
-    def _check_size(self, size: int) -> None:
-        if self.state.samples is not None:
-            self.state.samples.batch(size)
-        if self._min > size:
-            raise UsageError(f"Session: min={self._min}, and there are {size} ranks")
-
-    # -- inside --------------------------------------------------------------------------------
-
-    def _take(self, group: ProcessGroup) -> None:
+    def _follow(self, group: ProcessGroup) -> None:
         """Go over to a new group."""
-        self._group = group
-        self._is_new, self._compared = True, False
-        self._wishes, self._leavers = Wish.NONE, ()
+        self._is_new, self._compared, self._table = True, False, None
         self._stragglers.begin_anew()
         for each in self._following:
             each.regroup(group)
-        if self._door is not None:
-            self._door.follow(group)
 
-    def _rebuild(self, progress: Progress, least: int) -> Rebuilt:
-        group = self.group.rebuild(min_size=least, note=progress.encode())
-        assert group is not None
-        assert group.rebuilt is not None
-        self._take(group)
-        self.left |= any(Progress.decode(note).ends for note in group.rebuilt.notes.values())
-        return group.rebuilt
+    def _check_size(self, size: int) -> None:
+        if self.state.samples is not None:
+            self.state.samples.batch(size if self.active is None else min(self.active, size))
 
-    def _tell(
-        self,
-        step: int,
-        before: ProcessGroup,
-        group: ProcessGroup,
-        began: float,
-        rebuilt: Rebuilt | None,
-        place: int | None = None,
-    ) -> None:
-        """Remember that ``group`` came of ``before``: was rebuilt, or has grown; ``place``: in events."""
-        again = self._step is not None and self._step.entered and step == self._step.number
-        lost, left = (rebuilt.lost, rebuilt.left) if rebuilt else ((), ())
-        joined = () if rebuilt else tuple(range(before.size, group.size))
-        seconds = time.monotonic() - began
-        event = Resize(
-            step, again, group.epoch, group.rank, group.size, before.size, lost, left, joined, seconds
-        )
-        self.events.insert(len(self.events) if place is None else place, event)
-
-    def _is_of_a_loss(self, error: BaseException) -> bool:
-        return isinstance(error, _OF_LOSSES) and self.group.state == "broken"
+    # -- inside --------------------------------------------------------------------------------
 
     def _detach_gradients(self, *, keep: bool) -> None:
         """Let go of the memory of the group in which gradients are."""

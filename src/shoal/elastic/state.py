@@ -229,7 +229,6 @@ class Held:
         self._held: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         self._copies: list[torch.Tensor] = []
 
-    @torch.no_grad()
     def take(self) -> None:
         """Copy the buffers."""
         self._held = [
@@ -239,11 +238,14 @@ class Held:
             if buffer is not None
         ]
         buffers = [buffer for _, _, buffer in self._held]
-        if len(buffers) == len(self._copies) and all(map(_alike, buffers, self._copies)):
-            if buffers:
+        if not buffers:
+            self._copies = []
+            return
+        with torch.no_grad():
+            if len(buffers) == len(self._copies) and all(map(_alike, buffers, self._copies)):
                 torch._foreach_copy_(self._copies, buffers)
-        else:
-            self._copies = [buffer.clone() for buffer in buffers]
+            else:
+                self._copies = [buffer.clone() for buffer in buffers]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -19,6 +19,7 @@ class Owner(Protocol):
     """What a step knows of its session."""
 
     state: State
+    active: int | None
 
     @property
     def group(self) -> ProcessGroup:
@@ -77,7 +78,7 @@ class Step:
         """What this rank takes of the samples: :attr:`indices`, :attr:`weight`, and of which group."""
         if self._share is None:
             group = self._session.group
-            self._share = self.samples.share(group.rank, group.size)
+            self._share = self.samples.share(group.rank, group.size, active=self._session.active)
         return self._share
 
     @property
@@ -87,7 +88,10 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """What to multiply this rank's mean loss by, so that the average over ranks is that of the batch."""
+        """What to multiply this rank's mean loss by, so that the average over ranks is that of the batch.
+
+        0.0 in a hot spare: its gradients are zeros.
+        """
         return self.share.weight
 
     @property
@@ -165,7 +169,8 @@ class Step:
         """Begin random numbers anew: a step that comes again draws what it drew before."""
         state = self._session.state
         seed = 0 if state.samples is None else state.samples.seed
-        number = seed_of(seed, "step", self.number, self._session.group.rank)
+        rank = self._session.group.rank if self._share is None else self._share.rank
+        number = seed_of(seed, "step", self.number, rank)
         # torch.manual_seed writes down a traceback for each kind of device that there may be.
         torch.default_generator.manual_seed(number)
         for devices in (torch.cuda, torch.xpu):

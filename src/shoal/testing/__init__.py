@@ -9,7 +9,8 @@
 
 ``run_threads`` takes milliseconds and shows almost everything; ``run_processes`` and ``processes`` are for
 what only processes show: their death, signals, forks.  ``run_agents`` and ``Agents`` are the same for workers
-of ``shoal.rpc``.  ``docs/testing.md`` has more.
+of ``shoal.rpc``. ``linearize`` checks what several clients see of
+a store.  ``docs/testing.md`` has more.
 """
 
 from .agents import Agents, run_agents

@@ -1,4 +1,4 @@
-"""Chaos: a program runs on several ranks again and again, and each time some are killed or stopped.
+"""Chaos: a program runs on several ranks again and again, and each time harm is done to some of them.
 
     from shoal.testing import chaos
 
@@ -13,14 +13,14 @@ a race may need several tries.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -31,11 +31,16 @@ from .leaks import no_leaks
 from .outcome import Outcome
 from .processes import Ranks
 
-Kind: TypeAlias = Literal["kill", "stop"]
+Kind: TypeAlias = Literal["kill", "stop", "leave", "join", "store"]
 
 #: seconds after which a stopped rank goes on: longer than the others need to give it up
 STANDSTILL = 3.0
-_KINDS = ("kill", "stop")
+#: seconds after which a store is served again
+STORE_GONE = 1.0
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+_KINDS = (*_SIGNALS, "join", "store")
+#: the rank of a harm that is done to none
+NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,10 @@ class Harm:
     """What is done to a rank.
 
     Attributes:
-        kind: ``"kill"`` (SIGKILL), or ``"stop"`` (SIGSTOP, and SIGCONT after 3 s).
+        rank: which one; newcomers have the numbers after those of the first ranks.
+        kind: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP, and SIGCONT after 3 s), ``"leave"`` (SIGTERM),
+            ``"join"`` (the process is started, and joins the session of the others), or ``"store"`` (the
+            store is killed, and served again after 1 s without what it held; of no rank).
         after: seconds from the moment at which all ranks are ready.
     """
 
@@ -57,10 +65,16 @@ class Trial:
     """What came of one trial.
 
     Attributes:
-        harms: what was done, in the order of time.
-        lost: the ranks that did not return; who came to its end before its turn is not met by a harm.
+        harms: what was done, in the order of time; not to ranks that had come to their ends before.
+        lost: the ranks that did not return.
         seconds: from the moment at which all ranks were ready to the end of the last one.
         bad: what was wrong, in words; empty: nothing.
+        gone_on: for each harm the seconds from it to the first operation in the group of those that were
+            left, on the rank where that came last, if the program calls :func:`mark`.  None: there was none,
+            or processes have joined in this trial.
+        joined: newcomers that were taken in, and returned.
+        joined_after: the seconds that each newcomer took until its first operation with the others was
+            complete, since it was started or, if that was later, the store was back.  None: it had none.
     """
 
     seed: int
@@ -69,6 +83,9 @@ class Trial:
     lost: tuple[int, ...]
     seconds: float
     bad: str
+    gone_on: tuple[float | None, ...] = ()
+    joined: tuple[int, ...] = ()
+    joined_after: tuple[float | None, ...] = ()
 
 
 def plan(
@@ -78,19 +95,31 @@ def plan(
     most: int = 1,
     within: float = 1.0,
     apart: float = 1.0,
+    least: int = 1,
 ) -> tuple[Harm, ...]:
     """What is done in the trial of ``seed``: see :func:`trials`."""
     if not kinds or any(kind not in _KINDS for kind in kinds):
         raise UsageError(f"chaos: kinds={tuple(kinds)!r}: expected some of {', '.join(_KINDS)}")
-    if not 1 <= most < ranks:
+    if not most >= 1 or (most >= ranks and "join" not in kinds):
         raise UsageError(
             f"chaos: most={most!r}: expected 1 to {ranks - 1}, so that one of {ranks} ranks is left"
         )
+    if not 1 <= least <= most:
+        raise UsageError(f"chaos: least={least!r}: expected 1 to most={most}")
     choose = random.Random(seed)
-    victims = choose.sample(range(ranks), choose.randint(1, most))
+    spared = choose.randrange(ranks)
+    here, count = [rank for rank in range(ranks) if rank != spared], ranks
     after, harms = choose.uniform(0.0, within), []
-    for rank in victims:
-        harms.append(Harm(rank, choose.choice(list(kinds)), after))
+    for _ in range(choose.randint(least, most)):
+        kind = choose.choice(list(kinds)) if here else "join"
+        if kind == "store":
+            harms.append(Harm(NOBODY, kind, after))
+        elif kind == "join":
+            harms.append(Harm(count, kind, after))
+            here.append(count)
+            count += 1
+        else:
+            harms.append(Harm(here.pop(choose.randrange(len(here))), kind, after))
         after += choose.uniform(0.0, apart)
     return tuple(harms)
 
@@ -103,27 +132,37 @@ def play(
     seed: int = 0,
     ready: bool = False,
     timeout: float = 60.0,
+    join_within: float | None = None,
     **how: Any,
 ) -> Trial:
     """One trial, in which ``harms`` are done; for the other arguments see :func:`trials`."""
     began = time.monotonic()
+    work = _Work(fn, args, tuple(harms), not ready)
     lost: tuple[int, ...] = ()
+    done: dict[Harm, float] = {}
+    gone_on: tuple[float | None, ...] = ()
+    joined: tuple[int, ...] = ()
+    joined_after: tuple[float | None, ...] = ()
+    how.setdefault("mortal_store", any(harm.kind == "store" for harm in harms))
     try:
-        with no_leaks(), Ranks(_run, ranks, fn, args, not ready, timeout=timeout, **how) as running:
+        with no_leaks(), Ranks(work, ranks, timeout=timeout, **how) as running:
             running.store.wait([_ready(rank) for rank in range(ranks)], timeout)
             began = time.monotonic()
-            doing = [_Doing(running.pids[harm.rank], harm) for harm in harms]
             try:
+                done, back = _do(running, work)
                 outcomes = running.join()
             finally:
                 seconds = time.monotonic() - began
-                for each in doing:
-                    each.end()
         lost = tuple(each.rank for each in outcomes if not each.ok)
-        bad = _verdict(outcomes, {harm.rank for harm in harms})
+        bad = _verdict(outcomes, done)
+        gone_on = _gone_on(outcomes, done)
+        joined = tuple(each.rank for each in outcomes[ranks:] if each.ok and each.value.returned)
+        joined_after = _joined_after(outcomes, done, back)
+        if join_within is not None:
+            bad = "\n".join(filter(None, [bad, *_late(outcomes, done, back, join_within)]))
     except AssertionError as error:  # of no_leaks
         seconds, bad = time.monotonic() - began, str(error)
-    return Trial(seed, ranks, tuple(sorted(harms, key=lambda harm: harm.after)), lost, seconds, bad)
+    return Trial(seed, ranks, tuple(done), lost, seconds, bad, gone_on, joined, joined_after)
 
 
 def trials(
@@ -134,30 +173,36 @@ def trials(
     seed: int = 0,
     kinds: Sequence[Kind] = ("kill",),
     most: int = 1,
+    least: int = 1,
     within: float = 1.0,
     apart: float = 1.0,
     ready: bool = False,
     record: str | os.PathLike[str] | None = None,
     **how: Any,
 ) -> list[Trial]:
-    """Run ``fn(group, *args)`` on processes ``count`` times, each time with some ranks killed or stopped.
+    """Run ``fn(group, *args)`` on processes ``count`` times, each time with harm done to some ranks.
 
     A trial is bad if a rank to which nothing was done does not return in time; if ranks return values that
     differ (return a digest of what has to be equal); or if threads, descriptors, shared memory or processes
-    are left behind.  A rank to which something was done may die, raise, or return what the others do.
+    are left behind.  A rank that was killed or stopped may die, raise, or return what the others do.  A rank
+    that was told to leave must return, whatever it returns, or die by SIGTERM.  A newcomer calls
+    ``fn(None, *args)`` and may raise ``SystemExit(0)``, as a session does that ends without it.
 
     Args:
         fn: at the top level of a module, as for :func:`~shoal.testing.processes`.
         ranks: how many.
         count: of trials.
         seed: of the first; the next ones follow.
-        kinds: what is done: ``"kill"``, ``"stop"``.
-        most: to so many ranks, at most; to one at least.
-        within: seconds in which the first of them is met, from the moment at which all ranks are ready.
+        kinds: what is done: ``"kill"``, ``"stop"``, ``"leave"``, ``"join"``, ``"store"``; ``"leave"`` and
+            ``"join"`` in sessions of :mod:`shoal.elastic` alone.
+        most, least: so many harms are done in a trial; fewer than ``ranks``, unless processes join.
+        within: seconds in which the first of them is done, from the moment at which all ranks are ready.
         apart: seconds between two of them, at most.
         ready: the program calls :func:`ready` where its ranks may be harmed; False: as soon as they have met.
         record: a file to which each trial is added as a line of JSON.
-        how: as for :class:`~shoal.testing.Ranks`, such as ``timeout=`` (60 s a trial) or ``hosts=``.
+        how: ``join_within``, seconds within which a newcomer to which nothing was done must have joined, or
+            the trial is bad; else as for :class:`~shoal.testing.Ranks`, such as ``timeout=`` (60 s a trial)
+            or ``hosts=``.
 
     Returns:
         The trials; :func:`play` with the ``harms`` of one repeats it.
@@ -166,14 +211,18 @@ def trials(
         UsageError: an argument makes no sense.
     """
     done = []
-    for number in range(seed, seed + count):
-        harms = plan(number, ranks, kinds, most, within, apart)
-        trial = play(fn, ranks, *args, harms=harms, seed=number, ready=ready, **how)
-        done.append(trial)
-        if record is not None:
-            with Path(record).open("a") as file:
-                file.write(json.dumps(asdict(trial)) + "\n")
+    with _quick_collections():
+        for number in range(seed, seed + count):
+            harms = plan(number, ranks, kinds, most, within, apart, least)
+            trial = play(fn, ranks, *args, harms=harms, seed=number, ready=ready, **how)
+            done.append(trial)
+            if record is not None:
+                with Path(record).open("a") as file:
+                    file.write(json.dumps(asdict(trial)) + "\n")
     return done
+
+
+# -- what a program says ------------------------------------------------------------------------------
 
 
 def _ready(rank: int) -> str:
@@ -181,56 +230,194 @@ def _ready(rank: int) -> str:
 
 
 def ready(group: ProcessGroup) -> None:
-    """Tell that from now on this rank may be killed or stopped; see ``ready=`` of :func:`trials`."""
+    """Tell that from now on this rank may be harmed; see ``ready=`` of :func:`trials`."""
     group.store.set(_ready(group.rank), b"")
 
 
-def _run(group: ProcessGroup, fn: Callable[..., Any], args: tuple[Any, ...], is_ready: bool) -> Any:
-    """On each rank."""
-    if is_ready:
-        ready(group)
-    return fn(group, *args)
+_planned: tuple[Harm, ...] = ()
 
 
-class _Doing(threading.Thread):
-    """Does one harm to a process, at its time from now on."""
-
-    def __init__(self, pid: int, harm: Harm) -> None:
-        super().__init__(name="shoal-chaos", daemon=True)
-        self._process, self._harm = os.pidfd_open(pid), harm
-        self._over = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            if not self._over.wait(self._harm.after):
-                stop = self._harm.kind == "stop"
-                signal.pidfd_send_signal(self._process, signal.SIGSTOP if stop else signal.SIGKILL)
-                if stop:
-                    self._over.wait(STANDSTILL)
-                    signal.pidfd_send_signal(self._process, signal.SIGCONT)
-        os.close(self._process)
-
-    def end(self) -> None:
-        """Do it no more, and undo what can be undone."""
-        self._over.set()
-        self.join()
+def planned() -> tuple[Harm, ...]:
+    """The harms of this trial, as each of its ranks knows them: a program may end soon after the last one."""
+    return _planned
 
 
-def _verdict(outcomes: Sequence[Outcome], harmed: set[int]) -> str:
+#: by epoch: the members of the group in which operations were marked, and when the first one was
+_marks: dict[int, tuple[tuple[int, ...], float]] = {}
+
+
+def mark(group: ProcessGroup) -> None:
+    """Tell that an operation of ``group`` has just completed; :attr:`Trial.gone_on` follows from it.
+
+    Cheap enough for every operation.
+
+    Raises:
+        AssertionError: one of a later group has completed before.
+    """
+    epoch = group.epoch
+    if epoch not in _marks:
+        if _marks and epoch < max(_marks):
+            raise AssertionError(f"an operation completed in epoch {epoch} after one in epoch {max(_marks)}")
+        _marks[epoch] = (group._spec.ranks, time.monotonic())
+
+
+# -- on each rank -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank reports."""
+
+    value: Any
+    marks: dict[int, tuple[tuple[int, ...], float]] = field(repr=False)
+    returned: bool = True
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What ranks do; called on each of the first ones with its group, and on newcomers with None."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    harms: tuple[Harm, ...]
+    is_ready: bool
+
+    def __call__(self, group: ProcessGroup | None) -> _Told:
+        global _planned
+        _planned = self.harms
+        if self.is_ready and group is not None:
+            ready(group)
+        try:
+            return _Told(self.fn(group, *self.args), _marks)
+        except SystemExit as end:
+            if end.code or group is not None:
+                raise
+            return _Told(None, _marks, returned=False)
+
+
+# -- what is done, and what is said of it -------------------------------------------------------------
+
+
+def _do(running: Ranks, work: _Work) -> tuple[dict[Harm, float], list[float]]:
+    """Do the harms, until all ranks have ended; when each one was done, and when the store was back."""
+    began = time.monotonic()
+    done: dict[Harm, float] = {}
+    back: list[float] = []
+    with contextlib.ExitStack() as descriptors:
+
+        def hold(pid: int) -> int:
+            descriptor = os.pidfd_open(pid)
+            descriptors.callback(os.close, descriptor)
+            return descriptor
+
+        processes = dict(enumerate(map(hold, running.pids)))
+        events: list[tuple[float, Harm, signal.Signals | None]] = []
+        for harm in work.harms:
+            events.append((harm.after, harm, _SIGNALS.get(harm.kind)))
+            if harm.kind == "stop":
+                events.append((harm.after + STANDSTILL, harm, signal.SIGCONT))
+            elif harm.kind == "store":
+                events.append((harm.after + STORE_GONE, harm, None))
+        for after, harm, number in sorted(events, key=lambda event: event[0]):
+            if running.ended(max(began + after - time.monotonic(), 0.0)):
+                break
+            now = time.monotonic()
+            if harm.kind == "store":
+                if harm in done:
+                    running.restore_store()
+                    back.append(time.monotonic())
+                else:
+                    running.kill_store()
+            elif number is None:
+                processes[harm.rank] = hold(running.pids[running.newcomer(work, None)])
+            elif harm.rank in processes:
+                try:
+                    signal.pidfd_send_signal(processes[harm.rank], number)
+                except ProcessLookupError:  # it has ended already
+                    continue
+            done.setdefault(harm, now)
+    return done, back
+
+
+def _verdict(outcomes: Sequence[Outcome], done: dict[Harm, float]) -> str:
     """What is wrong with these outcomes, in words."""
-    wrong = [each.describe() for each in outcomes if not each.ok and each.rank not in harmed]
-    wrong += [each.describe() for each in outcomes if each.rank in harmed and each.stacks is not None]
-    values: list[tuple[Any, list[int]]] = []
+    kinds = {harm.rank: harm.kind for harm in done if harm.kind != "join"}
+    wrong = []
     for each in outcomes:
-        if not each.ok:
+        may_fail = kinds.get(each.rank) in ("kill", "stop") or (
+            kinds.get(each.rank) == "leave" and each.exitcode == -signal.SIGTERM
+        )
+        if each.stacks is not None or not (each.ok or may_fail):
+            wrong.append(each.describe())
+    said = [each for each in outcomes if each.ok]
+    values: list[tuple[Any, list[int]]] = []
+    for each in said:
+        if not each.value.returned or kinds.get(each.rank) == "leave":
             continue
         for value, ranks in values:
-            if value == each.value:
+            if value == each.value.value:
                 ranks.append(each.rank)
                 break
         else:
-            values.append((each.value, [each.rank]))
+            values.append((each.value.value, [each.rank]))
     if len(values) > 1:
         wrong.append("; ".join(f"{ranks_named(ranks)} returned {value!r}" for value, ranks in values))
+    for epoch in sorted({epoch for each in said for epoch in each.value.marks}):
+        groups = {each.value.marks[epoch][0] for each in said if epoch in each.value.marks}
+        if len(groups) > 1:
+            wrong.append(f"two groups in epoch {epoch}: {sorted(groups)}")
     return "\n".join(wrong)
+
+
+def _gone_on(outcomes: Sequence[Outcome], done: dict[Harm, float]) -> tuple[float | None, ...]:
+    """What :attr:`Trial.gone_on` says."""
+    marks = [each.value.marks for each in outcomes if each.ok]
+    found: list[float | None] = []
+    for harm, at in done.items():
+        epochs = {epoch for each in marks for epoch, (members, _) in each.items() if harm.rank not in members}
+        moments = [each[min(epochs)][1] for each in marks if min(epochs) in each] if epochs else []
+        found.append(max(moments) - at if moments else None)
+    if any(harm.kind == "join" for harm in done):
+        found = [None] * len(found)  # members have other numbers then
+    return tuple(None if harm.kind == "store" else each for harm, each in zip(done, found, strict=True))
+
+
+def _joined_after(
+    outcomes: Sequence[Outcome], done: dict[Harm, float], back: Sequence[float]
+) -> tuple[float | None, ...]:
+    """What :attr:`Trial.joined_after` says."""
+    found: list[float | None] = []
+    for harm, at in done.items():
+        if harm.kind == "join":
+            each = outcomes[harm.rank]
+            marks = [moment for _, moment in each.value.marks.values()] if each.ok else []
+            since = max([at, *(moment for moment in back if not marks or moment < min(marks))])
+            found.append(min(marks) - since if marks else None)
+    return tuple(found)
+
+
+def _late(
+    outcomes: Sequence[Outcome], done: dict[Harm, float], back: Sequence[float], within: float
+) -> list[str]:
+    """The newcomers to which nothing was done and that came late, in words."""
+    wrong = []
+    harmed = {harm.rank for harm in done if harm.kind != "join"}
+    newcomers = [(harm.rank, at) for harm, at in done.items() if harm.kind == "join"]
+    took = _joined_after(outcomes, done, back)
+    for (rank, at), seconds in zip(newcomers, took, strict=True):
+        waited = seconds if seconds is not None else outcomes[rank].at - max([at, *back])
+        if rank not in harmed and waited > within:
+            joined = "joined" if seconds is not None else "had not joined"
+            wrong.append(f"newcomer {rank} {joined} after {waited:.1f} s")
+    return wrong
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Let garbage collections, of which each trial has some, pass over what is there by now."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -32,6 +32,7 @@ from . import faults
 from .leaks import ignoring
 from .network import STORE, Network, entering
 from .outcome import Outcome, reported, values
+from .store_process import StoreProcess
 from .worker import DUMP_SIGNAL, run_newcomer, run_rank
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ class Ranks:
         network: of which these are the hosts; a test can cut it.
         env: environment variables that the ranks get in addition.
         prepare: called in each rank before ``init``, to register a backend for example.
+        mortal_store: the store is a process, `shoal store`, which :meth:`kill_store` ends.
         op_timeout: default timeout of operations and of ``init`` in seconds; None: ``timeout``.
         options: further ones for ``init``.
 
@@ -99,11 +101,14 @@ class Ranks:
         network: Network | None = None,
         env: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
+        mortal_store: bool = False,
         op_timeout: float | None = None,
         **options: Any,
     ) -> None:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
+        if network is not None and mortal_store:
+            raise UsageError("mortal_store=True: with a network the store is in the test's process")
         if network is not None and not set(hosts or [""]) <= set(network.hosts):
             raise UsageError(f"hosts={hosts!r}: the hosts of this network are {', '.join(network.hosts)}")
         payload = pickled_work(fn, args, prepare)
@@ -112,7 +117,11 @@ class Ranks:
         self._secret = secret = secrets.token_hex(16)
         with contextlib.nullcontext() if network is None else network.inside(STORE):
             at = "127.0.0.1" if network is None else network.address(STORE)
-            self._server = TCPStoreServer(at, secret=secret.encode(), records=job_record(size)).start()
+            self._server: TCPStoreServer | StoreProcess = (
+                StoreProcess(secret, size)
+                if mortal_store
+                else TCPStoreServer(at, secret=secret.encode(), records=job_record(size)).start()
+            )
             self._client = TCPStore(self._server.host, self._server.port, secret.encode(), timeout=timeout)
         self.store: Store = PrefixStore("store", room_of(root_of(self._client, "default", 0), 0))
         options = {"backend": backend, "timeout": timeout if op_timeout is None else op_timeout, **options}
@@ -186,6 +195,24 @@ class Ranks:
     def cut(self, rank: int, other: int) -> int:
         """Break all TCP connections between two ranks; returns their number."""
         return faults.cut(self.pids[rank], self.pids[other])
+
+    def kill_store(self) -> None:
+        """End the store at once (SIGKILL): ``mortal_store=True``.  What it held is lost."""
+        self._mortal_store().kill()
+
+    def restore_store(self) -> None:
+        """Serve the store again, at the same address; returns when clients can connect."""
+        self._mortal_store().start()
+
+    def _mortal_store(self) -> StoreProcess:
+        if not isinstance(self._server, StoreProcess):
+            raise UsageError("the store is in the test's process: Ranks(..., mortal_store=True)")
+        return self._server
+
+    def ended(self, within: float = 0.0) -> bool:
+        """Whether every rank has ended, or does so in so many seconds."""
+        running = [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
+        return not await_ends(running, Deadline(within))
 
     def join(self) -> list[Outcome]:
         """Wait until every rank ended, at most until the deadline.

@@ -122,25 +122,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         ranks = given_group(group, "DistributedDataParallel")
         check_trainable(module)
         devices, output_on = pick_devices(module, device_ids, output_device)
-        if init_sync:
-            check_same_model(
-                ranks,
-                module,
-                {
-                    "dim": dim,
-                    "broadcast_buffers": broadcast_buffers,
-                    "bucket_cap_mb": bucket_cap_mb,
-                    "find_unused_parameters": find_unused_parameters,
-                    "gradient_as_bucket_view": gradient_as_bucket_view,
-                    "static_graph": static_graph,
-                    "delay_all_reduce_named_params": [n for n, _ in delay_all_reduce_named_params or ()],
-                    "mixed_precision": mixed_precision,
-                    "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-                },
-            )
-            broadcast_coalesced(ranks, [*module.parameters(), *module.buffers()])
         self.module = module
         self.group = ranks
+        self._chosen = {
+            "dim": dim,
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "delay_all_reduce_named_params": [n for n, _ in delay_all_reduce_named_params or ()],
+            "mixed_precision": mixed_precision,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+        }
+        if init_sync:
+            self.synchronise()
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         delayed, after = _delayed(named, delay_all_reduce_named_params or (), param_to_hook_all_reduce)
         precision = mixed_precision or MixedPrecision()
@@ -273,6 +269,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(hook)
         self._active_reducer().set_hook(state, hook)
+
+    def synchronise(self) -> None:
+        """Give all ranks rank 0's parameters and buffers; check that they hold the same model.  Collective.
+
+        What ``init_sync`` asks for.
+
+        Raises:
+            ModelMismatch: they do not; on every rank.
+        """
+        check_same_model(self.group, self.module, self._chosen)
+        broadcast_coalesced(self.group, [*self.module.parameters(), *self.module.buffers()])
 
     # -- another group ---------------------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""A store that is served by a process of its own, `shoal store`, so that a test can kill it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ..errors import OutOfResources
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIES = 100
+#: ends with the process that runs the tests, however that dies
+_PROGRAM = (
+    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'shoal'; "
+    "runpy.run_module('shoal', run_name='__main__')"
+)
+
+
+class StoreProcess:
+    """`shoal store` on a port of 127.0.0.1.
+
+    Args:
+        secret: of the job.
+        size: of the job.
+
+    Attributes:
+        url, host, port: where it listens.
+    """
+
+    def __init__(self, secret: str, size: int) -> None:
+        self.host = "127.0.0.1"
+        self.port = _free_port()
+        self.url = f"tcp://{self.host}:{self.port}"
+        self._secret, self._size = secret, size
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Serve, with the job's record and nothing else; returns when clients can connect."""
+        if self._process is not None:
+            return
+        command = [sys.executable, "-c", _PROGRAM, "store", "--listen", f"{self.host}:{self.port}"]
+        self._process = subprocess.Popen(
+            [*command, "--size", str(self._size)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "SHOAL_SECRET": self._secret},
+        )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            self.kill()
+            raise OutOfResources(f"`shoal store` does not serve {self.url}")
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), and all that it held with it."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    close = kill
+
+
+def _free_port() -> int:
+    """One that the kernel gives to no connection, so that the store can have it again."""
+    first = int(_EPHEMERAL.read_text().split()[0])
+    low, high = (10_000, first) if first > 11_000 else (1024, 65_536)
+    for _ in range(_TRIES):
+        with socket.socket() as probe:
+            port = random.SystemRandom().randrange(low, high)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OutOfResources("no port of 127.0.0.1 is free for a store")

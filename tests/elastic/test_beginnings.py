@@ -1,0 +1,70 @@
+"""Before the first step: ranks begin with what rank 0 holds, and a rank that dies meanwhile costs nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import ModelMismatch, ProcessGroup
+from shoal.elastic import Samples, Session, State
+from shoal.parallel.ddp import module as ddp
+from shoal.testing import no_leaks, processes, run_threads
+
+PATIENCE = 60.0
+
+
+def begin(group: ProcessGroup, victim: int = -1, point: str = "", width: int = 4) -> tuple[bytes, int, float]:
+    """Train two steps on a model with other values on each rank; ``victim`` dies on its way to the first."""
+    rank = group.rank
+
+    def reached(here: str) -> None:
+        if (rank, here) == (victim, point):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    net = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.fill_(1.0 + 10 * rank + number)
+    state = State(model=net, samples=Samples(64, batch=16))
+    with Session(state, group=group) as session:
+        reached("before")
+        model = session.parallel(net)
+        reached("between")
+        if (rank, point) == (victim, "in the broadcast"):
+            ddp.broadcast_coalesced = lambda *_: reached(point)
+        for step in session.steps(until=2):
+            with step:
+                (model(torch.ones(len(step.indices), 3)).mean() * step.weight).backward()
+                step.commit()
+    return state.digest(), session.group.size, net[0].weight[0, 0].item()
+
+
+def test_ranks_begin_with_what_rank_0_holds() -> None:
+    outcomes = run_threads(begin, 3)
+    assert len(set(outcomes)) == 1
+    assert outcomes[0][1:] == (3, 1.0)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", ["before", "between", "in the broadcast"])
+def test_a_death_before_the_first_step_costs_nothing(victim: int, point: str) -> None:
+    with no_leaks(), processes(begin, 3, victim, point, timeout=PATIENCE) as ranks:
+        outcomes = ranks.join()
+    survivors = [each.value for each in outcomes if each.rank != victim]
+    assert all(each.ok for each in outcomes if each.rank != victim), [each.describe() for each in outcomes]
+    assert survivors[0] == survivors[1]
+    assert survivors[0][1] == 2
+    # of rank 0, of the rank that took its place, or of a dead one that had sent its parameters
+    assert survivors[0][2] in ({1.0} if victim else {1.0, 21.0})
+
+
+def test_other_models_are_named_before_the_first_step() -> None:
+    def rank(group: ProcessGroup) -> None:
+        with pytest.raises(ModelMismatch, match="rank 1: "):
+            begin(group, width=4 + group.rank)
+
+    run_threads(rank, 2)

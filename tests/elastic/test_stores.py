@@ -1,0 +1,56 @@
+"""The store dies, and is empty when it is back: training does not notice, and processes join again."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from torch import nn
+
+from shoal import ProcessGroup
+from shoal.elastic import Samples, Session, State
+from shoal.testing import chaos
+
+PATIENCE = 60.0
+
+
+def growing(group: ProcessGroup | None, most: int, sizes: list[int]) -> tuple[list[int], int]:
+    """Train until the group has had these sizes, one after the other; the sizes, and how many steps count."""
+    state = State(model=nn.Linear(2, 1), optimizer=None, samples=Samples(12, batch=12), sizes=[], after=0)
+    with Session(state, group=group, max=most) as session:
+        if group is not None:
+            chaos.ready(group)
+        for step in session.steps():
+            if state.after == 20:
+                break
+            with step:
+                step.commit()
+                if state.sizes[-1:] != [session.group.size]:
+                    state.sizes = [*state.sizes, session.group.size]
+                state.after += state.sizes == sizes
+            chaos.mark(session.group)
+            time.sleep(0.002)
+    return state.sizes, state.after
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_newcomers_join_when_a_store_that_died_is_back(killed: int) -> None:
+    """One waits while the store dies, and gets its place when a rank has died too; it does what rank 0 did
+    until then, if that is the dead one."""
+    harms = [
+        chaos.Harm(3, "join", 0.0), chaos.Harm(chaos.NOBODY, "store", 1.0), chaos.Harm(killed, "kill", 1.2)
+    ]  # fmt: skip
+    trial = chaos.play(growing, 3, 3, [3, 2, 3], harms=harms, ready=True, timeout=PATIENCE)
+    assert trial.bad == ""
+    assert trial.lost == (killed,)
+    assert trial.joined == (3,)
+
+
+def test_a_newcomer_that_comes_while_there_is_no_store_joins_when_it_is_back() -> None:
+    harms = [chaos.Harm(chaos.NOBODY, "store", 0.0), chaos.Harm(2, "join", 0.1)]
+    trial = chaos.play(growing, 2, 3, [2, 3], harms=harms, ready=True, timeout=PATIENCE)
+    assert trial.bad == ""
+    assert trial.joined == (2,)
+    (seconds,) = trial.joined_after
+    assert seconds is not None
+    assert seconds > 0
