@@ -44,7 +44,7 @@ stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collecti
 	for run in $$(seq $(if $(filter short,$(STRESS)),2,20)); do \
 	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m pytest -m stress $(ARGS)
+	$(BIN)/python -m pytest -m stress -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(CORE_TESTS) -B build/stress
 	$(TOOLS) cmake --build build/stress --target stress
 	build/stress/stress --operations $(if $(filter short,$(STRESS)),100000,1000000)
@@ -81,7 +81,7 @@ training: $(DONE)/shoal  ## what a training step with DDP costs beyond computing
 scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
-chaos: $(DONE)/shoal  ## deaths and standstills at random moments, 6 minutes; rewrites the table of docs/failures.md
+chaos: $(DONE)/shoal  ## deaths, standstills, joins and leaves at random moments, 8 minutes; rewrites the table of docs/failures.md
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 controller: $(DONE)/shoal  ## what an operation of the master-worker mode costs, beside local torch, 4 minutes

@@ -1,7 +1,8 @@
-"""Deaths and standstills at random moments, many times: what `docs/failures.md` promises, put to the test.
+"""Deaths, standstills, joins and leaves at random moments: what `docs/failures.md` promises, put to the test.
 
     python benchmarks/chaos.py
     python benchmarks/chaos.py --times 10
+    python benchmarks/chaos.py --at-once 2          # in less time, with times that say less
     python benchmarks/chaos.py --only "two deaths" --seed 1234 --times 0.01
 
 Each row of the table is a program that runs on four processes, and what is done to some of them.  A trial is
@@ -13,22 +14,22 @@ anything is left behind.  The results go to `benchmarks/results/chaos.json` and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import multiprocessing
 import random
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from chaos_programs import collectives, training
 
-import shoal
-from shoal import elastic
 from shoal.testing import chaos
 from shoal.testing.processes import preload
 
@@ -46,7 +47,8 @@ class Row:
 
     Attributes:
         count: of trials, in CI.
-        how: further arguments of :func:`shoal.testing.chaos.trials`.
+        how: further arguments of :func:`shoal.testing.chaos.trials`; with a ``plan``, which makes the harms
+            of a seed, of :func:`shoal.testing.chaos.play`.
     """
 
     name: str
@@ -55,79 +57,45 @@ class Row:
     how: dict[str, Any]
 
 
-# -- the programs -----------------------------------------------------------------------------------------
+def store_dies(seed: int) -> tuple[chaos.Harm, ...]:
+    """The store dies; processes come before, meanwhile or later; perhaps a rank dies, perhaps rank 0."""
+    choose = random.Random(seed)
+    harms = [chaos.Harm(chaos.NOBODY, "store", choose.uniform(0.0, 0.5))]
+    harms += [chaos.Harm(RANKS + n, "join", choose.uniform(0.0, 1.8)) for n in range(choose.choice((1, 2)))]
+    if choose.random() < 0.5:
+        harms.append(chaos.Harm(choose.randrange(RANKS), "kill", choose.uniform(0.0, 1.6)))
+    # Newcomers have their numbers in the order in which they come.
+    times = iter(sorted(harm.after for harm in harms if harm.kind == "join"))
+    return tuple(replace(harm, after=next(times)) if harm.kind == "join" else harm for harm in harms)
 
 
-def collectives(group: shoal.ProcessGroup, operations: int = 1200, resident: int = 0) -> tuple[int, int]:
-    """All-reduce, each operation with its right result, in as many groups as that needs.
-
-    Returns:
-        Epoch and size of the last group, which all that live agree on.
-    """
-    held = torch.ones(resident * 2**18)
-    done = 0
-    sizes = (1, 1_000, 50_000, 400_000)
-    while done < operations:
-        memory = {n: group.empty(n) for n in sizes}
-        try:
-            while done < operations:
-                n = random.Random(done).choice(sizes)  # the same on all ranks
-                x = memory[n].fill_(group.rank + 1.0) if done % 2 else torch.full((n,), group.rank + 1.0)
-                group.all_reduce(x).wait()
-                right = group.size * (group.size + 1) / 2
-                if not bool((x == right).all()):
-                    raise AssertionError(f"operation {done} gave a wrong result")
-                done += 1
-        except shoal.PeerLost:
-            group = rebuilt(group, done)
-            assert group.rebuilt is not None
-            done = min(int(note) for note in group.rebuilt.notes.values())  # of who completed the fewest
-    group = rebuilt(group, done)
-    group.close()
-    del held
-    return group.epoch, group.size
-
-
-def rebuilt(group: shoal.ProcessGroup, done: int) -> shoal.ProcessGroup:
-    """The next group, with a note that says how far this rank is."""
-    new = group.rebuild(note=str(done).encode())
-    assert new is not None
-    return new
-
-
-def training(group: shoal.ProcessGroup, steps: int = 300) -> str:
-    """Train a small model in a session; the digest of its parameters and optimiser."""
-    torch.manual_seed(0)
-    x = torch.randn(500, 16)
-    y = x.sum(1, keepdim=True)
-    net = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    state = elastic.State(model=net, optimizer=optimizer, samples=elastic.Samples(len(x), batch=40, seed=1))
-    with elastic.Session(state, group=group) as session:
-        model = session.parallel(net)
-        chaos.ready(group)
-        for step in session.steps(until=steps):
-            with step:
-                loss = nn.functional.mse_loss(model(x[step.indices]), y[step.indices])
-                (loss * step.weight).backward()
-                step.commit()
-                optimizer.step()
-                optimizer.zero_grad()
-    if not bool(torch.isfinite(net[0].weight).all()):
-        raise AssertionError("training diverged")
-    return state.digest().hex()
-
-
+COLLECTIVES = {"within": 0.2, "ready": True}
+TWO_GB = {"args": (2000,), **COLLECTIVES}
 #: in training: not while the model is wrapped, which no rank may miss
-LATER = {"within": 1.0, "ready": True}
+TRAINING = {"within": 0.3, "ready": True}
+STANDSTILLS = {"kinds": ("kill", "stop"), "most": 2, "apart": 1.0, **TRAINING}
+#: 9 s each
+CHURN = {
+    "kinds": ("kill", "stop", "join", "join", "leave"), "least": 6, "most": 10, "apart": 1.6, "within": 0.5,
+    "ready": True, "args": (1300, 0.003),
+}  # fmt: skip
+MOVES = {
+    "kinds": ("join", "leave"), "least": 2, "most": 4, "apart": 0.6, "within": 0.3,
+    "ready": True, "args": (200, 0.005),
+}  # fmt: skip
+#: a store that is gone for 1 s, and is empty when it is back
+STORE = {"plan": store_dies, "ready": True, "args": (700, 0.004, 10.0), "join_within": 15.0}
 ROWS = (
-    Row("a death in collectives", 150, collectives, {"within": 0.4}),
-    Row("the same with 2 GB on each rank", 15, collectives, {"within": 0.4, "args": (1200, 2000)}),
-    Row("two deaths, close together", 40, collectives, {"most": 2, "within": 0.3, "apart": 0.03}),
-    Row("up to three deaths", 40, collectives, {"most": 3, "within": 0.3, "apart": 0.1}),
-    Row("a standstill in collectives", 40, collectives, {"kinds": ("stop",), "within": 0.4}),
-    Row("a death in training", 40, training, LATER),
-    Row("deaths and standstills in training", 40, training, {"kinds": ("kill", "stop"), "most": 2, **LATER}),
+    Row("a death in collectives", 150, collectives, COLLECTIVES),
+    Row("the same with 2 GB on each rank", 15, collectives, TWO_GB),
+    Row("two deaths, close together", 40, collectives, {"most": 2, "apart": 0.03, **COLLECTIVES}),
+    Row("up to three deaths", 40, collectives, {"most": 3, "apart": 0.1, **COLLECTIVES}),
+    Row("a standstill in collectives", 40, collectives, {"kinds": ("stop",), **COLLECTIVES}),
+    Row("a death in training", 40, training, TRAINING),
+    Row("deaths and standstills in training", 40, training, STANDSTILLS),
+    Row("ranks join and leave training", 25, training, MOVES),
+    Row("the store dies while processes join training", 15, training, STORE),
+    Row("deaths, standstills, joins and leaves in training", 10, training, CHURN),
 )
 
 
@@ -135,32 +103,60 @@ ROWS = (
 
 
 def summed_up(row: Row, trials: Sequence[chaos.Trial]) -> dict[str, Any]:
-    """One row of the table, and of the file of results."""
-    harmed = [harm for trial in trials for harm in trial.harms if harm.rank in trial.lost]
+    """One row of the table, and of the file of results.
+
+    A death counts for the time from a kill to going on only where nothing stood still: the agreement on a
+    rebuild waits for a rank that was stopped until that is given up, too.
+    """
+    harms = [(harm, trial) for trial in trials for harm in trial.harms]
+    joined = [each for trial in trials for each in trial.joined_after if each is not None]
+    times: dict[str, list[float]] = {"kill": [], "stop": []}
+    for trial in trials:
+        still = any(harm.kind == "stop" for harm in trial.harms)
+        for harm, seconds in zip(trial.harms, trial.gone_on, strict=False):
+            if seconds is not None and harm.kind in times and still == (harm.kind == "stop"):
+                times[harm.kind].append(seconds)
     return {
         "name": row.name,
         "ranks": RANKS,
         "trials": len(trials),
         "bad": sum(bool(trial.bad) for trial in trials),
-        "killed": sum(harm.kind == "kill" for harm in harmed),
-        "stopped": sum(harm.kind == "stop" for harm in harmed),
-        "seconds": {
-            "median": round(statistics.median(trial.seconds for trial in trials), 3),
-            "max": round(max(trial.seconds for trial in trials), 3),
-        },
+        "killed": sum(harm.kind == "kill" and harm.rank in trial.lost for harm, trial in harms),
+        "stopped": sum(harm.kind == "stop" and harm.rank in trial.lost for harm, trial in harms),
+        "left": sum(harm.kind == "leave" for harm, _ in harms),
+        "joined": sum(len(trial.joined) for trial in trials),
+        "joined_after_ms": figures(joined, 1e3) if joined else {},
+        "gone_on_ms": {f"after a {kind}": figures(found, 1e3) for kind, found in times.items() if found},
+        "seconds": figures([trial.seconds for trial in trials]),
     }
+
+
+def figures(seconds: Sequence[float], unit: float = 1.0) -> dict[str, float]:
+    """Their number, median, 99th percentile and maximum."""
+    ordered = sorted(seconds)
+    at_99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    found = {"median": statistics.median(ordered), "p99": at_99, "max": ordered[-1]}
+    return {"count": len(ordered), **{name: round(unit * each, 3) for name, each in found.items()}}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The table of the page."""
-    lines = ["| trial | trials | killed | stopped | bad | median s | longest s |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    heads = (
+        "trials", "killed", "stopped", "left", "joined", "bad", "after a kill, ms", "after a stop, ms",
+        "to join, ms",
+    )  # fmt: skip
+    lines = [f"| trial | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
     for row in rows:
-        seconds = row["seconds"]
-        lines.append(
-            f"| {row['name']} | {row['trials']} | {row['killed']} | {row['stopped']} | {row['bad']} "
-            f"| {seconds['median']:.2f} | {seconds['max']:.2f} |"
+        cells = [row[name] for name in ("name", "trials", "killed", "stopped", "left", "joined", "bad")]
+        for kind in ("kill", "stop"):
+            times = row["gone_on_ms"].get(f"after a {kind}")
+            found = [f"{times[which]:.0f}" for which in ("median", "p99", "max")] if times else []
+            cells.append(" / ".join(found))
+        joined = row.get("joined_after_ms")
+        cells.append(
+            " / ".join(f"{joined[which]:.0f}" for which in ("median", "p99", "max")) if joined else ""
         )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -172,36 +168,59 @@ def write_page(rows: Sequence[dict[str, Any]]) -> None:
     PAGE.write_text(f"{head}{MARKS[0]}{table(rows)}{MARKS[1]}{tail}")
 
 
+def play(place: int, count: int, seed: int) -> list[chaos.Trial]:
+    """Trials of the row at a place of the table."""
+    row = ROWS[place]
+    how = dict(row.how)
+    arguments = how.pop("args", ())
+    if (plan := how.pop("plan", None)) is not None:
+        seeds = range(seed, seed + count)
+        return [
+            chaos.play(row.program, RANKS, *arguments, harms=plan(each), seed=each, timeout=120.0, **how)
+            for each in seeds
+        ]
+    return chaos.trials(row.program, RANKS, *arguments, count=count, seed=seed, timeout=120.0, **how)
+
+
+def prepare() -> None:
+    """Spare ranks what they would import, each one by itself."""
+    preload("torch._dynamo", "chaos_programs", "shoal.backend.native")
+
+
 def main() -> int:
     """Play what the command line asks for; 1 if a trial was bad."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--times", type=float, default=1.0, help="so many times the trials of CI")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial of each row")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many trials at a time")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="rows whose names contain it; writes no results"
     )
     given = parser.parse_args()
-    preload("torch._dynamo")  # which each rank with an optimiser would import
     RECORD.parent.mkdir(exist_ok=True)
     rows, bad = [], 0
-    for row in ROWS:
-        if given.only not in row.name:
-            continue
-        how = dict(row.how)
-        arguments = how.pop("args", ())
-        count = max(1, math.ceil(row.count * given.times))
-        trials = chaos.trials(
-            row.program, RANKS, *arguments, count=count, seed=given.seed, record=RECORD, timeout=120.0, **how
-        )
-        rows.append(summed_up(row, trials))
-        print(f"{row.name}: {rows[-1]['trials']} trials, {rows[-1]['bad']} bad, "
-              f"longest {rows[-1]['seconds']['max']:.2f} s", flush=True)  # fmt: skip
-        for trial in trials:
-            if trial.bad:
-                bad += 1
-                print(
-                    f"  seed {trial.seed}, {[asdict(harm) for harm in trial.harms]}:\n{trial.bad}", flush=True
-                )
+    # In processes of their own, because a trial looks for what is left behind in its process.
+    with ProcessPoolExecutor(
+        given.at_once, mp_context=multiprocessing.get_context("spawn"), initializer=prepare
+    ) as pool:
+        for place, row in enumerate(ROWS):
+            if given.only not in row.name:
+                continue
+            count, trials = max(1, math.ceil(row.count * given.times)), []
+            parts = [count * part // given.at_once for part in range(given.at_once + 1)]
+            shares = [(last - first, given.seed + first) for first, last in itertools.pairwise(parts)]
+            for found in pool.map(play, [place] * len(shares), *zip(*shares, strict=True)):
+                trials += found
+            with RECORD.open("a") as file:
+                file.writelines(json.dumps({"row": row.name, **asdict(trial)}) + "\n" for trial in trials)
+            rows.append(summed_up(row, trials))
+            print(f"{row.name}: {rows[-1]['trials']} trials, {rows[-1]['bad']} bad, "
+                  f"{rows[-1]['gone_on_ms']}, to join {rows[-1]['joined_after_ms']}", flush=True)  # fmt: skip
+            for trial in trials:
+                if trial.bad:
+                    bad += 1
+                    harms = [asdict(harm) for harm in trial.harms]
+                    print(f"  seed {trial.seed}, {harms}:\n{trial.bad}", flush=True)
     if not given.only:
         RESULTS.parent.mkdir(exist_ok=True)
         command = shlex.join(["python", "benchmarks/chaos.py", *sys.argv[1:]])

@@ -1,0 +1,217 @@
+"""How long thousands of ranks take to meet in one store, and what that costs its server.
+
+    python benchmarks/bootstrap.py                                  # 100 to 10,000 ranks, 3 minutes
+    python benchmarks/bootstrap.py --ranks 100 1000 --rounds 3
+
+The server is a process of its own.  The ranks share one other process, each with a connection of its own, and
+run the package's own code: connect, prove that they hold the secret, and meet, as ``shoal.init`` does before
+the ranks connect to each other (``bootstrap_ranks.py`` says how).  Hosts of 8 ranks are pretended.  A row
+"cut" is the same while a tenth of the ranks lose their connection at some moment and come again.
+
+Beside it, in turn, torch's TCPStore: 256 threads make the clients, each of which sets a descriptor and adds
+to a counter; then each gets the key that the last one set, and that of its host.  That is less than a
+meeting: nobody waits for anybody there, no secret is proved, and nobody looks for earlier jobs.  Its clients
+look up names, which takes each a tenth of a second where there is no name server: 300 are the most here.
+
+Seconds are those until the last rank is through; the processor time and the memory are the server's.  Needs
+``greenlet``, and ``matplotlib`` for --picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import bootstrap_ranks
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+SECRET = b"of the benchmark"
+#: descriptors that each side needs beside the ranks'
+SPARE = 100
+#: that make torch's clients, and the most clients
+THREADS, MOST = 256, 300
+PATIENCE = 120.0
+
+#: of one meeting
+FIGURES = ("seconds", "server CPU, s", "server memory, MB", "connections cut")
+Figures = dict[str, float]
+
+
+def serve_shoal() -> None:
+    from shoal.store import TCPStoreServer
+
+    with TCPStoreServer("127.0.0.1", 0, SECRET) as server:
+        print(server.port, flush=True)
+        sys.stdin.read()
+
+
+def serve_torch() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
+    print(store.port, flush=True)
+    sys.stdin.read()
+
+
+def shoal_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
+    outcome = bootstrap_ranks.meet("127.0.0.1", port, SECRET, ranks, cut, PATIENCE)
+    if outcome.failures:
+        raise SystemExit(f"{len(outcome.failures)} ranks failed, the first: {outcome.failures[0]}")
+    return outcome.seconds, outcome.cut
+
+
+def torch_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
+    from torch.distributed import TCPStore
+
+    def come(rank: int) -> TCPStore:
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=PATIENCE))
+        store.set(f"rank/{rank}", "x" * 150)
+        if store.add("came", 1) == ranks:
+            for host in range(0, ranks, bootstrap_ranks.PER_HOST):
+                store.set(f"host/{host}", "x" * 100)
+            store.set("met", "x" * 200)
+        return store
+
+    def look(store: TCPStore, rank: int) -> None:
+        store.get("met")
+        store.get(f"host/{rank - rank % bootstrap_ranks.PER_HOST}")
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        begin = time.monotonic()
+        stores = list(pool.map(come, range(ranks)))
+        list(pool.map(look, stores, range(ranks)))
+        return time.monotonic() - begin, 0
+
+
+#: what serves, what meets there, and the share of the ranks whose connection is cut
+KINDS: dict[str, tuple[Callable[[], None], Callable[[int, int, float], tuple[float, int]], float]] = {
+    "shoal": (serve_shoal, shoal_meets, 0.0),
+    "shoal, a tenth cut": (serve_shoal, shoal_meets, 0.1),
+    "torch TCPStore": (serve_torch, torch_meets, 0.0),
+}
+
+
+@contextlib.contextmanager
+def server(kind: str) -> Iterator[tuple[psutil.Process, int]]:
+    """A process that serves a store, and its port; it ends when its input does, as when this process dies."""
+    command = [sys.executable, __file__, "--serve", kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield psutil.Process(process.pid), int(process.stdout.readline())
+        process.kill()
+
+
+def measure(kind: str, ranks: int) -> Figures:
+    """One meeting with a server of its own."""
+    _, meet, cut = KINDS[kind]
+    with server(kind) as (process, port):
+        before = process.cpu_times()
+        seconds, broken = meet(port, ranks, cut)
+        after = process.cpu_times()
+        spent = after.user + after.system - before.user - before.system
+        memory = process.memory_info().rss / 1e6
+        return dict(zip(FIGURES, (seconds, spent, memory, broken), strict=True))
+
+
+def measured(kind: str, ranks: int) -> Figures:
+    """The same in a process of its own: what thousands of ranks leave behind is no later one's burden."""
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(measure(kind, ranks)))
+    child.start()
+    theirs.close()
+    try:
+        figures: Figures = ours.recv()
+    except EOFError:
+        raise SystemExit(f"{kind} with {ranks} ranks failed") from None
+    finally:
+        child.join()
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
+    parser.add_argument("--rounds", type=int, default=3, help="the kinds take turns; a figure is the median")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of bootstrap.json")
+    parser.add_argument("--picture", type=Path, help="where to draw the curves")
+    parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.serve:
+        KINDS[options.serve][0]()
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max(options.ranks) + SPARE > hard:
+        parser.error(
+            f"{max(options.ranks)} ranks need as many descriptors, and the limit is {hard} (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    record: dict[str, dict[str, Figures]] = {kind: {} for kind in options.kinds}
+    for ranks in options.ranks:
+        kinds = [kind for kind in options.kinds if KINDS[kind][0] is not serve_torch or ranks <= MOST]
+        rounds = [{kind: measured(kind, ranks) for kind in kinds} for _ in range(options.rounds)]
+        for kind in kinds:
+            record[kind][str(ranks)] = {
+                name: statistics.median(each[kind][name] for each in rounds) for name in FIGURES
+            }
+    options.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "rounds": options.rounds,
+        "ranks of a host": bootstrap_ranks.PER_HOST,
+        "ranks that start in a second": bootstrap_ranks.PER_SECOND,
+    }
+    text = json.dumps({"about": about, "results": record}, indent=1)
+    (options.out / "bootstrap.json").write_text(text + "\n")
+    show(record, options.ranks)
+    if options.picture:
+        draw(record, options.picture)
+
+
+def show(record: dict[str, dict[str, Figures]], sizes: Sequence[int]) -> None:
+    table = Table("", "", *(f"{size:,}" for size in sizes))
+    for kind, results in record.items():
+        for name in FIGURES:
+            found = (results.get(str(size)) for size in sizes)
+            table.add_row(kind, name, *("" if each is None else f"{each[name]:.3g}" for each in found))
+    Console().print(table)
+
+
+def draw(record: dict[str, dict[str, Figures]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    for axes, name in zip(panels, FIGURES[:3], strict=True):
+        for kind, results in record.items():
+            axes.plot(
+                [int(size) for size in results], [each[name] for each in results.values()], "o-", label=kind
+            )
+        axes.set(xscale="log", yscale="log", xlabel="ranks", title=name)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

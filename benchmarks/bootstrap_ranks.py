@@ -1,0 +1,193 @@
+"""Thousands of ranks that meet in one process: each runs the package's own code, on connections of its own.
+
+A rank is a greenlet, a function with a stack of its own that shares its thread with the others.  Where a
+connection would wait for the kernel, or the code sleeps, the next rank runs; nothing else is replaced.  So
+the bytes and the order of requests are those of real ranks, and every connection is a socket of the kernel's.
+There are not thousands of Pythons, though, and all ranks share one core.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import greenlet
+
+from shoal.errors import WireTimeout
+from shoal.rendezvous.host import Here, here
+from shoal.rendezvous.meeting import Meeting
+from shoal.store import PrefixStore, TCPStore, tcp
+from shoal.wire import Connection, Deadline
+
+#: ranks that share a host, as the meeting is told
+PER_HOST = 8
+#: ranks that start in a second; see ``rendezvous.schemes``
+PER_SECOND = 2500
+
+
+class Hub:
+    """Runs greenlets, each until it waits for a descriptor or for a moment."""
+
+    def __init__(self) -> None:
+        self._main = greenlet.getcurrent()
+        self._poll = select.epoll()
+        self._known: set[int] = set()
+        self._waiting: dict[int, greenlet.greenlet] = {}
+        self._alarms: list[tuple[float, int, greenlet.greenlet, list[bool]]] = []
+        self._order = itertools.count()
+        self._alive = 0
+
+    def spawn(self, function: Callable[[], None], delay: float) -> None:
+        """Run ``function`` after ``delay`` seconds."""
+
+        def run(_: bool) -> None:
+            try:
+                function()
+            finally:
+                self._alive -= 1
+
+        self._alive += 1
+        self._set_alarm(delay, greenlet.greenlet(run, self._main))
+
+    def sleep(self, seconds: float) -> None:
+        self._set_alarm(seconds, greenlet.getcurrent())
+        self._main.switch()
+
+    def wait(self, fd: int, events: int, seconds: float) -> bool:
+        """Wait until the descriptor is ready; False when time runs out."""
+        events |= select.EPOLLONESHOT
+        if fd in self._known:
+            try:
+                self._poll.modify(fd, events)
+            except FileNotFoundError:  # the number belongs to another socket now
+                self._poll.register(fd, events)
+        else:
+            self._known.add(fd)
+            self._poll.register(fd, events)
+        current = self._waiting[fd] = greenlet.getcurrent()
+        done = self._set_alarm(seconds, current)
+        ready = bool(self._main.switch())
+        done[0] = True
+        self._waiting.pop(fd, None)
+        return ready
+
+    def run(self) -> None:
+        """Run until all have ended."""
+        while self._alive:
+            now = time.monotonic()
+            while self._alarms and self._alarms[0][0] <= now:
+                _, _, sleeper, done = heapq.heappop(self._alarms)
+                if not done[0]:
+                    sleeper.switch(False)
+            pause = max(0.0, self._alarms[0][0] - time.monotonic()) if self._alarms else 1.0
+            for fd, _ in self._poll.poll(pause, 4096):
+                if (waiting := self._waiting.get(fd)) is not None:
+                    waiting.switch(True)
+
+    def _set_alarm(self, seconds: float, sleeper: greenlet.greenlet) -> list[bool]:
+        done = [False]
+        heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._order), sleeper, done))
+        return done
+
+
+@contextmanager
+def cooperative(hub: Hub) -> Iterator[None]:
+    """Let connections wait in ``hub``."""
+
+    def wait(self: Any, poll: select.poll, deadline: Deadline, what: str) -> None:
+        self._check_open()
+        events = select.EPOLLIN if poll is self._readable else select.EPOLLOUT
+        if not hub.wait(self.fileno(), events, deadline.remaining()):
+            raise WireTimeout(f"waited for {what} {self.peer}")
+
+    class Time:
+        monotonic = staticmethod(time.monotonic)
+        sleep = staticmethod(hub.sleep)
+
+    was = Connection._await
+    Connection._await = wait  # type: ignore[method-assign]
+    tcp.time = Time  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        Connection._await = was  # type: ignore[method-assign]
+        tcp.time = time  # type: ignore[attr-defined]
+
+
+@dataclass
+class Outcome:
+    """What a meeting took: when the last rank was through, in seconds, and how many connections were cut."""
+
+    seconds: float
+    cut: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class _Patience:
+    """The event of a client that nobody closes while it waits."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+
+    def wait(self, seconds: float) -> bool:
+        self._hub.sleep(seconds)
+        return self._set
+
+
+def meet(host: str, port: int, secret: bytes, ranks: int, cut: float, patience: float) -> Outcome:
+    """Let ``ranks`` ranks meet in the store at ``host:port``; ``cut``: the share that loses a connection."""
+    hub, me, chosen = Hub(), here(), random.Random(ranks)
+    outcome = Outcome(0.0)
+    stores: list[TCPStore] = []
+    begin = time.monotonic()
+
+    def rank(number: int, cut_after: float | None) -> None:
+        try:
+            store = TCPStore(host, port, secret, timeout=patience)
+            store._backing.closed = _Patience(hub)  # type: ignore[assignment]
+            stores.append(store)
+            if cut_after is not None:
+                hub.spawn(lambda: break_off(store), cut_after)
+            name = f"host {number // PER_HOST}"
+            meeting = Meeting(
+                PrefixStore("job/0", store), rank=number, size=ranks, job="job", epoch=0, host=name,
+                here=Here(f"{name}/kernel", me.process), deadline=Deadline(patience),
+            )  # fmt: skip
+            meeting.join()
+            together = list(
+                range(number - number % PER_HOST, min(ranks, number - number % PER_HOST + PER_HOST))
+            )
+            assert (meeting.rank, meeting.size, meeting.together) == (number, ranks, together)
+            outcome.seconds = max(outcome.seconds, time.monotonic() - begin)
+        except Exception as error:
+            outcome.failures.append(f"rank {number}: {error!r}")
+
+    def break_off(store: TCPStore) -> None:
+        for line in [*store._backing._busy, *store._backing._idle]:
+            if line.connection is not None:
+                line.connection.shutdown()
+                outcome.cut += 1
+
+    with cooperative(hub):
+        for number in range(ranks):
+            loses = chosen.uniform(0.0, 0.05 + ranks / PER_SECOND) if chosen.random() < cut else None
+            hub.spawn(partial(rank, number, loses), number / PER_SECOND if ranks >= 500 else 0.0)
+        hub.run()
+        for store in stores:
+            store.close()
+    return outcome
