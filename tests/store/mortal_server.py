@@ -2,7 +2,9 @@
 
     python -m tests.store.mortal_server LOG PORT SEED FAULT
 
-It goes on until its standard input ends, and then writes how many servers died at which step.
+It goes on until its standard input ends.  The step of each death is a line of its standard output.  Once a
+server has failed, the others are on another, empty log, which ends the clients; its error is the end of this
+program's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ def forget_replies() -> None:
 
 def write_late() -> None:
     """Acknowledge each round before it is written, together with the one after."""
-    append = journal.Journal.append
+    append, rewrite = journal.Journal.append, journal.Journal.rewrite
     late: list[bytes] = []
 
     def appended(self: journal.Journal, messages: list[bytes]) -> None:
@@ -79,7 +81,12 @@ def write_late() -> None:
             append(self, [*late])
         late[:] = messages
 
+    def rewritten(self: journal.Journal, snapshot: journal.Snapshot) -> None:
+        late.clear()  # the snapshot has them
+        rewrite(self, snapshot)
+
     journal.Journal.append = appended  # type: ignore[method-assign]
+    journal.Journal.rewrite = rewritten  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[], None]] = {"forget": forget_replies, "late": write_late, "none": lambda: None}
@@ -96,7 +103,7 @@ def live(log: Path, port: int, step: str, fault: str, chance: random.Random) -> 
 def main() -> None:
     log, port, seed, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     chance = random.Random(seed)
-    deaths: Counter[str] = Counter()
+    failed = False
     while True:
         step = chance.choice(STEPS)
         own = random.Random(chance.random())
@@ -104,16 +111,19 @@ def main() -> None:
         if not pid:
             try:
                 live(log, port, step, fault, own)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
             if select.select([0], [], [], 0.002)[0]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                print(sum(deaths.values()), dict(deaths))
-                return
-        assert os.waitstatus_to_exitcode(ended[1]) == -signal.SIGKILL, "the server did not die, it failed"
-        deaths[step] += 1
+                sys.exit(failed)
+        if os.waitstatus_to_exitcode(ended[1]) != -signal.SIGKILL:
+            print("the server did not die, it failed", file=sys.stderr, flush=True)
+            failed, log = True, log.with_name("empty")
+        print(step, flush=True)
         time.sleep(own.choice([0.0, 0.02]))
 
 

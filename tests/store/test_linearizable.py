@@ -15,7 +15,7 @@ from shoal.store import Backing, FileStore, MemoryStore, Store, TCPStore, TCPSto
 from shoal.store.replies import Replies
 from shoal.testing import linearize
 from shoal.testing.linearize import Operation, Recorder, Refused
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE
 
 from .conformance import in_background
 from .test_lost_connections import cut, lose_replies
@@ -68,11 +68,11 @@ def test_the_tcp_store_is_linearizable(seed: int, tcp: TCPStore) -> None:
 def test_the_tcp_store_is_linearizable_though_its_connections_are_cut(
     seed: int, server: TCPStoreServer, tcp: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lose_replies(monkeypatch, every=7, after=BEGINNING)
+    begun = lose_replies(monkeypatch, every=7, after=BEGINNING)
     ended = threading.Event()
 
     def cut_often() -> None:
-        until(lambda: len(server._sessions) > 5)  # a clone may not lose its first connection
+        assert begun.wait(PATIENCE)  # a clone may not lose its first connection
         while not ended.wait(0.02):
             cut(server)
 

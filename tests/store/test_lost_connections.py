@@ -44,17 +44,25 @@ def cut(server: TCPStoreServer) -> None:
     until(lambda: all(session.closed for session in sessions))
 
 
-def lose_replies(monkeypatch: pytest.MonkeyPatch, *, every: int, after: int = 0) -> None:
-    """Cut the connection in the place of every ``every``-th message of the server, but of the first ones."""
+def lose_replies(monkeypatch: pytest.MonkeyPatch, *, every: int, after: int = 0) -> threading.Event:
+    """Cut the connection in the place of every ``every``-th message of the server, but of the first ones.
+
+    Returns:
+        set when the first ones have been sent.
+    """
     count = itertools.count(1)
+    begun = threading.Event()
 
     def send(session: Session, message: bytes) -> None:
         number = next(count)
-        if number > after and number % every == 0:
-            raise OSError("cut")
+        if number > after:
+            begun.set()
+            if number % every == 0:
+                raise OSError("cut")
         Session.send(session, message)
 
     monkeypatch.setattr(_Client, "send", send)
+    return begun
 
 
 def test_what_is_asked_for_is_done_once_however_many_answers_are_lost(
