@@ -189,6 +189,25 @@ SECRET_FILE: Variable[str | None] = Variable(
     "SHOAL_SECRET_FILE", "the path of a readable file", str, None,
     "File that holds the job's secret; read when `SHOAL_SECRET` is not set.",
 )  # fmt: skip
+TLS: Variable[bool] = Variable(
+    "SHOAL_TLS", "0 or 1", _flag, False,
+    "1: connections to stores of shoal are encrypted, with TLS 1.3; the same for every process of the job. "
+    "`--tls` of `shoal run` and `shoal store` sets it. Tensors and calls are not: see security.md.",
+)  # fmt: skip
+TLS_CA: Variable[str | None] = Variable(
+    "SHOAL_TLS_CA", "the path of a PEM file", str, None,
+    "With `SHOAL_TLS=1`: the authority that must have signed the certificate of whoever is at the other end. "
+    "Not set: certificates are made at the start, and the secret vouches for them.",
+)  # fmt: skip
+TLS_CERT: Variable[str | None] = Variable(
+    "SHOAL_TLS_CERT", "the path of a PEM file", str, None,
+    "With `SHOAL_TLS_CA`: the certificate of this process, for servers and clients, and what links it to the "
+    "authority.",
+)  # fmt: skip
+TLS_KEY: Variable[str | None] = Variable(
+    "SHOAL_TLS_KEY", "the path of a PEM file", str, None,
+    "With `SHOAL_TLS_CA`: the key of that certificate, without a password.",
+)  # fmt: skip
 REPORT_FD: Variable[tuple[int, int] | None] = Variable(
     "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
     "Where this process tells its launcher of its own failure; `shoal run` sets it.",
@@ -269,10 +288,11 @@ def check_values(environ: Mapping[str, str]) -> None:
     """Look at the value of every variable.
 
     Raises:
-        ConfigurationError: the text of one is not a legal value.
+        ConfigurationError: the text of one is not a legal value, or it makes no sense beside the others.
     """
     for variable in VARIABLES:
         variable.get(environ)
+    tls_files(environ)
 
 
 def check(environ: Mapping[str, str] | None = None) -> None:
@@ -326,6 +346,35 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     if not value:
         raise ConfigurationError(f"{SECRET_FILE.name}={path!r}: the file is empty, expected a secret")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The paths of the files of an authority of one's own."""
+
+    ca: str
+    cert: str
+    key: str
+
+
+def tls_files(environ: Mapping[str, str] | None = None) -> TlsFiles | None:
+    """The certificates that the environment names, None if it names none.
+
+    Raises:
+        ConfigurationError: it names some of them only, or nothing says whether they are to be used.
+    """
+    found = {variable.name: variable.get(environ) for variable in (TLS_CA, TLS_CERT, TLS_KEY)}
+    paths = [path for path in found.values() if path]
+    if not paths:
+        return None
+    if len(paths) < len(found):
+        given = [name for name, path in found.items() if path]
+        raise ConfigurationError(f"{', '.join(given)} set without the others of {', '.join(found)}")
+    if not TLS._text(os.environ if environ is None else environ):
+        raise ConfigurationError(
+            f"{', '.join(found)} are set, but nothing is encrypted without {TLS.name}=1; set it, or to 0"
+        )
+    return TlsFiles(*paths)
 
 
 def markdown_table() -> str:

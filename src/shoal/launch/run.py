@@ -129,6 +129,11 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="Let the ranks meet in this store (tcp://host:port, file:///path, or a registered scheme), in "
     "the place of one that the launcher serves. Its secret is SHOAL_SECRET.",
 )
+@click.option(
+    "--tls",
+    is_flag=True,
+    help="Encrypt the connections to the store, as SHOAL_TLS=1 does, which the ranks find in their environment.",
+)
 @click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
 @click.option(
     "--bind",
@@ -146,6 +151,7 @@ def run(
     module: bool,
     log_dir: Path | None,
     store: str | None,
+    tls: bool,
     no_prefix: bool,
     bind: bool,
     dry_run: bool,
@@ -169,6 +175,8 @@ def run(
         raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
+    if tls:
+        os.environ[config.TLS.name] = extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
     bound = shares(usable(), size) if bind else None
     if dry_run:

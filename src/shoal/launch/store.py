@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -27,13 +28,21 @@ from ..store import parse_address, serve
     help="Keep the data in this directory: what was acknowledged is on disk. Start the store again with the "
     "same DIR and PORT, and its clients go on.",
 )
-def store(listen: str, size: int | None, log: Path | None) -> int:
+@click.option(
+    "--tls",
+    is_flag=True,
+    help="Encrypt all connections, with TLS 1.3, as SHOAL_TLS=1 does. The ranks need SHOAL_TLS=1.",
+)
+def store(listen: str, size: int | None, log: Path | None, tls: bool) -> int:
     """Host a TCP store until SIGINT or SIGTERM. Port 0 takes a free one; the address is printed.
 
     The secret comes from SHOAL_SECRET, or from the file that SHOAL_SECRET_FILE names; without one,
     only loopback is served, and only processes of the same user. With --size,
     `shoal.init("tcp://host:port")` gives ranks by arrival in the job that SHOAL_JOB names.
     """
+    if tls:
+        os.environ[config.TLS.name] = "1"
+    config.check_values(os.environ)
     host, _ = parse_address(listen)
     records = job_record(size, config.JOB.get(), config.EPOCH.get()) if size is not None else {}
     # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
