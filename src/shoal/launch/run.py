@@ -132,7 +132,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 @click.option(
     "--tls",
     is_flag=True,
-    help="Encrypt the connections to the store, as SHOAL_TLS=1 does, which the ranks find in their environment.",
+    help="Encrypt the connections to the store, with TLS 1.3: SHOAL_TLS=1 for the launcher and the ranks.",
 )
 @click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
 @click.option(

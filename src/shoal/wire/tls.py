@@ -67,6 +67,8 @@ class TlsStream:
         self._owed = 0
         #: whether bytes have come that were not given out
         self._more = False
+        #: whether the other side has said anything beside the TLS handshake
+        self._heard = False
         #: to be raised once what came before it was given out
         self._failure: OSError | None = None
         self.certificate = side.certificate
@@ -197,11 +199,12 @@ class TlsStream:
             self._failure, self._more = explained(error), True
             if not count:
                 raise self._failure from None
+        self._heard = self._heard or count > 0
         self._answer()
         return count
 
-    def _fetch(self, wanted: int) -> None:
-        """Take what has come below.  Raises as ``recv_into``."""
+    def _fetch(self, wanted: int) -> int:
+        """Take what has come below: how many bytes, 0 at the end.  Raises as ``recv_into``."""
         buffer = bytearray(min(max(wanted + _OVERHEAD, _LEAST_READ), _MOST_READ))
         with memoryview(buffer) as view:
             count = self._below.recv_into(view)
@@ -209,6 +212,7 @@ class TlsStream:
                 self._incoming.write(view[:count])
             else:
                 self._incoming.write_eof()
+        return count
 
     def _encrypt(self, data: bytes | bytearray | memoryview) -> int:
         assert self._tls is not None
@@ -253,18 +257,17 @@ class TlsStream:
 
     def _told(self, error: OSError) -> OSError:
         """What the other side said before it left: why it refuses, or the error itself."""
-        if self._tls is None:
+        if self._tls is None or self._heard:
             return error
-        with contextlib.suppress(ssl.SSLWantReadError, BlockingIOError):
-            try:
-                while True:
-                    self._fetch(_LEAST_READ)
+        with contextlib.suppress(OSError):
+            while self._fetch(_LEAST_READ):
+                try:
                     self._tls.read(_LEAST_READ)
-            except ssl.SSLError as told:
-                if "ALERT" in (told.reason or ""):
-                    return explained(told)
-            except OSError:
-                pass
+                    break
+                except ssl.SSLWantReadError:
+                    continue
+                except ssl.SSLError as told:
+                    return explained(told) if "ALERT" in (told.reason or "") else error
         return error
 
 
