@@ -192,7 +192,7 @@ SECRET_FILE: Variable[str | None] = Variable(
 TLS: Variable[bool] = Variable(
     "SHOAL_TLS", "0 or 1", _flag, False,
     "1: connections to stores of shoal are encrypted, with TLS 1.3; the same for every process of the job. "
-    "`--tls` of `shoal run` and `shoal store` sets it. Tensors and calls are not: see security.md.",
+    "`--tls` of `shoal run` and `shoal store` sets it. Tensors and calls of `shoal.rpc` are not encrypted.",
 )  # fmt: skip
 TLS_CA: Variable[str | None] = Variable(
     "SHOAL_TLS_CA", "the path of a PEM file", str, None,
