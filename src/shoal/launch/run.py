@@ -175,6 +175,8 @@ def run(
         raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
+    if tls and store is not None and store.startswith("etcd:"):
+        raise click.UsageError("--tls does not encrypt a store in etcd: name it by etcds://")
     if tls:
         os.environ[config.TLS.name] = extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
