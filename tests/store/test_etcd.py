@@ -17,7 +17,7 @@ import pytest
 
 import shoal
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import etcd, etcd_job, gateway, open_store
+from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
 from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
 from shoal.store.gateway import Gateway, Stream, Unclear
 from shoal.testing import linearize
@@ -130,7 +130,7 @@ def without_silence(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch, read: Callable[..., T], *args: Any
 ) -> T:
     """The result of a read that must not depend on a look at a watch that is silent."""
-    monkeypatch.setattr(etcd, "_SILENCE", 1000.0)
+    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
     with in_background() as call:
         reading = call(read, *args, 1000.0)
         try:
@@ -141,7 +141,7 @@ def without_silence(
 
 
 def test_a_watch_that_breaks_is_begun_again(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd, "_SILENCE", 1000.0)
+    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
     streams = store._backing._streams
     with in_background() as call:
         getting, waiting = call(store.get, "key"), call(store.wait, ["key", "other"])
@@ -358,15 +358,15 @@ def test_who_asks_for_it_gets_the_life_that_began_after(server: EtcdServer, stor
 
 
 def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, keep_once = threading.Semaphore(0), etcd_job.Job._keep_once
+    kept, keep_once = threading.Semaphore(0), etcd_job.EtcdJob._keep_once
 
     def noting(*args: Any) -> bool:
         lives = keep_once(*args)
         kept.release()
         return lives
 
-    monkeypatch.setattr(etcd_job.Job, "_keep_once", noting)
-    monkeypatch.setattr(etcd_job, "_KEEPING", 0.01)
+    monkeypatch.setattr(etcd_job.EtcdJob, "_keep_once", noting)
+    monkeypatch.setattr(outside_job, "KEEPING", 0.01)
     with EtcdStore([server.address], job, timeout=60) as store:
         for _ in range(3):
             assert kept.acquire(timeout=60)
@@ -374,7 +374,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    etcd_job._OUTLIVING = 1.0
+    outside_job.OUTLIVING = 1.0
     store = EtcdStore([address], job, timeout=60)
     store.set("key", b"value")
     ready.send(None)

@@ -11,7 +11,8 @@ import pytest
 
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
 from shoal.store.etcd import EtcdStore
-from shoal.store.gateway import Gateway, tls_context
+from shoal.store.gateway import Gateway
+from shoal.store.outside_tls import tls_context
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.waiting import until
 
