@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +11,16 @@ from shoal.errors import AuthenticationError, ConfigurationError, StoreError
 from shoal.store.etcd import EtcdStore
 from shoal.store.gateway import Gateway
 from shoal.store.outside_tls import tls_context
+from tests.support.certificates import keys, needs_openssl
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.waiting import until
 
 from .conformance import in_background
 
+__all__ = ["keys"]  # a fixture
+
 pytestmark = needs_etcd
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 PASSWORD = "pass word/@:?"
 
 
@@ -103,26 +103,6 @@ def test_an_etcd_without_users_takes_everyone(tmp_path: Path) -> None:
 
 
 # -- TLS -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of an authority, and of a server and a client that it signed."""
-    folder = tmp_path_factory.mktemp("keys")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    for name in ("server", "client"):
-        openssl("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-            "-out", f"{name}.pem", "-extfile", "names",
-        )  # fmt: skip
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -124,12 +124,8 @@ class EtcdJob(OutsideJob[EtcdLine]):
                     return lease, found[0].create_revision
                 self._ended.wait(random.uniform(_SHORTEST_PAUSE, _LONGEST_PAUSE))
             else:
-                mine = (
-                    mine
-                    or call(
-                        "lease/grant", {"TTL": int(outside_job.OUTLIVING)}, _Lease, deadline, self._ended
-                    ).ID
-                )
+                wanted = {"TTL": int(outside_job.OUTLIVING)}
+                mine = mine or call("lease/grant", wanted, _Lease, deadline, self._ended).ID
                 begin = {
                     "compare": [created(self.life, 0)],
                     "success": [put(self.life, b"%d" % mine, mine)],

@@ -54,6 +54,9 @@ _DENIED, _FAILED, _UNAUTHENTICATED = 7, 9, 16
 #: unavailable
 _UNCLEAR = {1, 2, 4, 10, 13, 14}
 
+#: what every HTTP server answers
+_GREETING = b"GET /version HTTP/1.0\r\n\r\n"
+
 _FULL = (
     "its database is full (NOSPACE): nothing can be written before it has been compacted and defragmented "
     "(etcdctl compact, defrag, alarm disarm) or given a larger --quota-backend-bytes"
@@ -317,11 +320,7 @@ class Gateway:
                 f"etcd at {server} wants a certificate of its own authority from each client "
                 f"({cause(error)}): give it as cert= and key= in the URL"
             ) from error
-        if (
-            not self._answered
-            and "[SSL: " in text
-            and talks_plain(server, b"GET /version HTTP/1.0\r\n\r\n", b"HTTP/")
-        ):
+        if not self._answered and "[SSL: " in text and talks_plain(server, _GREETING, b"HTTP/"):
             raise StoreError(f"etcd at {server} talks no TLS: use etcd:// in place of etcds://") from error
 
 

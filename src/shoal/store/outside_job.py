@@ -1,11 +1,11 @@
 """What the stores of one job on servers that are not shoal's share in a process.
 
-A job *lives* on such servers for as long as a process keeps it alive: each that has the store open does, from a
-thread of its own, and what the job has written ends :data:`OUTLIVING` after the last.  A store belongs to one
-life.  Another one that began under the same name is told apart, and never taken for it.
+A job *lives* on such servers for as long as a process keeps it alive: each that has the store open does, from
+a thread of its own, and what the job has written ends :data:`OUTLIVING` seconds after the last.  A store
+belongs to one life.  Another life that began under the same name is told apart, and never taken for it.
 
-Writes go on *lines*, one at a time, and are numbered: what the server notes of a line tells whether a write whose
-answer was lost has been done.
+Writes go on *lines*, one at a time, and are numbered: what the server notes of a line tells whether a write
+whose answer was lost has been done.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OutsideJob(abc.ABC, Generic[L]):
         self._ended.set()
         self._keeper.join(_CLOSING)
         with contextlib.suppress(StoreError, AuthenticationError):  # what is left ends by itself
-            self._leave([line.name for line in self._idle], Deadline(_CLOSING))
+            self._leave([line.name for line in self._idle], Deadline(0.0))  # it is tried once
         self.disconnect()
 
     @contextlib.contextmanager

@@ -59,7 +59,7 @@ def talks_tls(server: str) -> bool:
 
 
 def talks_plain(server: str, greeting: bytes, *answers: bytes) -> bool:
-    """Whether ``host:port`` answers ``greeting``, which is not TLS, with something that begins as one of ``answers``."""
+    """Whether ``host:port`` answers ``greeting``, which is not TLS, with one of ``answers`` or more."""
     try:
         with _connected(server) as plain:
             plain.sendall(greeting)
