@@ -259,6 +259,13 @@ def test_a_connection_is_used_again_after_a_wait(server: RedisServer, store: Red
     assert int(server.ask("CLIENT", "LIST", "TYPE", "pubsub").count(b"\n")) == 0
 
 
+def test_a_connection_whose_wait_ended_in_an_error_carries_no_calls(store: RedisStore) -> None:
+    link = store._backing.job.link
+    with pytest.raises(StoreError, match="in between"), link.subscribed("channel", store._deadline(60)):
+        raise StoreError("in between")
+    assert store.add("counter", 1) == 1
+
+
 # -- limits --------------------------------------------------------------------------------------
 
 

@@ -197,7 +197,11 @@ class Link:
         with self._connection(patience) as (connection, _):
             try:
                 self._exchange(connection, ("SUBSCRIBE", channel), min(patience.remaining(), _CONNECTING))
-                yield Subscription(self, connection)
+                try:
+                    yield Subscription(self, connection)
+                except BaseException:
+                    connection.disconnect()  # type: ignore[no-untyped-call]  # it carries no calls
+                    raise
                 if deadline.expired:
                     raise Broken("given up")  # rather than wait for a server that may be gone
                 ending = Deadline(min(deadline.remaining(), _CONNECTING))
