@@ -228,13 +228,21 @@ class _Client(OutsideClient[RedisJob]):
         with self.job.line() as line:
             given = (what, self.job.life, line.name, line.number, *arguments)
             word, value = self.job.run(WRITE, given, bytes, deadline, self.closed, writes=True)
-        if word not in _ANSWERS or (value is None) is not (word == b"unchanged"):
+        if word not in _ANSWERS[what] or (value is None) is not (word == b"unchanged"):
             raise self.job.unreadable(word)
         return word, value or b""
 
 
-#: the words with which the script of writes answers; of all but the last comes a value with it
-_ANSWERS = (b"done", b"held", b"long", b"unchanged")
+#: the words with which the script of writes answers; but for "unchanged" a value comes with each
+_ANSWERS = {
+    "set": (b"done",),
+    "add": (b"done", b"held"),
+    "append": (b"done", b"long"),
+    "compare": (b"done", b"held", b"unchanged"),
+    "swap": (b"done", b"unchanged"),
+    "delete": (b"done", b"unchanged"),
+    "deletes": (b"done", b"unchanged"),
+}
 
 
 def _field(key: str) -> str:

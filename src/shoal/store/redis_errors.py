@@ -25,7 +25,7 @@ def not_taken(name: str, user: str | None, text: str) -> AuthenticationError:
 
 def refused(name: str, user: str | None, text: str) -> StoreError:
     """The error of a request that the server answers with the error ``text``; it has done nothing."""
-    if "NOPERM" in text or "ACL failure" in text:
+    if any(each in text for each in ("NOPERM", "ACL failure", "user executing the script can't")):
         return StoreError(
             f"{name}: user {user or 'default'!r} may not do this: {text}; docs/stores.md has the keys, "
             "channels and commands that a job needs"
