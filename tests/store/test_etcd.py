@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-import shoal
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
 from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
@@ -26,6 +22,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 from .conformance import StoreConformance, in_background
+from .jobs import meet_by_arrival, run_a_job
 
 pytestmark = needs_etcd
 
@@ -409,29 +406,14 @@ def test_it_may_be_named_wherever_a_store_is(
     server: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"etcd://127.0.0.1:{free_port()},{server.address}"
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", "--no-prefix", "--store", url, "script.py"]
-    environ = {**os.environ, "SHOAL_SECRET": "secret", "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, sorted(done.stdout.split())) == (0, ["0", "0", "1", "1"]), done.stderr
+    run_a_job(url, tmp_path)
     monkeypatch.setenv("SHOAL_JOB", "third")
     with open_store(url, timeout=60) as store:
         assert isinstance(store, EtcdStore)
         assert (store.prefix, store.get("key")) == ("/shoal/third/", b"value")
 
 
-SCRIPT = """
-import os, torch, shoal
-from shoal.store import open_store
-url = os.environ["SHOAL_STORE"]
-with shoal.init(timeout=60) as group:
-    print(group.rank)
-    assert group.all_reduce(torch.ones(1)).wait().item() == 2.0
-    os.environ["SHOAL_RANK"] = str(group.rank)
-with shoal.init(url, rank=group.rank, size=2, job="other", timeout=60) as group:
-    print(group.rank)
-    group.barrier().wait()
-os.environ["SHOAL_JOB"] = "third"
-with open_store(url, timeout=60) as store:
-    store.set("key", "value")
-"""
+def test_ranks_come_as_they_arrive_where_the_record_of_their_job_is_kept(
+    server: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet_by_arrival(f"etcd://{server.address}", tmp_path, monkeypatch)

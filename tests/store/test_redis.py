@@ -26,6 +26,7 @@ from tests.support.redis_server import DURABLE, RedisServer, needs_redis
 from tests.support.waiting import PATIENCE, until
 
 from .conformance import StoreConformance, in_background
+from .jobs import meet_by_arrival, run_a_job
 
 pytestmark = [needs_redis, pytest.mark.filterwarnings("ignore:Redis at .* may lose changes")]
 
@@ -498,3 +499,24 @@ def test_a_database_is_one_of_several(server: RedisServer, monkeypatch: pytest.M
             third.set("key", b"again")  # and the message comes, as channels know no databases
             first.set("key", b"of the first")
             assert waiting.result(30) == b"of the first"
+
+
+# -- where it is named ---------------------------------------------------------------------------
+
+
+def test_it_may_be_named_wherever_a_store_is(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_JOB", "third")
+    with open_store(server.url, timeout=60) as store:  # which keeps the job's life
+        run_a_job(server.url, tmp_path)
+        assert isinstance(store, RedisStore)
+        assert (store.key, store.get("key", 0)) == ("{shoal:third}", b"value")
+    assert server.ask("KEYS", "*") == []
+
+
+def test_ranks_come_as_they_arrive_where_the_record_of_their_job_is_kept(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet_by_arrival(server.url, tmp_path, monkeypatch)
+    assert server.names("by arrival") == []
