@@ -67,3 +67,39 @@ os.environ["SHOAL_JOB"] = "third"
 with open_store(url, timeout=60) as store:
     store.set("key", "value")
 """
+
+
+def lose_a_rank_and_let_another_join(url: str, folder: Path) -> None:
+    """Have a session of two ranks lose one, and its successor join it."""
+    (folder / "script.py").write_text(SESSION)
+    command = [
+        sys.executable, "-m", "shoal", "run", "-n", "2", "--min", "1", "--respawn", "--no-prefix",
+        "--store", url, "script.py",
+    ]  # fmt: skip
+    environ = {**os.environ, "SHOAL_SECRET": "secret", "PYTHONPATH": _PYTHONPATH}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[:-1] == ["[2, 1, 2]"] * 2, done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+SESSION = """
+import os, signal, time
+import torch
+from torch import nn
+from shoal.elastic import Samples, Session, State
+torch.manual_seed(0)
+state = State(model=nn.Linear(2, 1), optimizer=None, samples=Samples(12, batch=12), sizes=[], after=0)
+with Session(state, max=2) as session:
+    for step in session.steps():
+        if state.after == 5:
+            break
+        with step:
+            step.commit()
+            if state.sizes[-1:] != [session.group.size]:
+                state.sizes = [*state.sizes, session.group.size]
+            state.after += state.sizes == [2, 1, 2]
+        if state.sizes == [2] and session.group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.002)
+print(state.sizes, flush=True)
+"""
