@@ -121,10 +121,14 @@ class OutsideJob(abc.ABC, Generic[L]):
     other_ends = ""
 
     def _keep(self) -> None:
-        while not self._ended.wait(KEEPING):
-            with contextlib.suppress(StoreError, AuthenticationError):  # the next try may succeed
+        pause = KEEPING
+        while not self._ended.wait(pause):
+            try:
                 if not self._keep_alive(Deadline(KEEPING)):
                     return  # whoever uses the store is told
+                pause = KEEPING
+            except (StoreError, AuthenticationError):
+                pause = KEEPING / 20  # the next try may succeed, and the keys end soon
 
     @abc.abstractmethod
     def disconnect(self) -> None:
