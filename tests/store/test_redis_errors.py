@@ -13,6 +13,7 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import redis_link
 from shoal.store.redis import RedisStore
+from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.waiting import until
 
@@ -188,13 +189,17 @@ def test_a_server_that_is_not_ready_is_waited_for_and_has_done_nothing(text: str
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[list[RedisServer]]:
-    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"]
-    with RedisServer(tmp_path / "1", *options) as first, RedisServer(tmp_path / "2", *options) as second:
+    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000", "--cluster-port"]
+    buses = [str(free_port()) for _ in range(2)]
+    with (
+        RedisServer(tmp_path / "1", *options, buses[0]) as first,
+        RedisServer(tmp_path / "2", *options, buses[1]) as second,
+    ):
         first.ask("CLUSTER", "ADDSLOTSRANGE", 0, 8191)
         second.ask("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
         first.ask("CLUSTER", "SET-CONFIG-EPOCH", 1)
         second.ask("CLUSTER", "SET-CONFIG-EPOCH", 2)
-        first.ask("CLUSTER", "MEET", "127.0.0.1", second.port)
+        first.ask("CLUSTER", "MEET", "127.0.0.1", second.port, buses[1])
         until(lambda: all(b"cluster_state:ok" in each.ask("CLUSTER", "INFO") for each in (first, second)))
         yield [first, second]
 
