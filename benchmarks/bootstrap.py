@@ -13,6 +13,9 @@ to a counter; then each gets the key that the last one set, and that of its host
 meeting: nobody waits for anybody there, no secret is proved, and nobody looks for earlier jobs.  Its clients
 look up names, which takes each a tenth of a second where there is no name server: 300 are the most here.
 
+``--kinds Redis`` is the same meeting of the same ranks over a store in Redis, without a log, where each rank
+has one connection for its calls and one that it waits at.
+
 Seconds are those until the last rank is through; the processor time and the memory are the server's.  Needs
 ``greenlet``, and ``matplotlib`` for --picture.
 """
@@ -68,8 +71,28 @@ def serve_torch() -> None:
     sys.stdin.read()
 
 
+def serve_redis() -> None:
+    import bootstrap_redis
+
+    bootstrap_redis.serve()
+
+
 def shoal_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
-    outcome = bootstrap_ranks.meet("127.0.0.1", port, SECRET, ranks, cut, PATIENCE)
+    from shoal.store import TCPStore
+
+    def opened() -> TCPStore:
+        return TCPStore("127.0.0.1", port, SECRET, timeout=PATIENCE)
+
+    return seen(bootstrap_ranks.meet(opened, ranks, cut, PATIENCE))
+
+
+def redis_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
+    import bootstrap_redis
+
+    return seen(bootstrap_redis.meet(port, ranks, PATIENCE))
+
+
+def seen(outcome: bootstrap_ranks.Outcome) -> tuple[float, int]:
     if outcome.failures:
         raise SystemExit(f"{len(outcome.failures)} ranks failed, the first: {outcome.failures[0]}")
     return outcome.seconds, outcome.cut
@@ -103,6 +126,7 @@ KINDS: dict[str, tuple[Callable[[], None], Callable[[int, int, float], tuple[flo
     "shoal": (serve_shoal, shoal_meets, 0.0),
     "shoal, a tenth cut": (serve_shoal, shoal_meets, 0.1),
     "torch TCPStore": (serve_torch, torch_meets, 0.0),
+    "Redis": (serve_redis, redis_meets, 0.0),
 }
 
 
@@ -147,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
     parser.add_argument("--rounds", type=int, default=3, help="the kinds take turns; a figure is the median")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument(
+        "--kinds", nargs="+", default=[*KINDS][:-1], choices=list(KINDS), help="Redis if named"
+    )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of bootstrap.json")
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
@@ -156,9 +182,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         KINDS[options.serve][0]()
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if max(options.ranks) + SPARE > hard:
+    needed = max(options.ranks) * (2 if "Redis" in options.kinds else 1) + SPARE
+    if needed > hard:
         parser.error(
-            f"{max(options.ranks)} ranks need as many descriptors, and the limit is {hard} (ulimit -Hn)"
+            f"{max(options.ranks)} ranks need {needed} descriptors, and the limit is {hard} (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

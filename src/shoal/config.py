@@ -152,12 +152,13 @@ LOCAL_SIZE: Variable[int | None] = Variable(
 )  # fmt: skip
 STORE: Variable[str | None] = Variable(
     "SHOAL_STORE", "a URL such as tcp://127.0.0.1:29400", str, None,
-    "Where the processes meet: `tcp://host:port`, `file:///path`, `etcd://host:port`, or a registered "
-    "scheme. Not set: a group of one.",
+    "Where the processes meet: `tcp://host:port`, `file:///path`, `etcd://host:port`, `redis://host:port`, "
+    "or a registered scheme. Not set: a group of one.",
 )  # fmt: skip
 STORE_USER: Variable[str | None] = Variable(
     "SHOAL_STORE_USER", "any text", str, None,
-    "User of a store on a server that asks for one, such as `etcd://`, where its URL names none.",
+    "User of a store on a server that asks for one, such as `etcd://` or `redis://`, where its URL names "
+    "none.",
 )  # fmt: skip
 STORE_PASSWORD: Variable[str | None] = Variable(
     "SHOAL_STORE_PASSWORD", "any text", str, None,

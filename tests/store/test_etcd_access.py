@@ -9,12 +9,15 @@ import pytest
 
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
 from shoal.store.etcd import EtcdStore
-from shoal.store.gateway import Gateway, tls_context
-from tests.support.certificates import Authority
+from shoal.store.gateway import Gateway
+from shoal.store.outside_tls import tls_context
+from tests.support.certificates import keys
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.waiting import until
 
 from .conformance import in_background
+
+__all__ = ["keys"]  # a fixture
 
 pytestmark = needs_etcd
 
@@ -100,18 +103,6 @@ def test_an_etcd_without_users_takes_everyone(tmp_path: Path) -> None:
 
 
 # -- TLS -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of an authority, and of a server and a client that it signed."""
-    folder = tmp_path_factory.mktemp("keys")
-    authority = Authority(folder)
-    authority.ca.rename(folder / "ca.pem")
-    for name in ("server", "client"):
-        for file, end in zip(authority.issue(name), ("pem", "key"), strict=True):
-            file.rename(folder / f"{name}.{end}")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -48,3 +48,15 @@ def use_certificates(monkeypatch: pytest.MonkeyPatch, authority: Authority, pair
     monkeypatch.setenv("SHOAL_TLS_CA", str(authority.ca))
     monkeypatch.setenv("SHOAL_TLS_CERT", str(pair.cert))
     monkeypatch.setenv("SHOAL_TLS_KEY", str(pair.key))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of an authority, and of a server and a client that it signed."""
+    folder = tmp_path_factory.mktemp("keys")
+    authority = Authority(folder)
+    authority.ca.rename(folder / "ca.pem")
+    for name in ("server", "client"):
+        for file, end in zip(authority.issue(name), ("pem", "key"), strict=True):
+            file.rename(folder / f"{name}.{end}")
+    return folder

@@ -17,6 +17,7 @@ from ..wording import counted, named
 from .command import resolve
 from .cores import shares, usable
 from .crew import Crew
+from .encryption import demand_tls
 from .environment import OF_RANKS, Job, ReservedPort, defaults
 from .guardian import Guardian
 from .job_store import job_store
@@ -175,10 +176,9 @@ def run(
         raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
     argv = resolve(command, module=module)
     extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
-    if tls and store is not None and store.startswith("etcd:"):
-        raise click.UsageError("--tls does not encrypt a store in etcd: name it by etcds://")
     if tls:
-        os.environ[config.TLS.name] = extra[config.TLS.name] = "1"
+        demand_tls(store)
+        extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
     bound = shares(usable(), size) if bind else None
     if dry_run:
