@@ -29,6 +29,8 @@ from shoal.wire import (
     listen,
     listen_unix,
 )
+from shoal.wire.certificates import connecting_side
+from shoal.wire.stream import SocketStream
 from shoal.wire.tls import TlsStream
 from tests.support.waiting import until
 
@@ -232,6 +234,30 @@ def test_an_orderly_end_is_told_from_a_cut(pair: tuple[Connection, Connection]) 
     with pytest.raises(WireError, match="closed the connection") as raised:
         right.recv(30)
     assert isinstance(raised.value.__cause__, ConnectionResetError)
+
+
+def test_nothing_is_ever_sent_in_the_clear_once_tls_has_begun(pair: tuple[Connection, Connection]) -> None:
+    """Not by a stream that was closed, and not by one whose handshake is not over."""
+
+    left, _ = pair
+    one, other = socket.socketpair()
+    with one, other:
+        tls = left._stream
+        assert isinstance(tls, TlsStream)
+        tls._below.close()
+        below = SocketStream(one)
+        below.close = lambda: None
+        tls._below = below
+        tls.close()
+        fresh = connecting_side().stream(below)
+        assert fresh.send(b"greeting") == 8
+        assert not fresh.encrypt()
+        for stream in (tls, fresh):
+            with pytest.raises(OSError, match="closed, or its TLS handshake"):
+                stream.send(b"in the clear")
+            with pytest.raises(OSError, match="closed, or its TLS handshake"):
+                stream.recv_into(memoryview(bytearray(10)))
+        assert b"in the clear" not in other.recv(2**16)
 
 
 @pytest.mark.parametrize("part", [b"", frame_header(100) + b"only this"])

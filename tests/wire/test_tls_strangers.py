@@ -9,13 +9,16 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from shoal.testing import no_leaks
-from shoal.wire import Handshake, frame_header
+from shoal.wire import Handshake, Session, frame_header, tls
+from tests.support.waiting import until
 
-from .echo import EchoServer, connect_echo, echoes
+from .echo import SECRET, EchoServer, connect_echo, echoes
+from .key_updates import Updater
 from .relay import GREETING
 
 STRANGERS = 1000
@@ -205,3 +208,56 @@ def test_a_client_of_tls_1_2_is_refused_by_tls() -> None:
         alert = sock.recv(100)
         assert alert[:1] == b"\x15"
         assert alert[6] == 70  # the alert "protocol version"
+
+
+def _updater(sock: socket.socket, handshake: Handshake, folder: Path) -> Updater:
+    """A client that has shaken hands as TLS does, and not proved itself."""
+    sock.sendall(handshake.greeting)
+    handshake.feed(sock.recv(GREETING, socket.MSG_WAITALL))
+    return Updater(sock, folder)
+
+
+def test_new_keys_may_come_at_any_time(tmp_path: Path) -> None:
+    """TLS 1.3 knows no renegotiation; it knows this."""
+    seen: list[bytes] = []
+
+    class Noting(EchoServer):
+        def greeted(self, session: Session) -> None:
+            super().greeted(session)
+            session.send(b"welcome")
+
+        def received(self, session: Session, message: bytearray) -> None:
+            seen.append(bytes(message))
+
+    with Noting() as server, _connected(server) as sock:
+        handshake = Handshake(connecting=True, secret=SECRET, purpose="echo", tls=True)
+        updater = _updater(sock, handshake, tmp_path)
+        updater.update(3)
+        updater.send(handshake.bind(server._tls.certificate))  # type: ignore[union-attr]
+        updater.update(1)
+        updater.send(frame_header(5) + b"hel")
+        updater.update(1)
+        updater.send(b"lo")
+        until(lambda: seen == [b"hello"])
+        assert server.accepted == 1
+
+
+def test_a_stranger_that_asks_for_new_keys_and_takes_no_answers_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_MOST_UNSENT", 2**12)
+    with EchoServer(handshake_timeout=600) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        sock.settimeout(60)
+        sock.connect(("127.0.0.1", server.port))
+        updater = _updater(sock, _handshake(), tmp_path)
+        (session,) = server._sessions
+        session.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                updater.update(300)
+        until(lambda: session.closed)
+        # Answers to all that was taken at once may come on top.
+        assert len(session.stream._unsent) <= 2**14  # type: ignore[attr-defined]
+        echoes(server.port)
+        assert server.accepted == 1

@@ -60,7 +60,9 @@ class TlsStream:
         self._tls: ssl.SSLObject | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        #: whether the TLS handshake has succeeded; from its begin on nothing goes below as it is
         self._encrypted = False
+        self._closed = False
         #: encrypted, and not yet taken by the stream below
         self._unsent = b""
         #: so many bytes of a caller are in ``_unsent``, and it was not told so yet
@@ -110,9 +112,10 @@ class TlsStream:
             return True
 
     def recv_into(self, view: memoryview, /) -> int:
-        if not self._encrypted:
+        if self._tls is None:
             return self._below.recv_into(view)
         with self._lock:
+            self._check_encrypted()
             while True:
                 count = self._decrypt(view)
                 if count is not None:
@@ -120,11 +123,12 @@ class TlsStream:
                 self._fetch(len(view))
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        if not self._encrypted:
+        if self._tls is None:
             return self._below.send(data)
         if not data:
             return 0
         with self._lock:
+            self._check_encrypted()
             if not self._owed:
                 self._flush()  # such as the answer to an update of keys
                 self._owed = self._encrypt(data)
@@ -147,19 +151,27 @@ class TlsStream:
     def close(self) -> None:
         """Say that this is the end, if there is room for it, and close the stream below."""
         # A forked child must not speak for its parent; it may also have inherited a lock that is taken.
-        if self._encrypted and os.getpid() == self._pid and self._lock.acquire(blocking=False):
+        if os.getpid() == self._pid and self._lock.acquire(blocking=False):
             try:
-                with contextlib.suppress(OSError, ValueError):
-                    assert self._tls is not None
-                    with contextlib.suppress(ssl.SSLError):  # the other side's end is not waited for
-                        self._tls.unwrap()
-                    self._push()
+                if self._encrypted and not self._closed:
+                    self._closed = True
+                    self._say_end()
             finally:
-                self._encrypted = False
                 self._lock.release()
         self._below.close()
 
     # -- all of these with the lock ------------------------------------------------------------
+
+    def _check_encrypted(self) -> None:
+        if not self._encrypted or self._closed:
+            raise OSError(errno.EBADF, "the stream is closed, or its TLS handshake has not succeeded")
+
+    def _say_end(self) -> None:
+        assert self._tls is not None
+        with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(ssl.SSLError):  # the other side's end is not waited for
+                self._tls.unwrap()
+            self._push()
 
     def _shake_hands(self, tls: ssl.SSLObject) -> bool:
         try:
