@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -92,14 +93,16 @@ def test_it_is_linearizable_while_its_connections_are_cut(
 def test_a_store_that_keeps_no_replies_is_found_out(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forgetful = WRITE.text.decode().replace("if last == number then", "if false then")
+    forgetful = WRITE.text.decode().replace("if last == number and reply", "if false and reply")
     monkeypatch.setattr(redis_store, "WRITE", Script(forgetful))
     lose_answers(monkeypatch, every=4)
     with pytest.raises(AssertionError, match="no order of its"):
         linearize.play(store)
 
 
-def test_a_write_that_arrives_late_does_nothing(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def first_write_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """Keep the first attempt at a write back; the list has what was to be sent."""
     exchange, held = Link._exchange, []
 
     def exchanging(self: Link, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
@@ -108,16 +111,52 @@ def test_a_write_that_arrives_late_does_nothing(store: RedisStore, monkeypatch: 
             raise Broken("on the way for long")
         return exchange(self, connection, words, seconds)
 
-    monkeypatch.setattr(Link, "_exchange", exchanging)
-    store.set("key", b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "_exchange", exchanging)
+        yield held
+
+
+def arrives(server: RedisServer, held: list[tuple[Any, ...]]) -> Any:
+    """What the server answers to what was kept back."""
+    (words,) = held
+    return server.ask(*words)
+
+
+def test_a_write_that_arrives_late_does_nothing(
+    server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with first_write_on_the_way(monkeypatch) as held:
+        store.set("key", b"old")
+    assert arrives(server, held) == [b"done", b""]
     store.set("key", b"new")
-    ((_, _, *late),) = held
-    arguments = late[2:]
-    reply = store._backing.job.link.run(
-        WRITE, [store.key], arguments, store._deadline(60), threading.Event(), writes=True
-    )
-    assert reply == [b"late"]
+    assert arrives(server, held) == [b"late"]
     assert store.get("key") == b"new"
+
+
+def test_a_write_that_arrives_after_it_was_refused_does_nothing(
+    server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.set("key", b"of another")
+    with first_write_on_the_way(monkeypatch) as held:
+        assert store.compare_set("key", b"", b"mine") == b"of another"
+    server.ask("HDEL", store.key, "kkey")
+    assert arrives(server, held) == [b"late"]
+    assert not store.check(["key"])
+
+
+def test_a_refusal_after_an_attempt_without_an_answer_leaves_its_fate_unknown(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(self: Link, seconds: float) -> Any:
+        raise StoreError("it refuses")
+
+    store.set("key", b"")
+    with first_write_on_the_way(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(Link, "_connected", refusing)
+        with pytest.raises(StoreTimeout, match="it refuses; it is unknown whether the request was or"):
+            store.set("key", b"")
+        with pytest.raises(StoreError, match=r"it refuses$"):
+            store.set("key", b"")
 
 
 def test_replies_outlive_a_connection(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +164,8 @@ def test_replies_outlive_a_connection(store: RedisStore, monkeypatch: pytest.Mon
 
     def exchanging(self: Link, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
         answer = exchange(self, connection, words, seconds)
-        if words[1] == WRITE.digest and words not in done:
-            done.add(words)
+        if words[1] == WRITE.digest and words[7:9] not in done:  # line and number
+            done.add(words[7:9])
             raise Broken("lost on the way back")
         return answer
 

@@ -193,7 +193,8 @@ def test_who_may_lose_changes_is_told_once(tmp_path: Path, job: str) -> None:
     with RedisServer(tmp_path) as server:
         with pytest.warns(UserWarning, match=r"may lose changes.*\(appendonly no\)"):
             store = RedisStore(server.address, job, timeout=60)
-        with warnings.catch_warnings(action="error"), store, store.clone():
+        with warnings.catch_warnings(), store, store.clone():
+            warnings.simplefilter("error")
             RedisStore(server.address, job, timeout=60).close()
         server.ask("CONFIG", "SET", "appendonly", "yes")
         server.ask("CONFIG", "SET", "maxmemory", "1gb")

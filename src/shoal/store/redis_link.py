@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
@@ -124,32 +124,44 @@ class Link:
 
         Args:
             closed: set when nobody waits for the answer any more.
-            writes: the caller must know whether it was done if no answer comes.
+            writes: the caller must know whether it was done if no answer comes.  The first argument that the
+                script gets is then the number of the attempt, from 0.
 
         Raises:
             StoreError: the server refuses; nothing was done.
             AuthenticationError: it does not take this user.
             StoreTimeout: there was no answer by the deadline; the error says what the tries met.
         """
-        short: tuple[Argument, ...] = ("EVALSHA", script.digest, len(keys), *keys, *arguments)
-        long: tuple[Argument, ...] = ("EVAL", script.text, len(keys), *keys, *arguments)
-        return self._call(short, long, deadline, closed, writes)
+
+        def words(attempt: int, *program: Argument) -> tuple[Argument, ...]:
+            return (*program, len(keys), *keys, *((attempt,) if writes else ()), *arguments)
+
+        def known(attempt: int) -> tuple[Argument, ...]:
+            return words(attempt, "EVALSHA", script.digest)
+
+        def unknown(attempt: int) -> tuple[Argument, ...]:
+            return words(attempt, "EVAL", script.text)
+
+        return self._call(known, unknown, deadline, closed, writes)
 
     def command(self, *words: Argument, deadline: Deadline, closed: threading.Event) -> Any:
         """What the server answers to a command that changes nothing; raises as :meth:`run` does."""
-        return self._call(words, words, deadline, closed, False)
+        return self._call(lambda _: words, lambda _: words, deadline, closed, False)
 
     def _call(
         self,
-        words: tuple[Argument, ...],
-        unknown: tuple[Argument, ...],
+        words: Callable[[int], tuple[Argument, ...]],
+        unknown: Callable[[int], tuple[Argument, ...]],
         deadline: Deadline,
         closed: threading.Event,
         writes: bool,
     ) -> Any:
-        """``unknown`` is sent in the place of ``words`` to a server that has not heard of the script."""
+        """What the server answers to ``words`` of an attempt.
+
+        A server that has not heard of a script is sent ``unknown`` in their place.
+        """
         patience = Deadline(deadline.remaining() + _GRACE)
-        pause, tries, moves = _SHORTEST_PAUSE, 0, 0
+        pause, tries, moves, attempt = _SHORTEST_PAUSE, 0, 0, -1
         met: Counter[str] = Counter()
         refused = unclear = False
         while True:
@@ -157,11 +169,16 @@ class Link:
             try:
                 with self._connection(patience) as (connection, reused):
                     began = True
+                    attempt += 1
                     seconds = min(patience.remaining(), _ANSWERING * 2 ** min(tries, 4))
                     try:
-                        return self._exchange(connection, words, seconds)
+                        return self._exchange(connection, words(attempt), seconds)
                     except self._redis.exceptions.NoScriptError:
-                        return self._exchange(connection, unknown, seconds)
+                        return self._exchange(connection, unknown(attempt), seconds)
+            except (StoreError, AuthenticationError) as error:
+                if writes and unclear:  # an earlier attempt may have been done, or be on the way
+                    raise StoreTimeout(f"{error}{_fate(True, True)}") from error
+                raise
             except _Moved as error:
                 moves += 1
                 if moves <= _MOVES:
@@ -225,7 +242,11 @@ class Link:
             connection = None
         reused = connection is not None
         if connection is None:
-            connection = self._connected(min(patience.remaining(), _CONNECTING))
+            try:
+                connection = self._connected(min(patience.remaining(), _CONNECTING))
+            except Broken:
+                self._server = self._named  # one that had the keys may be dead
+                raise
         try:
             yield connection, reused
         except (StoreError, AuthenticationError, _Later, self._redis.exceptions.NoScriptError):

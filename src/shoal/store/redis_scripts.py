@@ -3,7 +3,8 @@
 A job has two keys, both with ``{shoal:<job>}`` in their names, so that one slot of a cluster holds them:
 
 ``{shoal:<job>}``          a hash: ``life``, which life of the job this is; ``k`` and a key: its value; ``o``
-                           and the name of a line: the number of the line's last change, and the reply to it
+                           and the name of a line: the number of the line's last change, which attempt at it
+                           was heard last, and once it is done "=" and the reply
 ``{shoal:<job>}:members``  a sorted set: who has the store open, and since when nobody has heard of it
 
 ``{shoal:<job>}:<key>`` is the channel on which a message comes when the key is set.
@@ -100,29 +101,36 @@ end
 return {'done', found}
 """)
 
-#: WHAT LIFE LINE NUMBER ..., with: set KEY VALUE KEY VALUE..., compare KEY EXPECTED DESIRED, add KEY AMOUNT,
-#: append KEY VALUE LONGEST, swap KEY HELD VALUE (each a letter, n for none, and the value), delete KEY,
-#: deletes PREFIX
+#: ATTEMPT WHAT LIFE LINE NUMBER ..., with: set KEY VALUE KEY VALUE..., compare KEY EXPECTED DESIRED,
+#: add KEY AMOUNT, append KEY VALUE LONGEST, swap KEY HELD VALUE (each a letter, n for none, and the value),
+#: delete KEY, deletes PREFIX
 #:
 #: The change comes before the number: what the server refuses (for want of memory, or of a permission) it
-#: refuses at the first command that writes.
+#: refuses at the first command that writes.  What a later attempt has looked at and not done, an earlier one
+#: that is still on the way does not do either: the client has had its answer.
 WRITE = Script("""
-local hash, what, life, line, number, key = KEYS[1], unpack(ARGV, 1, 5)
+local hash, attempt, what, life, line, number, key = KEYS[1], unpack(ARGV, 1, 6)
 if redis.call('HGET', hash, 'life') ~= life then
     return {'gone'}
 end
 local kept = redis.call('HGET', hash, line)
 if kept then
-    local last, reply = string.match(kept, '^(%d+) (.*)$')
-    if last == number then
-        return {'done', reply}
-    elseif tonumber(last) > tonumber(number) then
+    local last, heard, reply = string.match(kept, '^(%d+) (%d+)(.*)$')
+    if last == number and reply ~= '' then
+        return {'done', string.sub(reply, 2)}
+    elseif tonumber(last) > tonumber(number) or (last == number and tonumber(heard) > tonumber(attempt)) then
         return {'late'}
     end
 end
+local function not_done(...)
+    if attempt ~= '0' then
+        redis.call('HSET', hash, line, number .. ' ' .. attempt)
+    end
+    return {...}
+end
 local changed, reply = {}, ''
 if what == 'set' then
-    for i = 5, #ARGV, 2 do
+    for i = 6, #ARGV, 2 do
         redis.call('HSET', hash, ARGV[i], ARGV[i + 1])
         changed[#changed + 1] = ARGV[i]
     end
@@ -134,7 +142,7 @@ elseif what == 'deletes' then
         end
     end
     if #found == 0 then
-        return {'unchanged'}
+        return not_done('unchanged')
     end
     for i = 1, #found, 1000 do
         redis.call('HDEL', hash, unpack(found, i, math.min(i + 999, #found)))
@@ -142,42 +150,42 @@ elseif what == 'deletes' then
     reply = tostring(#found)
 elseif what == 'delete' then
     if redis.call('HDEL', hash, key) == 0 then
-        return {'unchanged'}
+        return not_done('unchanged')
     end
 elseif what == 'append' then
-    local length = redis.call('HSTRLEN', hash, key) + #ARGV[6]
-    if length > tonumber(ARGV[7]) then
-        return {'long', tostring(length)}
+    local length = redis.call('HSTRLEN', hash, key) + #ARGV[7]
+    if length > tonumber(ARGV[8]) then
+        return not_done('long', tostring(length))
     end
-    redis.call('HSET', hash, key, (redis.call('HGET', hash, key) or '') .. ARGV[6])
+    redis.call('HSET', hash, key, (redis.call('HGET', hash, key) or '') .. ARGV[7])
     changed[1] = key
 else
     local held = redis.call('HGET', hash, key)
     if what == 'add' then
-        local sum = redis.pcall('HINCRBY', hash, key, ARGV[6])
+        local sum = redis.pcall('HINCRBY', hash, key, ARGV[7])
         if type(sum) ~= 'number' then
-            return held and {'held', held} or sum
+            return held and not_done('held', held) or sum
         end
         reply = redis.call('HGET', hash, key)  -- the number has lost digits
         changed[1] = key
     elseif what == 'compare' then
-        if (held or '') ~= ARGV[6] then
-            return held and {'held', held} or {'unchanged'}
+        if (held or '') ~= ARGV[7] then
+            return held and not_done('held', held) or not_done('unchanged')
         end
-        redis.call('HSET', hash, key, ARGV[7])
+        redis.call('HSET', hash, key, ARGV[8])
         changed[1] = key
     else
-        if (held and 'v' .. held or 'n') ~= ARGV[6] then
-            return {'unchanged'}
-        elseif ARGV[7] == 'n' then
+        if (held and 'v' .. held or 'n') ~= ARGV[7] then
+            return not_done('unchanged')
+        elseif ARGV[8] == 'n' then
             redis.call('HDEL', hash, key)
         else
-            redis.call('HSET', hash, key, string.sub(ARGV[7], 2))
+            redis.call('HSET', hash, key, string.sub(ARGV[8], 2))
             changed[1] = key
         end
     end
 end
-redis.call('HSET', hash, line, number .. ' ' .. reply)
+redis.call('HSET', hash, line, number .. ' ' .. attempt .. '=' .. reply)
 for _, field in ipairs(changed) do
     redis.pcall('PUBLISH', hash .. ':' .. string.sub(field, 2), '')
 end
