@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -79,10 +80,19 @@ class Machines:
     def command(self, host: str, command: Sequence[str | os.PathLike[str]]) -> list[str]:
         """``command`` on ``host``, as a command of this process."""
         into = ["nsenter", "--target", str(self._init), "--pid", "--mount"]
-        return [*into, *self.hop(host), *map(str, command)]
+        return [*into, *self._hop(host), *map(str, command)]
 
-    def hop(self, host: str) -> list[str]:
-        """What brings a command that one of the hosts runs to ``host``, as ssh would."""
+    @property
+    def remote_shell(self) -> Path:
+        """A program that stands for ssh on the hosts: ``HOST COMMAND...`` runs a shell's command there."""
+        script = self._folder / "remote-shell"
+        if not script.exists():
+            words = " ".join(map(shlex.quote, self._hop("$HOST"))).replace("$HOST", "'\"$host\"'")
+            script.write_text(f'#!/bin/sh\nhost=$1\nshift\nexec {words} sh -c "$*"\n')
+            script.chmod(0o755)
+        return script
+
+    def _hop(self, host: str) -> list[str]:
         return ["nsenter", f"--net={self._folder}/net-{host}", "unshare", "--uts", "sh", "-c", _BE_HOST, host]
 
     @contextlib.contextmanager
