@@ -64,19 +64,21 @@ def _told(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(SOURCE), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
+def _place(folder: Path) -> list[str]:
+    """As the page of the launcher says."""
+    secret = folder / "secret"
+    secret.touch(0o600)
+    secret.write_text("of the test")
+    return ["-x", "SHOAL_STORE=tcp://a:29400", "-x", f"SHOAL_SECRET_FILE={secret}"]
+
+
 def test_ranks_meet_at_the_host_that_was_named_and_name_the_one_that_exits(
     machines: Machines, tmp_path: Path
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text("of the test")
-    # The others have time to say whom they have lost.
+    # Else mpiexec ends the others, perhaps before they can say whom they have lost; now its own code is 0.
     patient = ["--mca", "orte_abort_on_non_zero_status", "0"]
-    place = ["-x", "SHOAL_STORE=tcp://a:29400", "-x", f"SHOAL_SECRET_FILE={secret}"]
-    code, said = machines.run(
-        "a", _mpiexec(machines, _PROGRAM, *patient, *place), environment=_told(tmp_path)
-    )
-    assert code == 7, said
+    command = _mpiexec(machines, _PROGRAM, *patient, *_place(tmp_path))
+    _, said = machines.run("a", command, environment=_told(tmp_path))
     assert sorted(re.findall(r"^rank .*", said, re.M)) == [
         "rank 0 lost (2,)",
         "rank 0 of 3 on a, local 0: 6",
@@ -84,6 +86,17 @@ def test_ranks_meet_at_the_host_that_was_named_and_name_the_one_that_exits(
         "rank 1 of 3 on a, local 1: 6",
         "rank 2 of 3 on b, local 0: 6",
     ]
+
+
+def test_mpiexec_ends_with_the_code_of_the_rank_that_failed(machines: Machines, tmp_path: Path) -> None:
+    program = (
+        "import sys; from shoal.rendezvous import rendezvous; member = rendezvous(timeout=60); "
+        "member.release(60); sys.exit(7 if member.rank == 2 else 0)"
+    )
+    command = _mpiexec(machines, program, *_place(tmp_path))
+    code, said = machines.run("a", command, environment=_told(tmp_path))
+    assert code == 7, said
+    assert re.search(r"Process name: .*,2\]", said)
 
 
 def test_ranks_that_were_not_told_where_to_meet_say_how_mpiexec_does_it(
