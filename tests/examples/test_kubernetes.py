@@ -215,9 +215,8 @@ def test_pods_of_a_deployment_join_in_the_place_of_one_that_died_and_go_on_after
         lasting.tend(lambda: lasting.said("pod-1").count("of 3") > before)
         lasting.signal(signal.SIGTERM)  # as `kubectl delete` does
         lasting.tend(lasting.finished)
-        stopped = {losses(lasting.said(name))[-1] for name in names}
-        assert len(stopped) == 1
-        ((at, _),) = stopped
+        # Who hears of it a step earlier leaves alone; the others are too few then, and save.
+        at = max(losses(lasting.said(name))[-1] for name in names)[0]
         # Two pods of the next Deployment go on from there.
         further = Pods(machines, deployment, tmp_path, "--steps", str(at + 50))
         steps.callback(further.close)
