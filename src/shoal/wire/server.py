@@ -89,6 +89,8 @@ class Session:
     def shake_hands(self) -> bool:
         """Go on with the handshake; whether it has just succeeded.  Raises as :meth:`receive`."""
         self.authenticated = self._handshake.step()
+        if self.authenticated and (proof := self._handshake.unsent()):
+            self._unsent.append(memoryview(proof))
         return self.authenticated
 
     def receive(self, short: memoryview) -> bytearray | None:
@@ -150,6 +152,10 @@ class Session:
 
     def flush(self) -> None:
         """Send as much as the client takes now.  OSError if the client is gone."""
+        if len(self._unsent) > 1 and sum(map(len, self._unsent)) <= JOIN:
+            whole = b"".join(self._unsent)
+            self._unsent.clear()
+            self._unsent.append(memoryview(whole))
         while self._unsent:
             first = self._unsent[0]
             try:
@@ -396,7 +402,7 @@ class Server(abc.ABC, Generic[S]):
         try:
             if sock.family == socket.AF_UNIX:  # the others have what their listener has
                 prepare(sock)
-            handshake = PendingHandshake(sock, secret=self._secret, purpose=self._purpose)
+            handshake = PendingHandshake(sock, secret=self._secret, purpose=self._purpose, leaves_proof=True)
         except OSError:
             sock.close()
             return
@@ -421,6 +427,7 @@ class Server(abc.ABC, Generic[S]):
                     self.alarms.cancel(session)
                     self._strangers.pop(session, None)
                     self.greeted(session)
+                    session.flush()  # what the subclass said, behind the proof
             elif session.clogged:
                 session.flush()
             elif (message := session.receive(self._short)) is not None:
