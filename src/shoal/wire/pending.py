@@ -20,9 +20,19 @@ class PendingHandshake:
         sock: owned by :attr:`stream` from now on.
         secret, purpose: what the other side must prove.
         tls: how this side encrypts; None: it does not.
+        leaves_proof: who calls :meth:`step` sends this side's proof (:meth:`unsent`) with what comes next.
     """
 
-    def __init__(self, sock: socket.socket, *, secret: bytes, purpose: str, tls: Side | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        secret: bytes,
+        purpose: str,
+        tls: Side | None = None,
+        leaves_proof: bool = False,
+    ) -> None:
+        self._leaves_proof = leaves_proof
         self.stream = stream.open_stream(sock)
         self._tls = None if tls is None else tls.stream(self.stream)
         if self._tls is not None:
@@ -37,6 +47,12 @@ class PendingHandshake:
         """The events to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
         stuck = self._unsent or (self._tls is not None and self._tls.clogged)
         return selectors.EVENT_WRITE if stuck else selectors.EVENT_READ
+
+    def unsent(self) -> bytes:
+        """What is to be sent before all else; the caller sees to it from now on."""
+        unsent = bytes(self._unsent)
+        self._unsent.clear()
+        return unsent
 
     def step(self) -> bool:
         """Go on as far as the stream lets it, never reading beyond the handshake; whether it has succeeded.
@@ -69,6 +85,8 @@ class PendingHandshake:
             if len(self._received) == handshake.needed:
                 self._unsent += handshake.feed(self._received)
                 self._received.clear()
+                if handshake.done and self._leaves_proof:
+                    return True
         return False
 
     def _flush(self) -> bool:
