@@ -179,7 +179,8 @@ class Newcomer:
         try:
             for attempt in range(_ATTEMPTS):
                 invitation = await_invitation(place, deadline)
-                with contextlib.suppress(GroupError, RendezvousError):
+                # Where the store is gone, it is waited for with the next invitation.
+                with contextlib.suppress(GroupError, RendezvousError, StoreError, WireError):
                     if (group := self._met(place, invitation)) is not None:
                         failure_report.taken_in()
                         return group
