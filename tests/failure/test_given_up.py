@@ -1,4 +1,4 @@
-"""A rank that stood still, was given up by one of the others, and goes on while a third one still waits for it.
+"""A rank that stood still and was given up by one of the others goes on while a third one still waits for it.
 
 The third one was stopped itself, so it does not trust its own look at the others.  What one rank has seen
 counts for all: the rank that stood still goes, and no other.
