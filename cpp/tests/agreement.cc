@@ -1,8 +1,8 @@
 // Agreements of members that crash, leave, lose one another and vote late, in simulated time.
 //
 // One round is one agreement.  Its seed gives the size of the group, when each member votes, crashes, hears
-// of losses and receives messages, and which links are cut.  Messages of one link stay in order.  Everything
-// runs in one thread, so a seed plays the same round again.
+// of losses and receives messages, and which links are cut.  Messages of one link stay in order.  One thread
+// runs all, so a seed plays the same round again.
 
 #include "agreement/agreement.h"
 
@@ -320,7 +320,6 @@ void Round::lose(int at, int other, bool dead) {
   }
 }
 
-// Of a link that was cut, what was on its way arrives or does not.
 void Round::deliver(const Event& event) {
   if (!event.message) {
     if (member(event.at).lost.has(event.other)) return;
