@@ -7,6 +7,7 @@ counts for all: the rank that stood still goes, and no other.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -52,24 +53,35 @@ def stop(ranks: Ranks, *which: int) -> None:
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    ("still", "excused", "sees"), [(1, 0, 2), (0, 1, 2), (2, 1, 0)], ids=["member", "leader", "last"]
-)
-def test_a_rank_that_one_of_the_others_has_given_up_is_the_one_that_goes(
-    still: int, excused: int, sees: int
-) -> None:
-    with no_leaks(), processes(outlive, 3, timeout=PATIENCE) as ranks:
-        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
-        stop(ranks, still, excused)
-        time.sleep(0.3)  # what is tested is that the excused one was stopped itself
+def given_up_and_continued(ranks: Ranks, still: int, sees: int, excused: int | None = None) -> None:
+    """Rank ``still`` is stopped until ``sees`` has given it up, and goes on at once; it is who goes."""
+    ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+    stop(ranks, *(rank for rank in (still, excused) if rank is not None))
+    if excused is not None:
+        time.sleep(0.3)  # what is tested is that it was stopped itself
         ranks.resume(excused)
-        with contextlib.suppress(StoreTimeout):  # the outcomes say more
-            ranks.store.wait([f"lost/{sees}"], PATIENCE)
-        with contextlib.suppress(ProcessLookupError):  # the others have ended it already
-            os.kill(ranks.pids[still], signal.SIGCONT)
-        outcomes = ranks.join()
+    with contextlib.suppress(StoreTimeout):  # the outcomes say more
+        ranks.store.wait([f"lost/{sees}"], PATIENCE)
+    with contextlib.suppress(ProcessLookupError):  # the others have ended it already
+        os.kill(ranks.pids[still], signal.SIGCONT)
+    outcomes = ranks.join()
     goes = outcomes.pop(still)
     assert goes.exitcode == -signal.SIGKILL or goes.value == "evicted", goes.describe()
     for each in outcomes:
         assert each.ok, each.describe()
         assert each.value[1:] == (2, (still,))
+
+
+@pytest.mark.parametrize(("still", "excused", "sees"), [*itertools.permutations(range(3))])
+def test_a_rank_that_one_of_the_others_has_given_up_is_the_one_that_goes(
+    still: int, excused: int, sees: int
+) -> None:
+    with no_leaks(), processes(outlive, 3, timeout=PATIENCE) as ranks:
+        given_up_and_continued(ranks, still, sees, excused)
+
+
+@pytest.mark.parametrize("hosts", ["abb", "bba"])
+def test_also_where_the_third_rank_is_on_another_host(hosts: str) -> None:
+    still, sees = (rank for rank in range(3) if hosts[rank] == "b")
+    with no_leaks(), processes(outlive, 3, hosts=list(hosts), timeout=PATIENCE) as ranks:
+        given_up_and_continued(ranks, still, sees)
