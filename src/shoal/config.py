@@ -189,6 +189,10 @@ SECRET_FILE: Variable[str | None] = Variable(
     "SHOAL_SECRET_FILE", "the path of a readable file", str, None,
     "File that holds the job's secret; read when `SHOAL_SECRET` is not set.",
 )  # fmt: skip
+SSH: Variable[str] = Variable(
+    "SHOAL_SSH", "a program and its options, such as ssh -F file", str, "ssh",
+    "What `shoal run --hosts` runs to reach a host: called as ssh is, with options, the host and a command.",
+)  # fmt: skip
 REPORT_FD: Variable[tuple[int, int] | None] = Variable(
     "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
     "Where this process tells its launcher of its own failure; `shoal run` sets it.",
