@@ -188,8 +188,8 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
         (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent what is no frame: "),
         (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "ranks that are not"),
         (PREAMBLE + framed(*STARTED, Bye(())), "it said Bye while processes ran"),
-        (PREAMBLE + framed(*STARTED, *[Output(0, 1, bytes(1 << 16))] * 66), "it sent more output than it may"),
-        (PREAMBLE + framed(*STARTED, {"type": "Output", "index": 0, "stream": 3, "data": b""}), "is no frame"),
+        (PREAMBLE + framed(*STARTED, *[Output(0, 1, bytes(1 << 16))] * 66), "it sent more output than"),
+        (PREAMBLE + framed(*STARTED, {"type": "Output", "index": 0, "stream": 3, "data": b""}), "no frame"),
         (PREAMBLE + framed(*STARTED)[:-3], "the connection has ended"),
     ],
 )  # fmt: skip
