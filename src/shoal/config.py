@@ -213,6 +213,10 @@ TLS_KEY: Variable[str | None] = Variable(
     "SHOAL_TLS_KEY", "the path of a PEM file", str, None,
     "With `SHOAL_TLS_CA`: the key of that certificate, without a password.",
 )  # fmt: skip
+SSH: Variable[str] = Variable(
+    "SHOAL_SSH", "a program and its options, such as ssh -F file", str, "ssh",
+    "What `shoal run --hosts` runs to reach a host: called as ssh is, with options, the host and a command.",
+)  # fmt: skip
 REPORT_FD: Variable[tuple[int, int] | None] = Variable(
     "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
     "Where this process tells its launcher of its own failure; `shoal run` sets it.",

@@ -151,7 +151,7 @@ def test_a_plan_gives_as_many_processes_as_are_wanted(
     most = max([wanted, *(slot + 1 for slot in last)]) + more
     idle = [slot for slot in range(most) if slot not in last or last[slot].status is not None]
     waiting = set(data.draw(st.lists(st.sampled_from(idle)))) if idle else set()
-    found = plan(wanted, most, last, waiting)
+    found = plan(wanted, range(most), last, waiting)
     running = {slot for slot, each in last.items() if each.status is None}
     leaving = {slot for slot in running if last[slot].leaving}
     used = (running - leaving) | waiting

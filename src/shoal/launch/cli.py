@@ -21,6 +21,8 @@ COMMANDS = {
     "bench": "shoal.tools.bench.command:bench",
     "dumps": "shoal.tools.dumps:dumps",
 }
+#: those that no user types: ``shoal run --hosts`` starts an agent on each host
+HIDDEN = {"agent": "shoal.launch.agent:agent"}
 
 
 class _LazyGroup(click.Group):
@@ -30,7 +32,7 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        target = COMMANDS.get(cmd_name)
+        target = {**COMMANDS, **HIDDEN}.get(cmd_name)
         if target is None:
             return None
         module, attribute = target.split(":")

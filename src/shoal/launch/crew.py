@@ -3,19 +3,82 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from .environment import OF_RANKS, Job
 from .guardian import Guardian
-from .process import Rank
+from .process import LocalRank, Sweep
+from .rank import Rank
+
+#: called with the name of a host, why it is lost, and the ranks that are lost with it
+HostLost = Callable[[str, str, Sequence[Rank]], None]
 
 
-class Crew:
-    """Starts one program on the slots of a job.
+class Sweeping(Protocol):
+    """The end of the processes that ranks left behind; see :class:`Sweep`."""
 
-    A *slot* is a place on this machine: a number from 0, and cores.  The process that starts in it first has
+    killed: list[str]
+
+    def is_done(self) -> bool: ...
+
+
+class Crew(Protocol):
+    """Starts the processes of a job.
+
+    A *slot* is a place on a host: a number from 0, and cores.  The process that starts in it first has
     its number for a rank.  One that is started there later has no rank before it has joined the others.
+
+    Attributes:
+        size, spares, most: how many ranks meet first, wait as spares, and may be wanted.
+        slots: how many slots there are.
+    """
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def spares(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+
+    def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
+        """Handle what comes from the hosts in the loop of ``selector``."""
+
+    def first(self, slot: int) -> Rank:
+        """Start a rank that meets the others at once, while there are no threads; raises LaunchError."""
+
+    def later(self, index: int, slot: int, restart: int) -> Rank:
+        """Start a process that joins the ranks, after ``restart`` others in its slot; raises LaunchError."""
+
+    def settle(self) -> None:
+        """Return when all that were started are there; raises LaunchError."""
+
+    def can_start(self, slot: int) -> bool:
+        """Whether a process can be started in ``slot``, if none runs there."""
+
+    def release(self, rank: Rank) -> None:
+        """Kill what an ended rank left running in its group, and let the kernel use its number again."""
+
+    def sweep(self, ranks: Sequence[Rank], linger: float) -> Sweeping:
+        """All ``ranks`` have ended: what is left in their groups may live for ``linger`` seconds."""
+
+    def next_at(self) -> float | None:
+        """When :meth:`tick` has something to do."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+
+    def close(self) -> None:
+        """End all processes that are left."""
+
+
+class LocalCrew:
+    """Starts one program on the slots of a job, all on this machine.
 
     Args:
         argv: what each process executes.
@@ -48,8 +111,10 @@ class Crew:
         self._announce = guardian.announcer()
         self._bound = bound
 
+    def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
+        """Nothing comes from other hosts."""
+
     def first(self, slot: int) -> Rank:
-        """Start a rank that meets the others at once, while there are no threads; raises LaunchError."""
         cores = self._cores(slot)
 
         def prepare() -> None:
@@ -58,21 +123,38 @@ class Crew:
                 os.sched_setaffinity(0, cores)
 
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
-        return Rank(slot, slot, 0, self.size, self._argv, environment, prepare=prepare)
+        stdin = None if slot == 0 else subprocess.DEVNULL
+        return LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
 
     def later(self, index: int, slot: int, restart: int) -> Rank:
-        """Start a process that joins the ranks, after ``restart`` others in its slot; raises LaunchError."""
         environment = {k: v for k, v in self._environment.items() if k not in OF_RANKS}
-        environment |= self._job.newcomer(slot, self.slots, *self._meeting)
+        environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
         argv = self._guardian.wrapped(self._argv, self._cores(slot))
         inherits = [self._guardian.pipe]
-        return Rank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)
+        return LocalRank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)
+
+    def settle(self) -> None:
+        """They are there as soon as they were started."""
+
+    def can_start(self, slot: int) -> bool:
+        return True
 
     def release(self, rank: Rank) -> None:
-        """Kill what an ended rank left running in its group, and let the kernel use its number again."""
         rank.send_group(signal.SIGKILL)
         self._guardian.forget(rank.pid)
         rank.release()
+
+    def sweep(self, ranks: Sequence[Rank], linger: float) -> Sweeping:
+        return Sweep(ranks, linger)
+
+    def next_at(self) -> float | None:
+        return None
+
+    def tick(self, now: float) -> None:
+        """Nothing is ever due."""
+
+    def close(self) -> None:
+        """The supervisor ends the ranks."""
 
     def _cores(self, slot: int) -> Sequence[int] | None:
         return None if self._bound is None else self._bound[slot % len(self._bound)]

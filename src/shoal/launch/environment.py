@@ -17,7 +17,7 @@ class Job:
     """One start of ``shoal run``: the values that all its ranks share.
 
     Attributes:
-        size: number of ranks, all on this machine.
+        size: number of ranks.
         spares: how many processes beyond them wait to take the place of one that dies.
         ident: the job id that fences its keys in the store.
         secret: authenticates every connection of the job; never on a command line.  "": the ranks find
@@ -29,43 +29,56 @@ class Job:
     ident: str = field(default_factory=lambda: secrets.token_hex(6))
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
-    def variables(self, rank: int, store: str, master_port: str) -> dict[str, str]:
+    def variables(
+        self,
+        rank: int,
+        store: str,
+        master_port: str,
+        *,
+        master: str = "127.0.0.1",
+        local: tuple[int, int] | None = None,
+    ) -> dict[str, str]:
         """The variables of ``rank``.
 
         Args:
             rank: whose variables.
             store: URL of the job's store.
             master_port: where rank 0 is to listen if the program uses ``torch.distributed``.
+            master: address of rank 0's host.
+            local: its number on its host, and how many are there; None: there is one host.
 
         The second half has the names of torchrun: ``torch.distributed`` and the libraries above it read
         them, whatever the backend.
         """
+        here, count = (rank, self.size) if local is None else local
         return {
             "SHOAL_STORE": store,
             "SHOAL_RANK": str(rank),
             "SHOAL_SIZE": str(self.size),
-            "SHOAL_LOCAL_RANK": str(rank),
-            "SHOAL_LOCAL_SIZE": str(self.size),
+            "SHOAL_LOCAL_RANK": str(here),
+            "SHOAL_LOCAL_SIZE": str(count),
             "SHOAL_JOB": self.ident,
             "SHOAL_EPOCH": "0",
             **({"SHOAL_SESSION_SIZE": str(self.size)} if self.spares else {}),
             **({"SHOAL_SECRET": self.secret} if self.secret else {}),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_RANK": str(here),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": master,
             "MASTER_PORT": master_port,
         }
 
-    def newcomer(self, slot: int, slots: int, store: str, master_port: str) -> dict[str, str]:
-        """The variables of a process that joins the ranks later, in one of ``slots``: it has no rank yet.
+    def newcomer(
+        self, slot: int, store: str, master_port: str, *, local: tuple[int, int], master: str = "127.0.0.1"
+    ) -> dict[str, str]:
+        """The variables of a process that joins the ranks later: it has no rank yet.
 
-        Those in :data:`OF_RANKS` must not be in its environment.
+        Those in :data:`OF_RANKS` must not be in its environment.  ``local`` is its slot among those of its
+        host, and how many these are.
         """
-        variables = self.variables(slot, store, master_port)
-        places = dict.fromkeys(("SHOAL_LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(slots))
-        return {k: v for k, v in variables.items() if k not in OF_RANKS} | places | {"SHOAL_JOIN": "1"}
+        variables = self.variables(slot, store, master_port, master=master, local=local)
+        return {k: v for k, v in variables.items() if k not in OF_RANKS} | {"SHOAL_JOIN": "1"}
 
 
 class ReservedPort:
@@ -73,12 +86,15 @@ class ReservedPort:
 
     The socket is bound and never listens.  With ``SO_REUSEADDR`` on both sides another one may bind the
     same port by its number and listen there, while the kernel gives it to nobody who asks for any port.
+
+    Args:
+        address: on which it is kept; "" for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.bind((address, 0))
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 
 from .. import config
@@ -26,6 +26,10 @@ class JobStore:
     def __init__(self, url: str) -> None:
         self.url = url
 
+    def url_at(self, address: str) -> str:
+        """What ranks find in ``SHOAL_STORE`` on a host that reaches this one by ``address``."""
+        return self.url
+
     def start(self) -> None:
         """Called once all ranks were forked: threads may begin."""
 
@@ -40,11 +44,19 @@ class _Served(JobStore):
         self._server = server
         self._secret = secret
 
+    def url_at(self, address: str) -> str:
+        return (
+            f"tcp://[{address}]:{self._server.port}"
+            if ":" in address
+            else f"tcp://{address}:{self._server.port}"
+        )
+
     def start(self) -> None:
         self._server.start()
 
     def connect(self) -> Store:
-        return TCPStore(self._server.host, self._server.port, self._secret, timeout=_PATIENCE)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._server.host, self._server.host)
+        return TCPStore(host, self._server.port, self._secret, timeout=_PATIENCE)
 
 
 class _Named(JobStore):
@@ -57,15 +69,25 @@ class _Named(JobStore):
         return self._store.clone()
 
 
-def job_store(url: str | None, job: Job) -> AbstractContextManager[JobStore]:
-    """The store of ``job``: the one that ``url`` names, or a server of this process."""
-    return _served(job) if url is None else _named(url, job)
+def job_store(
+    url: str | None, job: Job, addresses: Collection[str] = ("127.0.0.1",)
+) -> AbstractContextManager[JobStore]:
+    """The store of ``job``: the one that ``url`` names, or a server of this process.
+
+    Args:
+        addresses: of this machine, by which the server is to be reached.
+    """
+    if url is not None:
+        return _named(url, job)
+    if len(set(addresses)) == 1:
+        return _served(job, next(iter(addresses)))
+    return _served(job, "::" if any(":" in each for each in addresses) else "0.0.0.0")
 
 
 @contextmanager
-def _served(job: Job) -> Iterator[JobStore]:
+def _served(job: Job, host: str) -> Iterator[JobStore]:
     secret = job.secret.encode()
-    with closing(TCPStoreServer(secret=secret, records=job_record(job.size, job.ident))) as server:
+    with closing(TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident))) as server:
         yield _Served(server, secret)
 
 

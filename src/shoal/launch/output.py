@@ -1,4 +1,4 @@
-"""From the ranks' pipes to the launcher's stdout and stderr."""
+"""From the ranks' pipes, here or on other hosts, to the launcher's stdout and stderr."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import IO
 
 from ..lines import Lines
 from .environment import prefix
 from .logs import LAUNCHER, Logs
-from .process import Rank
+from .rank import Rank
 from .sink import Sink, open_sinks
+from .source import Source
 
-#: bytes read from one pipe before the others get their turn
-_CHUNK = 1 << 16
 #: seconds that a terminal waits for the rest of a line before it shows the beginning (a prompt)
 _QUIET = 0.1
 #: ANSI colours of the prefixes, rank after rank: all readable on black and on white
@@ -26,8 +24,8 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 class _Stream:
     """stdout or stderr of one rank, on its way to a sink."""
 
-    def __init__(self, pipe: IO[bytes], prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
-        self.pipe = pipe
+    def __init__(self, source: Source, prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
+        self.source = source
         self.prefix = prefix
         self.sink = sink
         self._log = log
@@ -53,7 +51,7 @@ class _Stream:
         for text, end in self.lines.close():
             self._put(text, end)
         self.show_at = None
-        self.pipe.close()
+        self.source.close()
 
     def _put(self, text: bytes, end: bytes) -> None:
         self.sink.line(self, self.prefix, text, end)
@@ -93,10 +91,9 @@ class Output:
         """Take over the pipes of a rank: they are read to their end, then closed."""
         if rank.restart:
             self._log(rank.slot, f"--- rank {rank.name} (process {rank.pid}) ---\n".encode())
-        for pipe, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
-            os.set_blocking(pipe.fileno(), False)
+        for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
             label = _label(rank, self._size, sink) if self._prefixed else b""
-            stream = _Stream(pipe, label, sink, partial(self._log, rank.slot))
+            stream = _Stream(source, label, sink, partial(self._log, rank.slot))
             self._streams.append(stream)
             self._listen(stream)
         self._stderr[rank.index] = stream.lines
@@ -159,11 +156,11 @@ class Output:
         return self._out.writer.join(0.0) and self._err.writer.join(0.0)
 
     def _listen(self, stream: _Stream) -> None:
-        self._selector.register(stream.pipe, selectors.EVENT_READ, partial(self._read, stream))
+        stream.source.listen(self._selector, partial(self._read, stream))
 
     def _read(self, stream: _Stream) -> None:
         if stream.sink.writer.full:
-            self._selector.unregister(stream.pipe)
+            stream.source.ignore()
             self._paused.append(stream)
         else:
             self._read_once(stream)
@@ -171,7 +168,7 @@ class Output:
     def _read_once(self, stream: _Stream) -> bool:
         """Read a chunk; False when nothing is there now, or will be."""
         try:
-            data = os.read(stream.pipe.fileno(), _CHUNK)
+            data = stream.source.read()
         except BlockingIOError:
             return False
         # The reader of our output is gone: the rank gets SIGPIPE, as it would without a launcher.
@@ -182,7 +179,7 @@ class Output:
         return True
 
     def _end(self, stream: _Stream) -> None:
-        self._selector.unregister(stream.pipe)
+        stream.source.ignore()
         self._streams.remove(stream)
         stream.end()
 

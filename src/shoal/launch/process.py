@@ -1,9 +1,9 @@
-"""One rank as a process: how it starts, takes signals and ends."""
+"""One rank as a process of this one: how it starts, takes signals and ends."""
 
 from __future__ import annotations
 
-import math
 import os
+import selectors
 import signal
 import subprocess
 import time
@@ -14,10 +14,15 @@ import psutil
 
 from ..errors import LaunchError
 from ..failure_report import Report
+from .rank import Rank
 from .reports import Reports
+from .source import Pipe
+
+#: seconds after SIGKILL in which a process must be gone, unless the kernel holds it
+_LAST = 2.0
 
 
-class Rank:
+class LocalRank(Rank):
     """A started rank.  It leads a session and a process group of its own, whose id is ``pid``.
 
     The group keeps Ctrl-C at the terminal from reaching the rank twice, and collects the rank's
@@ -26,17 +31,16 @@ class Rank:
     After its end the process stays unreaped (a zombie) until :meth:`reap`, so that its id, which
     is the group's too, cannot be given to a stranger.
 
+    Args:
+        index, slot, restart, newcomer: see :class:`Rank`.
+        size: number of ranks of the job.
+        argv, environment: what it executes.
+        stdin: as of Popen.
+        prepare: called between fork and exec.
+        inherits: descriptors that it gets.
+
     Attributes:
-        index: its place in the list of all processes of the job.  That of a rank that meets first is its
-            number, so that causes can be followed from rank to rank.
-        slot, restart: its place on this machine, and how many processes were there before it.
-        status: None while it runs, then the exit code, or minus the number of the signal.
-        ended_at: when its end was seen, in seconds of CLOCK_MONOTONIC; infinity while it runs.
-        stopping: the launcher has sent it a signal because another rank had failed.
-        dismissed: the launcher ends it because nobody is left whom it could join.
-        leaving: the launcher has asked it to leave, as fewer processes are wanted.
-        newcomer: it joins the ranks that meet first.
-        stdout, stderr: the pipes that it writes to.
+        pidfd: readable once it has ended.
     """
 
     def __init__(
@@ -48,16 +52,12 @@ class Rank:
         argv: Sequence[str],
         environment: Mapping[str, str],
         *,
+        stdin: int | None = subprocess.DEVNULL,
         prepare: Callable[[], None] | None = None,
         inherits: Sequence[int] = (),
         newcomer: bool = False,
     ) -> None:
-        self.index, self.slot, self.restart = index, slot, restart
-        self.status: int | None = None
-        self.ended_at = math.inf
-        self.newcomer = newcomer
-        self.stopping = self.dismissed = self.leaving = False
-        self._released = False
+        super().__init__(index, slot, restart, newcomer=newcomer)
         self._started = time.monotonic()
         try:
             self._reports = Reports(size)
@@ -67,7 +67,7 @@ class Rank:
             self._process = subprocess.Popen(
                 argv,
                 bufsize=0,
-                stdin=None if slot == 0 and not newcomer else subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env={**environment, **self._reports.variables},
@@ -75,7 +75,7 @@ class Rank:
                 preexec_fn=prepare,
                 pass_fds=[self._reports.inherited, *inherits],
             )
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._reports.close()
             raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {error}") from error
         self._reports.started()
@@ -83,34 +83,33 @@ class Rank:
         self.pidfd = os.pidfd_open(self.pid)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self.stdout, self.stderr = self._process.stdout, self._process.stderr
+        self.stdout, self.stderr = Pipe(self._process.stdout), Pipe(self._process.stderr)
 
-    def collect(self) -> int:
-        """Note the status of a rank whose ``pidfd`` has become readable, and return it."""
+    def watch(self, selector: selectors.BaseSelector, ended: Callable[[], None]) -> None:
+        def collect() -> None:
+            selector.unregister(self.pidfd)
+            self._collect()
+            ended()
+
+        selector.register(self.pidfd, selectors.EVENT_READ, collect)
+
+    def _collect(self) -> None:
         result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert result is not None
         exited = result.si_code == os.CLD_EXITED
         self.status = result.si_status if exited else -result.si_status
         self.ended_at = time.monotonic()
-        return self.status
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank; none of its children gets it."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def send_group(self, number: int) -> None:
-        """Send a signal to the rank and to all its children that stayed in its group."""
         if not self._released:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def release(self) -> None:
-        """Let go of an ended rank but for its pipes: its zombie, its descriptor.
-
-        What is left of its group must have been killed: the kernel does not give the number to a stranger
-        while a process of the group exists, but nobody could be signalled by it safely any more.
-        """
         if not self._released:
             self._process.wait()
             os.close(self.pidfd)
@@ -118,44 +117,35 @@ class Rank:
             self._released = True
 
     def reap(self) -> None:
-        """Let go of an ended rank, and of its pipes."""
         self.release()
         self.stdout.close()
         self.stderr.close()
 
     def read_reports(self) -> None:
-        """Read the reports of failure that the rank has sent."""
         self._reports.read()
 
     @property
-    def name(self) -> str:
-        """``3``, or ``3.1`` for the first restart in slot 3."""
-        return f"{self.slot}.{self.restart}" if self.restart else str(self.slot)
+    def joined(self) -> bool:
+        return self._reports.joined
+
+    def take_stdin(self) -> int:
+        """The end to write to of a rank that was started with ``stdin=PIPE``; the caller owns it."""
+        assert self._process.stdin is not None
+        with self._process.stdin as file:
+            return os.dup(file.fileno())
 
     @property
-    def is_member(self) -> bool:
-        """Whether it is one of the ranks that meet first, or has joined them."""
-        return not self.newcomer or self._reports.joined
-
-    @property
-    def is_released(self) -> bool:
-        """Whether nothing is left of it but what is known of its end."""
-        return self._released
+    def inbox(self) -> Reports:
+        """Its reports, for a loop that waits for them."""
+        return self._reports
 
     @property
     def reports(self) -> Sequence[Report]:
-        """The reports that were read, the earliest first."""
         return self._reports.received
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
         return self.ended_at - self._started
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the launcher ended it: another rank had failed, or fewer were wanted."""
-        return (self.stopping or self.leaving) and self.status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def members(groups: Sequence[int]) -> list[psutil.Process]:
@@ -170,3 +160,36 @@ def members(groups: Sequence[int]) -> list[psutil.Process]:
                 if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                     found.append(process)
     return found
+
+
+class Sweep:
+    """Ends the processes that ended ranks left behind in their process groups.
+
+    Args:
+        ranks: whose groups these are.
+        linger: seconds in which helpers of a finished rank may notice and end by themselves.
+
+    Attributes:
+        killed: the names of those that had to be killed, with their numbers.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], linger: float) -> None:
+        self._ranks = [rank for rank in ranks if not rank.is_released]
+        self._kill_at = time.monotonic() + linger
+        self._was_killed = False
+        self.killed: list[str] = []
+
+    def is_done(self) -> bool:
+        """Go on with it; whether all are gone, or the kernel holds them."""
+        left = members([rank.pid for rank in self._ranks])
+        now = time.monotonic()
+        if not left or now >= self._kill_at + _LAST:
+            return True
+        if now >= self._kill_at and not self._was_killed:
+            self._was_killed = True
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    self.killed.append(f"{process.name()} ({process.pid})")
+            for rank in self._ranks:
+                rank.send_group(signal.SIGKILL)
+        return False

@@ -28,6 +28,7 @@ class Reports:
         inherited: the descriptor that the rank must inherit, until :meth:`started`.
         received: what was reported since the last rebuild of a group, the earliest first.
         joined: whether it has reported that it joined a world.
+        changes: how many reports were accepted so far.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,6 +41,7 @@ class Reports:
         self.inherited = self._theirs.fileno()
         self.received: list[Report] = []
         self.joined = False
+        self.changes = 0
 
     @property
     def variables(self) -> dict[str, str]:
@@ -69,6 +71,15 @@ class Reports:
         if self._is_rebuilt:
             self._left, self._is_rebuilt = _MOST, False
 
+    def fileno(self) -> int:
+        """Readable when there is something to :meth:`read`."""
+        return self._mine.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is read any more."""
+        return self._left == 0
+
     def close(self) -> None:
         """Let go of the descriptors."""
         self._mine.close()
@@ -82,10 +93,13 @@ class Reports:
         # Not NaN either, and not outside of the time in which the rank can have sent it.
         if not self._begin <= report.at <= time.monotonic():
             return
+        if any(rank >= self._size for rank in report.ranks):
+            return
+        self.changes += 1
         if report.kind == "rebuilt":
             self._is_rebuilt = True
             self.received.clear()
         elif report.kind == "joined":
             self.joined = True
-        elif all(rank < self._size for rank in report.ranks):
+        else:
             self.received.append(report)

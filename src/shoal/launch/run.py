@@ -1,10 +1,11 @@
-"""``shoal run``: several ranks of one program on this machine."""
+"""``shoal run``: several ranks of one program, on this machine or on several hosts."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,19 +17,23 @@ from .. import config
 from ..wording import counted, named
 from .command import resolve
 from .cores import shares, usable
-from .crew import Crew
+from .crew import LocalCrew
 from .encryption import demand_tls
 from .environment import OF_RANKS, Job, ReservedPort, defaults
 from .guardian import Guardian
+from .hosts import Host, parse_hosts, read_hostfile
 from .job_store import job_store
 from .logs import Logs
 from .notes import Notes
+from .on_hosts import Plan, describe, fitted, launch_on_hosts, passed_on
 from .signals import Signals
 from .sink import is_terminal
 from .supervisor import Supervisor
 
 
-def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
     if value == "auto":
         return len(os.sched_getaffinity(0))
     if value == "p":
@@ -52,12 +57,15 @@ class _Run(click.Command):
 
 
 _NUMBER = "the number of ranks is -n N, or -n auto for one on each core"
-_ONE_MACHINE = "shoal run starts ranks on this machine alone and needs no address; leave it out"
+_HOSTS = "several hosts are --hosts h1:4,h2:4"
+_NO_ADDRESS = "shoal run finds the addresses by itself; leave it out"
 #: options of torchrun, mpiexec, accelerate and srun -> what to write
 _MEANT = {
     **dict.fromkeys(("--nproc-per-node", "--np", "--nprocs", "--num-processes", "--ntasks"), _NUMBER),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--standalone", "--hostfile"), _ONE_MACHINE),
-    **dict.fromkeys(("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint"), _ONE_MACHINE),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--host", "--machinefile"), _HOSTS),
+    **dict.fromkeys(
+        ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--standalone"), _NO_ADDRESS
+    ),
     "--bind-to": "ranks are bound to cores by --bind",
     "--cpu-bind": "ranks are bound to cores by --bind",
     "--log-directory": "the directory for a file a rank is --log-dir DIR",
@@ -74,7 +82,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 @click.command(
     cls=_Run,
     context_settings={"allow_interspersed_args": False},
-    short_help="Run several ranks of a program on this machine.",
+    short_help="Run several ranks of a program, here or on several hosts.",
 )
 @click.option(
     "-n",
@@ -82,9 +90,30 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     "size",
     metavar="NUMBER",
     callback=_number_of_ranks,
-    default="1",
-    show_default=True,
-    help="Number of ranks, or auto: one on each core that may be used.",
+    help="Number of ranks, or auto: one on each core that may be used.  [default: 1, or the hosts' slots]",
+)
+@click.option(
+    "--hosts",
+    metavar="HOST:SLOTS,...",
+    help="Run ranks on these hosts, which ssh reaches without a password: h1:4,h2:4. localhost is this one.",
+)
+@click.option(
+    "--hostfile",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The same from a file with lines h1:4 or h1 slots=4.",
+)
+@click.option("--python", metavar="PATH", help="With --hosts: the interpreter there.  [default: this one]")
+@click.option(
+    "--chdir", metavar="DIR", help="With --hosts: the directory in which ranks run.  [default: this one]"
+)
+@click.option(
+    "--env",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="With --hosts: pass this variable on too, beside those of shoal, PYTHONPATH and OMP_NUM_THREADS; "
+    "may be repeated.",
 )
 @click.option(
     "--min",
@@ -144,7 +173,12 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 @click.option("--dry-run", is_flag=True, help="Print what would run, and run nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
 def run(
-    size: int,
+    size: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    python: str | None,
+    chdir: str | None,
+    names: tuple[str, ...],
     least: int | None,
     respawn: bool,
     most: int | None,
@@ -164,6 +198,12 @@ def run(
     untouched. The exit code is that of the rank that failed first (128 and the number of the
     signal, if one killed it), or 0; with --min also if ranks failed and the others finished.
     """
+    slots = _slots(hosts, hostfile)
+    if slots is None and (python or chdir or names):
+        raise click.UsageError("--python, --chdir and --env need --hosts or --hostfile")
+    if slots is not None:
+        size, slots = fitted(slots, size, most, spares, respawn=respawn)
+    size = size or 1
     if least is not None and least > size:
         raise click.BadParameter(f"{least} of {counted(size, 'rank')}", param_hint="'--min'")
     if respawn and least is None:
@@ -174,12 +214,40 @@ def run(
         raise click.BadParameter(f"{most}, but -n is {size}", param_hint="'--max'")
     if spares and least is None:
         raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
-    argv = resolve(command, module=module)
-    extra = defaults(size, os.environ, _terminal(), prefixed=not no_prefix)
+    argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
+    # Nothing but what is passed on comes to other hosts: there the launcher's defaults hold.
+    inherited = {k: v for k, v in os.environ.items() if slots is None or k == "NO_COLOR"}
+    extra = defaults(size, inherited, _terminal(), prefixed=not no_prefix)
     if tls:
         demand_tls(store)
         extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
+    if slots is not None:
+        # How the cores of a host are shared is known there.
+        shown = {k: v for k, v in extra.items() if k != "OMP_NUM_THREADS"}
+        plan = Plan(
+            slots,
+            python or sys.executable,
+            os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir),
+            passed_on(names, shown, store=store is not None),
+            bind,
+        )
+        job = Job(size, spares) if store is None else Job(size, spares, secret="")
+        if dry_run:
+            click.echo(describe(plan, job, argv, store))
+            return 0
+        _open_standard_files()
+        return launch_on_hosts(
+            plan,
+            argv,
+            job,
+            least=least,
+            respawn=respawn,
+            most=most,
+            prefixed=not no_prefix,
+            log_dir=log_dir,
+            store=store,
+        )
     bound = shares(usable(), size) if bind else None
     if dry_run:
         click.echo(_plan(argv, Job(size, spares, secret=""), extra, bound, store, respawn))
@@ -197,6 +265,14 @@ def run(
         log_dir=log_dir,
         store=store,
     )
+
+
+def _slots(hosts: str | None, hostfile: Path | None) -> list[Host] | None:
+    if hosts is not None and hostfile is not None:
+        raise click.UsageError("--hosts and --hostfile: expected one of them")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return None if hostfile is None else read_hostfile(hostfile)
 
 
 def launch(
@@ -245,7 +321,7 @@ def launch(
         closing(Notes(meeting_place.connect, job.ident)) as notes,
     ):
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
-        crew = Crew(
+        crew = LocalCrew(
             argv,
             job,
             inherited | extra,

@@ -40,11 +40,17 @@ class Plan:
 
 
 def plan(
-    wanted: int, slots: int, last: Mapping[int, Occupant], waiting: Collection[int], *, spares: int = 0
+    wanted: int,
+    usable: Collection[int],
+    last: Mapping[int, Occupant],
+    waiting: Collection[int],
+    *,
+    spares: int = 0,
 ) -> Plan:
-    """What to do to have ``wanted`` members and ``spares`` beyond them, in so many slots.
+    """What to do to have ``wanted`` members and ``spares`` beyond them.
 
     Args:
+        usable: the slots in which processes can be started, in order.
         last: the last process of each slot that has had one.
         waiting: slots that are about to get another process.
 
@@ -57,6 +63,6 @@ def plan(
     joining = sorted(others | set(waiting))
     room = wanted + spares - len(members[:wanted])
     missing = max(0, room - len(joining))
-    free = [slot for slot in range(slots) if slot not in running and slot not in waiting]
+    free = [slot for slot in usable if slot not in running and slot not in waiting]
     start = free[:missing]
     return Plan(tuple(start), tuple(members[wanted:] + joining[room:]), missing - len(start))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
-
-import psutil
 
 from ..errors import LaunchError
 from ..wording import counted, ranks_named, runs
 from . import causes, respawn
-from .process import Rank
+from .rank import Rank
 
 
 def describe(status: int) -> str:
@@ -38,8 +35,7 @@ def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
     """
     culprit = ranks[first]
     name = culprit.name
-    ran = f"after {culprit.seconds:.1f} s (process {culprit.pid})"
-    text = f"shoal: rank {name} failed first: {_outcome(culprit)}, {ran}\n".encode()
+    text = f"shoal: {culprit.described} failed first: {_outcome(culprit)}, {_ran(culprit)}\n".encode()
     others = [(rank, _relation(ranks, rank, first)) for rank in ranks if rank is not culprit]
     if others:
         text += f"shoal: {_grouped(others)}\n".encode()
@@ -49,8 +45,14 @@ def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
     return text + b"".join(b"  | " + line + b"\n" for line in tail)
 
 
+def _ran(rank: Rank) -> str:
+    return f"after {rank.seconds:.1f} s (process {rank.pid})"
+
+
 def _outcome(culprit: Rank) -> str:
     assert culprit.status is not None
+    if culprit.lost:
+        return "its host was lost"
     if not culprit.stopped:
         return describe(culprit.status)
     said = "".join(report.text for report in culprit.reports if report.kind == "failed")
@@ -63,11 +65,17 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
     assert rank.status is not None
     if rank.stopped:
         return "was ended by the launcher"
+    if rank.lost:
+        return "was lost with the host"
     if rank.status != 0 and causes.origin(ranks, rank) == first:
         return f"ended because rank {ranks[first].name} did ({describe(rank.status)})"
     if rank.status == 0 and any(rank.index in report.ranks for other in ranks for report in other.reports):
         return "ended with exit code 0 while others needed it"
     return _ended(rank.status)
+
+
+def _end_of(rank: Rank) -> str:
+    return "was lost with the host" if rank.lost else _ended(rank.status or 0)
 
 
 def _ended(status: int) -> str:
@@ -80,16 +88,14 @@ def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
     """The line for a rank that failed while enough others go on; ``then`` says what becomes of its slot."""
     assert rank.status is not None
     on = "goes on" if len(left) == 1 else "go on"
-    how = f"{describe(rank.status)}, after {rank.seconds:.1f} s (process {rank.pid})"
-    return f"shoal: rank {rank.name} failed: {how}; {_named(left)} {on}{then}\n".encode()
+    how = f"{'its host was lost' if rank.lost else describe(rank.status)}, {_ran(rank)}"
+    return f"shoal: {rank.described} failed: {how}; {_named(left)} {on}{then}\n".encode()
 
 
 def left(rank: Rank) -> bytes:
     """The line for a process that has left because fewer are wanted."""
     how = "" if rank.status in (0, -signal.SIGTERM) else f" ({describe(rank.status or 0)})"
-    return (
-        f"shoal: rank {rank.name} has left{how}, after {rank.seconds:.1f} s (process {rank.pid})\n".encode()
-    )
+    return f"shoal: {rank.described} has left{how}, {_ran(rank)}\n".encode()
 
 
 def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -> str:
@@ -107,6 +113,10 @@ def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -
 def spares(ranks: Sequence[Rank]) -> str:
     """The words on those that may take the place of a rank that failed."""
     return f"; {_named(ranks)} can take its place" if ranks else ""
+
+
+#: the words on a rank whose host is lost while no other has a free slot
+NO_PLACE = "; its place stays empty: no host that is left has a free slot"
 
 
 def next_process(delay: float | None, *, spares: bool) -> str:
@@ -132,13 +142,13 @@ def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], wanted: int) -> 
     finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
     # Who finished must be said only of those that took the place of others.
     shown = [*failed, *(rank for rank in finished if rank.newcomer)]
-    ended = [(rank, _ended(rank.status or 0)) for rank in shown]
+    ended = [(rank, _end_of(rank)) for rank in shown]
     return f"shoal: {len(finished)} of {counted(wanted, 'rank')} finished; {_grouped(ended)}\n".encode()
 
 
 def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
     """The line for a job that a signal to the launcher ended."""
-    ended = [(rank, _ended(rank.status or 0)) for rank in ranks]
+    ended = [(rank, _end_of(rank)) for rank in ranks]
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
 
@@ -157,13 +167,15 @@ def unannounced(ended: Sequence[Rank], running: Sequence[Rank]) -> bytes:
     return f"{text}\n".encode()
 
 
-def leftovers(processes: Sequence[psutil.Process]) -> bytes:
+def leftovers(names: Sequence[str]) -> bytes:
     """The line for processes that finished ranks left behind."""
-    names = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            names.append(f"{process.name()} ({process.pid})")
     return f"shoal: killed what the ranks left running: {', '.join(names)}\n".encode()
+
+
+def host_lost(host: str, why: str, ranks: Sequence[Rank]) -> bytes:
+    """The line for a host whose agent is out of reach, and with it these ranks."""
+    gone = f", and with it {_named(ranks)}" if ranks else ""
+    return f"shoal: host {host} is lost{gone}: {why}\n".encode()
 
 
 def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:

@@ -17,6 +17,9 @@ With ``respawn`` the slot of a rank that fails while enough others go on gets an
 (respawn.py).  It is a *newcomer* until it reports that it has joined the others, and nothing depends on it:
 it does not count among those that live, and when all others have ended it is ended too, without a word.
 Spares are newcomers from the beginning, which the ranks hold back while they are as many as are wanted.
+
+Where the processes run is the crew's business (crew.py, hosts.py).  A host that is lost is the end of all its
+ranks at one moment.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import enum
 import selectors
 import signal
 import time
+from collections.abc import Sequence
 
 from ..errors import LaunchError, UsageError
 from . import causes, summary
@@ -33,7 +37,7 @@ from .crew import Crew
 from .logs import Logs
 from .notes import Notes
 from .output import Output
-from .process import Rank, members
+from .rank import Rank
 from .respawn import Respawn
 from .signals import STOP, Signals
 from .slots import plan
@@ -48,8 +52,6 @@ STOP_GRACE = 30.0
 _SAME_INTERRUPT = 0.2
 #: seconds that helpers of a finished rank have to notice and end by themselves
 _LINGER = 0.5
-#: seconds after SIGKILL in which a process must be gone, unless the kernel holds it
-_LAST = 2.0
 _POLL = 0.02
 #: seconds in which most ranks end after Ctrl-C
 _SILENCE = 1.0
@@ -120,6 +122,7 @@ class Supervisor:
         self._control = Control(self._selector, self._scale) if scalable else None
         self._output: Output | None = None
         self._closing = self._impatient = False
+        crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
         """Start the ranks that meet first, and spares; raises LaunchError."""
@@ -128,10 +131,11 @@ class Supervisor:
             self._add(self._crew.first(slot))
         for slot in range(size, size + self._crew.spares):
             self._add(self._crew.later(slot, slot, 0))
+        self._crew.settle()
 
     def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._ended(rank))
+        rank.watch(self._selector, lambda: self._ended(rank))
 
     def run(self) -> int:
         """Watch until every rank and all that they started is gone; returns the exit code.
@@ -142,7 +146,7 @@ class Supervisor:
         output = self._output = Output(
             self._selector,
             self._signals.wake,
-            self._crew.slots,
+            self._crew.most + self._crew.spares,
             prefixed=self._prefixed,
             logs=self._logs,
         )
@@ -165,6 +169,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
             rank.reap()
+        self._crew.close()
         if self._control is not None:
             self._control.close()
         self._selector.close()
@@ -175,7 +180,9 @@ class Supervisor:
         """Handle the ready descriptors; wait for one until ``timeout`` or the next deadline."""
         assert self._output is not None
         now = time.monotonic()
-        moments = self._kill_at, self._spare_until, self._remind_at, self._unannounced_at
+        moments = (
+            self._kill_at, self._spare_until, self._remind_at, self._unannounced_at, self._crew.next_at()
+        )  # fmt: skip
         restarts = self._respawn if self._phase is _Phase.RUNNING else None
         restart_at = None if restarts is None else restarts.next()
         deadlines = [at - now for at in (*moments, restart_at, self._output.next_show()) if at is not None]
@@ -185,6 +192,7 @@ class Supervisor:
             key.data()
         self._output.show()
         now = time.monotonic()
+        self._crew.tick(now)
         if self._remind_at is not None and now >= self._remind_at:
             self._remind(now)
         if self._unannounced_at is not None and now >= self._unannounced_at:
@@ -199,8 +207,8 @@ class Supervisor:
                 self._start_in(slot)
 
     def _ended(self, rank: Rank) -> None:
-        self._selector.unregister(rank.pidfd)
-        status = rank.collect()
+        status = rank.status
+        assert status is not None
         # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
         if not rank.newcomer and any(other.status is None for other in self._ranks):
             self._notes.ended(rank.slot, summary.describe(status))
@@ -213,6 +221,17 @@ class Supervisor:
         elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
             self._failed(rank)
         self._stop_restarts_if_over()
+
+    def _told(self, text: bytes) -> None:
+        """Something has happened at a host that the user wants to know."""
+        if self._output is not None:
+            self._output.say(text)
+
+    def _host_lost(self, host: str, why: str, ranks: Sequence[Rank]) -> None:
+        """These ranks, whose status is ``LOST``, are gone with their host."""
+        self._told(summary.host_lost(host, why, ranks))
+        for rank in ranks:
+            self._ended(rank)
 
     def _failed(self, rank: Rank) -> None:
         """``rank`` has failed, by itself or because of another one."""
@@ -235,8 +254,26 @@ class Supervisor:
         """Plan the next process of ``slot``, whose last one lived so long; gives words on it."""
         if self._respawn is None or not self._runs_a_member():
             return ""
-        wait = self._respawn.failed(slot, lived, time.monotonic())
+        place = self._place_of_next(slot)
+        if place is None:
+            return summary.NO_PLACE
+        wait = self._respawn.failed(place, lived, time.monotonic())
         return summary.next_process(wait, spares=self._crew.spares > 0)
+
+    def _place_of_next(self, slot: int) -> int | None:
+        """The slot of the next process after one of ``slot``: another one if its host is lost."""
+        if self._crew.can_start(slot):
+            return slot
+        assert self._respawn is not None
+        taken = {rank.slot for rank in self._ranks if rank.status is None} | self._respawn.waiting
+        return next(
+            (
+                other
+                for other in range(self._crew.slots)
+                if other not in taken and self._crew.can_start(other)
+            ),
+            None,
+        )
 
     def _spares(self) -> list[Rank]:
         """Those that wait to take the place of another one, or are about to come."""
@@ -276,7 +313,8 @@ class Supervisor:
             raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
         waiting = set() if self._respawn is None else self._respawn.waiting
         last = self._last_of_slots()
-        found = plan(wanted, self._crew.slots, last, waiting, spares=self._crew.spares)
+        usable = [slot for slot in range(self._crew.slots) if self._crew.can_start(slot)]
+        found = plan(wanted, usable, last, waiting, spares=self._crew.spares)
         self._wanted, self._later = wanted, found.later
         self._notes.wanted(wanted)  # or a spare would take the place of one that leaves
         if self._respawn is not None:
@@ -421,19 +459,12 @@ class Supervisor:
     def _sweep(self, output: Output) -> None:
         """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
-        groups = [rank.pid for rank in self._ranks if not rank.is_released]
         orderly = self._phase is _Phase.RUNNING
-        now = time.monotonic()
-        kill_at = now + (_LINGER if orderly else 0.0)
-        killed = False
-        while (left := members(groups)) and now < kill_at + _LAST:
-            if now >= kill_at and not killed:
-                killed = True
-                self._kill()
-                if orderly:
-                    output.say(summary.leftovers(left))
+        sweep = self._crew.sweep(self._ranks, _LINGER if orderly else 0.0)
+        while not sweep.is_done() and not self._impatient:
             self._turn(_POLL)
-            now = time.monotonic()
+        if orderly and sweep.killed:
+            output.say(summary.leftovers(sweep.killed))
 
     def _conclude(self, output: Output) -> int:
         """Print the summary of a job that did not end well; gives the exit code."""

@@ -1,0 +1,387 @@
+"""``shoal agent``: what runs on a host for a launcher on another one.
+
+An agent is a small server of processes.  The launcher tells it what to start and which signals to send; the
+agent tells what the processes write, report and how they end.  It decides nothing, but for one thing: when
+its connection ends, or when no beat of the launcher has come for some seconds, it kills all that it has
+started, and ends.  Should it be killed itself, its guardian does that.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+
+import click
+
+from ..errors import LaunchError, UsageError, WireError
+from ..wire import build_version
+from .cores import shares, usable
+from .environment import OF_RANKS, ReservedPort
+from .frames import (
+    PREAMBLE,
+    PROTOCOL,
+    SILENCE,
+    STDIN_WINDOW,
+    WINDOW,
+    Beat,
+    Begin,
+    Bye,
+    Close,
+    End,
+    Exited,
+    FromLauncher,
+    Hello,
+    NotStarted,
+    Output,
+    Ready,
+    Refused,
+    Release,
+    Reported,
+    Signal,
+    Start,
+    Started,
+    Stdin,
+    StdinTaken,
+    Taken,
+    from_launcher,
+)
+from .guardian import Guardian
+from .link import Carrier, Descriptors, Link
+from .process import LocalRank, Sweep
+from .source import Source
+
+_POLL = 0.02
+#: seconds in which the launcher reads the last frames
+_FAREWELL = 5.0
+#: what an agent says before Python cuts it
+_WORDS = 2000
+
+
+class Agent:
+    """Serves one launcher, to the end of its connection.
+
+    Args:
+        carrier: the connection.
+        guardian: of this process.
+        port: kept free on this host.
+        preamble: sent first.
+    """
+
+    def __init__(self, carrier: Carrier, guardian: Guardian, port: int, *, preamble: bytes = b"") -> None:
+        self._selector = selectors.DefaultSelector()
+        self._guardian = guardian
+        self._announce = guardian.announcer()
+        self._begin: Begin | None = None
+        self._ranks: dict[int, LocalRank] = {}
+        self._heard = time.monotonic()
+        self._why = ""
+        self._ended = False
+        self._sweep: Sweep | None = None
+        #: output: the sources that are read, and those that are left alone until the launcher has read more
+        self._sources: dict[Source, tuple[int, int]] = {}
+        self._unread = 0
+        self._stdin = _Stdin(self._selector, self._stdin_taken)
+        self._link: Link[FromLauncher] = Link(carrier, from_launcher(), self._received, self._lost)
+        self._link.watch(self._selector)
+        if preamble:
+            self._link.write(preamble)
+        client, _, server = os.environ.get("SSH_CONNECTION", "").partition(" ")
+        self._link.send(
+            Hello(build_version(), PROTOCOL, client, server.split(" ")[1] if " " in server else "", port)
+        )
+
+    def run(self) -> str:
+        """Serve; returns why it ended in the middle, "" if the launcher has ended it."""
+        while not self._why:
+            timeout = _POLL if self._sweep is not None else self._heard + SILENCE - time.monotonic()
+            for key, _ in self._selector.select(max(0.0, timeout)):
+                key.data()
+            now = time.monotonic()
+            if now >= self._heard + SILENCE:
+                self._why = f"nothing has come from the launcher for {SILENCE:.0f} s"
+            elif self._sweep is not None and self._sweep.is_done() and self._drain():
+                return self._leave(self._sweep.killed)
+        return self._why
+
+    def close(self) -> None:
+        """Kill everything that was started, and release everything."""
+        for rank in self._ranks.values():
+            rank.send_group(signal.SIGKILL)
+        for rank in self._ranks.values():
+            rank.reap()
+        self._stdin.close()
+        self._link.close()
+        self._selector.close()
+
+    # -- frames --------------------------------------------------------------------------------
+
+    def _lost(self, why: str) -> None:
+        self._why = why
+
+    def _received(self, frame: FromLauncher) -> None:
+        self._heard = time.monotonic()
+        match frame:
+            case Beat():
+                self._link.send(Beat(frame.launcher, time.monotonic()))
+            case Begin():
+                self._prepare(frame)
+            case Start():
+                self._start(frame)
+            case Taken():
+                if frame.amount > self._unread:
+                    raise WireError("it has read more output than was sent")
+                was_full = self._unread >= WINDOW
+                self._unread -= frame.amount
+                if was_full:
+                    self._listen()
+            case Close():
+                rank = self._rank(frame.index)
+                source = rank.stdout if frame.stream == 1 else rank.stderr
+                self._sources.pop(source, None)
+                source.close()
+            case Signal():
+                self._signal(frame)
+            case Stdin():
+                self._stdin.take(frame.data)
+            case Release():
+                self._release(self._rank(frame.index))
+            case End():
+                self._sweep = Sweep(list(self._ranks.values()), frame.linger)
+
+    def _rank(self, index: int) -> LocalRank:
+        if index not in self._ranks:
+            raise WireError(f"there is no process {index} here")
+        return self._ranks[index]
+
+    def _prepare(self, begin: Begin) -> None:
+        if self._begin is not None:
+            raise WireError("it begins twice")
+        try:
+            os.chdir(begin.directory)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            self._link.send(Refused(f"the directory {begin.directory} cannot be entered: {reason}"[:_WORDS]))
+            return
+        self._begin = begin
+        self._link.send(Ready())
+
+    def _start(self, start: Start) -> None:
+        if self._begin is None or start.index in self._ranks or self._sweep is not None:
+            raise WireError(f"process {start.index} cannot be started now")
+        cores = None
+        if self._begin.bind:
+            dealt = shares(usable(), max(1, self._begin.ranks))
+            cores = dealt[start.place % len(dealt)]
+
+        def prepare() -> None:
+            self._announce()
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        try:
+            rank = LocalRank(
+                start.index, start.slot, start.restart, start.size, start.argv,
+                self._environment(self._begin, start.variables),
+                stdin=subprocess.PIPE if start.stdin else subprocess.DEVNULL,
+                prepare=prepare, newcomer=start.newcomer,
+            )  # fmt: skip
+        except (LaunchError, UsageError) as error:
+            self._link.send(NotStarted(start.index, str(error)[:_WORDS]))
+            return
+        self._ranks[start.index] = rank
+        if start.stdin:
+            self._stdin.attach(rank.take_stdin())
+        rank.watch(self._selector, lambda: self._exited(rank))
+        self._selector.register(rank.inbox, selectors.EVENT_READ, lambda: self._reported(rank))
+        for stream, source in ((1, rank.stdout), (2, rank.stderr)):
+            self._sources[source] = (start.index, stream)
+        self._link.send(Started(start.index, rank.pid))
+        self._listen()
+
+    def _environment(self, begin: Begin, variables: Mapping[str, str]) -> dict[str, str]:
+        found = {k: v for k, v in os.environ.items() if k not in OF_RANKS}
+        if "OMP_NUM_THREADS" not in begin.environment:
+            found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // max(1, begin.ranks)))
+        return {**found, **begin.environment, **variables}
+
+    def _signal(self, frame: Signal) -> None:
+        rank = self._ranks.get(frame.index)
+        if rank is None or rank.is_released:
+            return  # it has been released, or never started, when the launcher did not know that yet
+        if frame.group:
+            rank.send_group(frame.number)
+        elif rank.status is None:
+            rank.send(frame.number)
+
+    def _release(self, rank: LocalRank) -> None:
+        if rank.status is None:
+            raise WireError(f"process {rank.index} has not ended and cannot be released")
+        if not rank.is_released:
+            rank.send_group(signal.SIGKILL)
+            self._guardian.forget(rank.pid)
+            self._forget_reports(rank)
+            rank.release()
+
+    # -- what processes do ---------------------------------------------------------------------
+
+    def _exited(self, rank: LocalRank) -> None:
+        self._reported(rank)
+        self._forget_reports(rank)
+        assert rank.status is not None
+        self._link.send(Exited(rank.index, rank.status, rank.ended_at, rank.seconds))
+
+    def _reported(self, rank: LocalRank) -> None:
+        before = rank.inbox.changes
+        rank.read_reports()
+        if rank.inbox.ended:
+            self._forget_reports(rank)
+        if rank.inbox.changes != before:
+            self._link.send(Reported(rank.index, rank.joined, tuple(rank.reports)))
+
+    def _forget_reports(self, rank: LocalRank) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(rank.inbox)
+
+    # -- output --------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Listen to the processes' pipes, unless too much of what they wrote is unread."""
+        full = self._unread >= WINDOW
+        for source in self._sources:
+            source.ignore()
+            if not full:
+                source.listen(self._selector, partial(self._read, source))
+
+    def _read(self, source: Source) -> bool:
+        """Read a chunk and send it; False when there is nothing now."""
+        if source not in self._sources or self._unread >= WINDOW:
+            return False
+        try:
+            data = source.read()
+        except BlockingIOError:
+            return False
+        self._pass_on(source, data)
+        return bool(data)
+
+    def _pass_on(self, source: Source, data: bytes) -> None:
+        """Send what was read; no bytes are the end."""
+        index, stream = self._sources[source]
+        self._link.send(Output(index, stream, data), bulk=True)
+        self._unread += len(data)
+        if not data:
+            del self._sources[source]
+            source.close()
+        if self._unread >= WINDOW:
+            self._listen()
+
+    def _drain(self) -> bool:
+        """Send what is left in the pipes, also if another process still holds their other ends; whether
+        all is on its way."""
+        for source in list(self._sources):
+            while source in self._sources and self._unread < WINDOW and self._read(source):
+                pass
+            if source in self._sources and self._unread < WINDOW:
+                self._pass_on(source, b"")
+        return not self._sources
+
+    def _leave(self, killed: list[str]) -> str:
+        self._link.send(Bye(tuple(name[:300] for name in killed[:1000])), bulk=True)
+        end = time.monotonic() + _FAREWELL
+        while not self._why and time.monotonic() < end:  # the launcher closes the connection
+            for key, _ in self._selector.select(end - time.monotonic()):
+                key.data()
+        return ""
+
+    def _stdin_taken(self, amount: int) -> None:
+        self._link.send(StdinTaken(amount))
+
+
+class _Stdin:
+    """What the launcher's stdin has, on its way into the pipe of rank 0."""
+
+    def __init__(self, selector: selectors.BaseSelector, taken: Callable[[int], None]) -> None:
+        self._selector, self._taken = selector, taken
+        self._fd = -1
+        self._waiting = bytearray()
+        self._is_over = self._listens = False
+
+    def attach(self, fd: int) -> None:
+        if self._fd >= 0:
+            os.close(fd)
+            raise WireError("a second process is to have stdin")
+        os.set_blocking(fd, False)
+        self._fd = fd
+
+    def take(self, data: bytes) -> None:
+        if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
+            raise WireError("more came for stdin than was asked for")
+        self._is_over = not data
+        self._waiting += data
+        self._write()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            if self._listens:
+                self._selector.unregister(self._fd)
+                self._listens = False
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self) -> None:
+        if self._fd < 0:
+            written = len(self._waiting)  # nobody reads
+        else:
+            written = 0
+            try:
+                if self._waiting:
+                    written = os.write(self._fd, self._waiting)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.close()
+                written = len(self._waiting)
+        del self._waiting[:written]
+        if written:
+            self._taken(written)
+        if self._fd >= 0 and self._is_over and not self._waiting:
+            self.close()
+        if self._fd >= 0 and bool(self._waiting) != self._listens:
+            self._listens = not self._listens
+            if self._listens:
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
+            else:
+                self._selector.unregister(self._fd)
+
+
+def serve(carrier: Carrier, *, preamble: bytes = b"") -> int:
+    """Be the agent of the launcher at the other end of ``carrier``; returns the exit code."""
+    with ExitStack() as steps:
+        port = steps.enter_context(closing(ReservedPort("")))
+        guardian = steps.enter_context(Guardian())
+        agent = steps.enter_context(closing(Agent(carrier, guardian, port.number, preamble=preamble)))
+        why = agent.run()
+    if why:
+        print(f"shoal agent: {why}; all that it had started was killed", file=sys.stderr, flush=True)
+    return 1 if why else 0
+
+
+@click.command(hidden=True)
+@click.option("--stdio", is_flag=True, help="Talk to the launcher over stdin and stdout.")
+def agent(stdio: bool) -> int:
+    """Start processes for a shoal run on another host, which starts this command itself."""
+    if not stdio:
+        raise click.UsageError("shoal run --hosts starts agents by itself, with --stdio")
+    # What the processes below print by mistake must not get between the frames.
+    reading, writing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return serve(Descriptors(reading, writing), preamble=PREAMBLE)

@@ -1,0 +1,202 @@
+"""``shoal run --hosts``: what is passed on to other hosts, and how a job runs there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from .. import config
+from ..errors import LaunchError, UsageError
+from ..wording import counted
+from .environment import Job
+from .fleet import Fleet, Stopped
+from .hosts import Host
+from .job_store import job_store
+from .logs import Logs
+from .notes import Notes
+from .remote_crew import RemoteCrew
+from .signals import Signals
+from .ssh import command
+from .supervisor import Supervisor
+
+#: variables beside those of shoal that other hosts get
+PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
+#: variables of shoal that mean something on one host only, or that the launcher gives to each rank
+_OF_ONE_HOST = {
+    variable.name
+    for variable in (
+        config.SSH, config.INTERFACE, config.HOST_ID, config.REPORT_FD, config.SECRET, config.SECRET_FILE,
+        config.JOIN,
+    )
+}  # fmt: skip
+#: the exit code when a host could not be used, or a rank not be started there
+_NOT_STARTED = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where and how a job runs.
+
+    Attributes:
+        hosts: those that have a slot.
+        python: the interpreter of the agents.
+        directory: in which ranks run.
+        environment: what ranks find beside what their host gives them.
+        bind: give each slot cores of its own.
+    """
+
+    hosts: Sequence[Host]
+    python: str
+    directory: str
+    environment: Mapping[str, str]
+    bind: bool
+
+
+def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
+    """What of this process's environment ranks on other hosts get.
+
+    Args:
+        names: further ones that the user names.
+        extra: what the launcher sets itself.
+        store: the ranks meet in a store that the user names, whose secret is then passed on.
+
+    Raises:
+        UsageError: there is no such variable, or other hosts cannot be given its value.
+    """
+    own = _OF_ONE_HOST | set(Job(1).variables(0, "", ""))
+    found = {
+        k: v for k, v in os.environ.items() if k in PASSED_ON or (k.startswith("SHOAL_") and k not in own)
+    }
+    for name in names:
+        if name not in os.environ:
+            raise UsageError(f"--env {name}: there is no such variable in this environment")
+        found[name] = os.environ[name]
+    if store and (secret := config.secret()):
+        found["SHOAL_SECRET"] = secret.decode()
+    found = {**extra, **found}
+    for name, value in found.items():
+        if not (name + value).isascii() and _undecodable(name + value):
+            raise UsageError(f"the variable {name} is not UTF-8, and cannot be passed on to other hosts")
+    return found
+
+
+def _undecodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def fitted(
+    hosts: Sequence[Host], size: int | None, most: int | None, spares: int, *, respawn: bool = False
+) -> tuple[int, list[Host]]:
+    """How many ranks meet first, and the hosts that are used; ``size`` None: as many as fit.
+
+    With ``respawn`` those are used too that have slots for the ranks of a host that is lost.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    slots = sum(host.slots for host in hosts)
+    size = slots - spares if size is None else size
+    needed = max(size, most or 0) + spares
+    if size < 1 or needed > slots:
+        kinds = [counted(max(size, most or 0), "rank"), *([counted(spares, "spare")] if spares else [])]
+        raise UsageError(
+            f"{' and '.join(kinds)} on {counted(slots, 'slot')} of {counted(len(hosts), 'host')}"
+        )
+    return size, [host for host in hosts if respawn or host.first < needed]
+
+
+def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> str:
+    """The text that ``--dry-run`` prints."""
+    url, secret = (store, {}) if store else ("tcp://<address>:<port>", {"SHOAL_SECRET": "<secret>"})
+    lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
+    hidden = {"SHOAL_SECRET", "SHOAL_STORE_PASSWORD"}
+    lines += [f"  {k}={'<secret>' if k in hidden else v}" for k, v in plan.environment.items()]
+    for host in plan.hosts:
+        lines.append(f"host {host.name}: {shlex.join(command(host, plan.python))}")
+        count = max(0, min(job.size - host.first, host.slots))
+        for slot in range(host.first, host.first + count):
+            variables = job.variables(
+                slot, url, "<port>", master="<address>", local=(slot - host.first, count)
+            )
+            variables |= {**secret, "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
+            own = " ".join(f"{k}={v}" for k, v in variables.items())
+            lines.append(f"  rank {slot}: {own} {shlex.join(argv)}")
+        if host.slots > count:
+            lines.append(
+                f"  {counted(host.slots - count, 'slot')} more, for spares and for processes that join"
+            )
+    return "\n".join(lines)
+
+
+def launch_on_hosts(
+    plan: Plan,
+    argv: Sequence[str],
+    job: Job,
+    *,
+    least: int | None = None,
+    respawn: bool = False,
+    most: int | None = None,
+    prefixed: bool = True,
+    log_dir: Path | None = None,
+    store: str | None = None,
+) -> int:
+    """Run ``argv`` on the ranks of ``job``; returns the exit code.  For the main thread.
+
+    Args:
+        plan: where and how.
+        least, respawn, most, prefixed, log_dir, store: as of ``launch``.
+
+    Raises:
+        UsageError, StoreError, RendezvousError: the store cannot be opened.
+    """
+    with ExitStack() as steps:
+        signals = steps.enter_context(Signals())
+        try:
+            fleet = steps.enter_context(closing(Fleet(plan.hosts, plan.python, signals)))
+            fleet.connect()
+            addresses = fleet.towards_hosts()
+            counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
+            fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
+            meeting_place = steps.enter_context(job_store(store, job, addresses))
+            notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident)))
+            logs = None if log_dir is None else steps.enter_context(closing(Logs(log_dir, job.size)))
+            hello = fleet.agencies[0].hello
+            assert hello is not None
+            crew = RemoteCrew(
+                fleet,
+                argv,
+                job,
+                stores=[meeting_place.url_at(address) for address in addresses],
+                master=fleet.master(),
+                master_port=str(hello.port),
+                most=most or job.size,
+            )
+            supervisor = Supervisor(
+                signals,
+                crew,
+                notes,
+                least=least,
+                respawn=respawn,
+                scalable=most is not None,
+                prefixed=prefixed,
+                logs=logs,
+            )
+            steps.enter_context(closing(supervisor))
+            meeting_place.start()
+            supervisor.start()
+        except Stopped as stopped:
+            return 128 + stopped.number
+        except LaunchError as error:
+            click.echo(f"shoal: {error}", err=True)
+            return _NOT_STARTED
+        return supervisor.run()

@@ -1,0 +1,110 @@
+"""Starting an agent on another host, by ssh: a process whose stdin and stdout are one socket."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Sequence
+
+from .. import config
+from ..errors import ConfigurationError, LaunchError
+from .hosts import Host
+from .link import Descriptors, socket_pair_end
+from .source import Pipe
+
+#: no terminal, no questions; a host that does not answer is given up within seconds
+OPTIONS = (
+    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2",
+    "-o", "ServerAliveCountMax=3",
+)  # fmt: skip
+#: lines of stderr that are kept, and characters of a line
+_LINES, _WIDTH = 10, 300
+
+
+def command(host: Host, python: str) -> list[str]:
+    """What starts the agent of ``host``; nothing secret is in it.
+
+    Raises:
+        ConfigurationError: ``SHOAL_SSH`` cannot be split into words.
+    """
+    agent = ["-m", "shoal", "agent", "--stdio"]
+    if host.is_local:
+        return [python, *agent]
+    try:
+        program = shlex.split(config.SSH.get())
+    except ValueError as error:
+        raise ConfigurationError(f"SHOAL_SSH={config.SSH.get()!r}: {error}") from error
+    # ssh joins the words of the command, and the other host's shell splits them.
+    return [*program, *OPTIONS, host.name, "exec", shlex.quote(python), *agent]
+
+
+class Client:
+    """The process that connects to a host: ssh, or for this machine the agent itself.
+
+    Attributes:
+        carrier: the connection to the agent.
+        stderr: what the process, or the agent, says to the user.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        mine, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # what Ctrl-C at the terminal means is the launcher's business
+            )
+        except OSError as error:
+            mine.close()
+            raise LaunchError(f"{argv[0]} could not be started: {error.strerror or error}") from error
+        finally:
+            theirs.close()
+        assert self._process.stderr is not None
+        self.stderr = Pipe(self._process.stderr)
+        self.carrier: Descriptors = socket_pair_end(mine)
+        self.pid = self._process.pid
+        self._said: deque[bytes] = deque(maxlen=_LINES)
+        self._part = b""
+        self._is_closed = False
+
+    def hear(self) -> None:
+        """Read what is there of stderr."""
+        if self._is_closed:
+            return  # both ends of the process became ready at once
+        try:
+            while data := self.stderr.read():
+                *lines, self._part = (self._part + data).split(b"\n")
+                self._part = self._part[-_WIDTH:]
+                self._said.extend(line[:_WIDTH] for line in lines if line.strip())
+        except BlockingIOError:
+            return
+        self.stderr.ignore()
+
+    @property
+    def said(self) -> list[str]:
+        """The last lines of stderr."""
+        lines = [*self._said, self._part] if self._part.strip() else list(self._said)
+        words = (line.decode(errors="replace").rstrip() for line in lines)
+        return ["".join(each if each.isprintable() else "?" for each in line) for line in words]
+
+    def end(self, timeout: float) -> int | None:
+        """Wait for the end of the process, which has nothing to do any more; kills it then.
+
+        Returns:
+            Its exit code as a shell says it; None: it was killed here.
+        """
+        code: int | None
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            code = None
+        self.hear()
+        self.stderr.close()
+        self._is_closed = True
+        return code if code is None or code >= 0 else 128 - code
