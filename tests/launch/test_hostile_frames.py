@@ -217,6 +217,28 @@ def test_moments_that_cannot_be_are_put_into_the_life_of_the_rank(listener: List
     assert 0 <= rank.seconds < SOON
 
 
+def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
+    """Its moments are put on the launcher's clock by the answers to beats."""
+    now = time.monotonic()
+    listener.hear(
+        PREAMBLE
+        + framed(
+            *STARTED,
+            Beat(now, now + 5000.0),
+            Reported(0, False, (Report("left", now + 5000.0),)),
+            Exited(0, 1, now + 5000.0, 1.0),
+        )
+    )
+    late = time.monotonic() - now  # as long as the answer may have been under way
+    (report,) = listener.ranks[0].reports
+    assert abs(report.at - now) <= late
+    assert abs(listener.ranks[0].ended_at - now) <= late
+
+
+def test_what_an_agent_says_moves_no_cursor(listener: Listener) -> None:
+    assert listener.hear(PREAMBLE + framed(HELLO, Refused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
+
+
 def test_mutated_frames_of_an_agent_end_in_words() -> None:
     dice = random.Random(7)
     good: list[Callable[[], Any]] = [

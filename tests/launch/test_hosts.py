@@ -17,6 +17,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.launch.cli import invoke
+from shoal.launch.cores import shares, usable
 from shoal.launch.hosts import Host, parse_hosts, read_hostfile
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
@@ -106,6 +107,16 @@ def test_the_first_failure_is_named_with_its_host(far: Workshop, end: str, code:
     assert re.fullmatch(rf"shoal: rank 2 on h2 failed first: {words}, after .* s \(process \d+\)", lines[1])
     assert lines[2] == "shoal: ranks 0, 1, 3 were ended by the launcher"
     assert lines[3:] == ["shoal: the end of rank 2's stderr:", "  | no such fish"]
+
+
+def test_each_host_deals_out_its_own_cores(far: Workshop) -> None:
+    code, out, err = run(far, "print(sorted(os.sched_getaffinity(0)))", "--bind")
+    shared = [sorted(share) for share in shares(usable(), 2)]
+    assert (code, sorted(out.splitlines()), err) == (
+        0,
+        [f"[{rank}] {shared[rank % 2]}" for rank in range(4)],
+        "",
+    )
 
 
 def test_stdin_goes_to_rank_0(far: Workshop) -> None:

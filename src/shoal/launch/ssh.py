@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from .. import config
 from ..errors import ConfigurationError, LaunchError
+from ..wording import printable
 from .hosts import Host
 from .link import Descriptors, socket_pair_end
 from .source import Pipe
@@ -88,8 +89,7 @@ class Client:
     def said(self) -> list[str]:
         """The last lines of stderr."""
         lines = [*self._said, self._part] if self._part.strip() else list(self._said)
-        words = (line.decode(errors="replace").rstrip() for line in lines)
-        return ["".join(each if each.isprintable() else "?" for each in line) for line in words]
+        return [printable(line.decode(errors="replace").rstrip()) for line in lines]
 
     def end(self, timeout: float) -> int | None:
         """Wait for the end of the process, which has nothing to do any more; kills it then.
