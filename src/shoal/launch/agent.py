@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
@@ -28,7 +28,6 @@ from .frames import (
     PREAMBLE,
     PROTOCOL,
     SILENCE,
-    STDIN_WINDOW,
     WINDOW,
     Beat,
     Begin,
@@ -56,6 +55,7 @@ from .guardian import Guardian
 from .link import Carrier, Descriptors, Link
 from .process import LocalRank, Sweep
 from .source import Source
+from .stdin import StdinPipe
 
 _POLL = 0.02
 #: seconds in which the launcher reads the last frames
@@ -87,7 +87,7 @@ class Agent:
         #: output: the sources that are read, and those that are left alone until the launcher has read more
         self._sources: dict[Source, tuple[int, int]] = {}
         self._unread = 0
-        self._stdin = _Stdin(self._selector, self._stdin_taken)
+        self._stdin = StdinPipe(self._selector, self._stdin_taken)
         self._link: Link[FromLauncher] = Link(carrier, from_launcher(), self._received, self._lost)
         self._link.watch(self._selector)
         if preamble:
@@ -301,63 +301,6 @@ class Agent:
 
     def _stdin_taken(self, amount: int) -> None:
         self._link.send(StdinTaken(amount))
-
-
-class _Stdin:
-    """What the launcher's stdin has, on its way into the pipe of rank 0."""
-
-    def __init__(self, selector: selectors.BaseSelector, taken: Callable[[int], None]) -> None:
-        self._selector, self._taken = selector, taken
-        self._fd = -1
-        self._waiting = bytearray()
-        self._is_over = self._listens = False
-
-    def attach(self, fd: int) -> None:
-        if self._fd >= 0:
-            os.close(fd)
-            raise WireError("a second process is to have stdin")
-        os.set_blocking(fd, False)
-        self._fd = fd
-
-    def take(self, data: bytes) -> None:
-        if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
-            raise WireError("more came for stdin than was asked for")
-        self._is_over = not data
-        self._waiting += data
-        self._write()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            if self._listens:
-                self._selector.unregister(self._fd)
-                self._listens = False
-            os.close(self._fd)
-            self._fd = -1
-
-    def _write(self) -> None:
-        if self._fd < 0:
-            written = len(self._waiting)  # nobody reads
-        else:
-            written = 0
-            try:
-                if self._waiting:
-                    written = os.write(self._fd, self._waiting)
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.close()
-                written = len(self._waiting)
-        del self._waiting[:written]
-        if written:
-            self._taken(written)
-        if self._fd >= 0 and self._is_over and not self._waiting:
-            self.close()
-        if self._fd >= 0 and bool(self._waiting) != self._listens:
-            self._listens = not self._listens
-            if self._listens:
-                self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
-            else:
-                self._selector.unregister(self._fd)
 
 
 def serve(carrier: Carrier, *, preamble: bytes = b"") -> int:
