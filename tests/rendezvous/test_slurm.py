@@ -1,10 +1,19 @@
-"""Slurm's node lists."""
+"""Slurm's node lists, and the variables that a real one gave to jobs on several nodes."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from shoal.rendezvous.environment import derived_port, read
 from shoal.rendezvous.slurm import first_host
+
+#: what each process found under Slurm 22.05 on the nodes n1, node01 and node02, by what started it
+RECORDED: dict[str, list[dict[str, str]]] = json.loads(
+    Path(__file__).with_name("slurm_environments.json").read_text()
+)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +36,35 @@ def test_the_first_host_of_a_node_list_is_found(nodelist: str, host: str) -> Non
 def test_what_is_no_node_list_is_refused(nodelist: str) -> None:
     with pytest.raises(ValueError, match="not a Slurm node list"):
         first_host(nodelist)
+
+
+@pytest.mark.parametrize(
+    ("started", "size", "job", "host", "local_ranks"),
+    [
+        ("srun -N3 -n4", 4, "slurm-1.0", "n1", [0, 1, 0, 0]),
+        ("srun -N2 -n2 --mpi=pmi2", 2, "slurm-2.0", "node01", [0, 0]),
+        ("sbatch -N3: srun -N1 -n2 on the last node", 2, "slurm-3.0", None, [0, 1]),
+        ("sbatch -N3: srun -N2 -n3 on the last two", 3, "slurm-3.1", "node01", [0, 1, 0]),
+    ],
+)
+def test_ranks_that_slurm_started_meet_where_their_step_begins(
+    started: str, size: int, job: str, host: str | None, local_ranks: list[int]
+) -> None:
+    launches = [launch for launch in map(read, RECORDED[started]) if launch is not None]
+    assert [(launch.rank, launch.size) for launch in launches] == [(rank, size) for rank in range(size)]
+    assert {(launch.launcher, launch.job, launch.epoch) for launch in launches} == {("Slurm", job, 0)}
+    url = None if host is None else f"tcp://{host}:{derived_port(job)}"
+    assert {launch.url for launch in launches} == {url}
+    assert [launch.local_rank for launch in launches] == local_ranks
+    assert {launch.local_size for launch in launches} == {None if host else size}
+
+
+def test_a_script_that_slurm_started_is_no_rank() -> None:
+    (script,) = RECORDED["sbatch -N3: the script"]
+    assert read(script) is None
+    launch = read({**script, "SLURM_RESTART_COUNT": "2", "SHOAL_STORE": "tcp://n1:29400"})
+    assert launch is not None
+    assert (launch.rank, launch.epoch) == (None, 0)
+    again = read({**RECORDED["srun -N3 -n4"][1], "SLURM_RESTART_COUNT": "2"})
+    assert again is not None
+    assert (again.rank, again.epoch) == (1, 2)

@@ -12,13 +12,16 @@ T = TypeVar("T")
 PATIENCE = 60.0
 
 
-def until(condition: Callable[[], T], shown: Callable[[], object] | None = None) -> T:
+def until(
+    condition: Callable[[], T], shown: Callable[[], object] | None = None, *, patience: float = PATIENCE
+) -> T:
     """Wait for ``condition()`` to be true; returns its value.
 
     Args:
         shown: what the error shows if it never is; by default the last value.
+        patience: seconds that it may take.
     """
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not (value := condition()):
         assert time.monotonic() < end, value if shown is None else shown()
         time.sleep(0.002)

@@ -19,6 +19,8 @@ from .slurm import first_host
 #: that no outgoing connection of another program sits on them by chance.
 DERIVED_PORTS = range(20000, 30000)
 
+_PASSED_ON = f": mpiexec -x {config.STORE.name}=tcp://FIRST-HOST:29400 -x {config.SECRET_FILE.name}=PATH"
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -114,9 +116,11 @@ def _check(launch: Launch) -> None:
             f"ranks go from 0 to {launch.size - 1}"
         )
     if launch.url is None and (launch.size is None or launch.size > 1) and not launch.marker:
+        passed_on = "" if launch.launcher != "Open MPI" else _PASSED_ON
         raise ConfigurationError(
             f"{launch.launcher} gives rank and size but not where the ranks meet: set {config.STORE.name} "
             "(tcp://host:port or file:///path), or MASTER_ADDR and MASTER_PORT, the same on every rank"
+            + passed_on
         )
 
 
