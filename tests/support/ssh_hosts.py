@@ -160,6 +160,22 @@ class SshHosts:
 
         until(lambda: not left(), left)
 
+    def await_agents_end(self, host: str) -> None:
+        """Wait until no agent, rank or guardian is left on a host; an sshd that is cut off stays."""
+
+        def left() -> dict[int, str]:
+            return {pid: line for pid, line in self.processes(host).items() if not line.startswith("'sshd")}
+
+        until(lambda: not left(), left)
+
+    def await_told(self, *names: object) -> None:
+        """Wait until ranks have told these things."""
+        files = [self.folder / f"told-{name}" for name in names]
+        until(
+            lambda: all(file.exists() for file in files),
+            lambda: [file for file in files if not file.exists()],
+        )
+
     def close(self) -> None:
         """End what runs there, then the hosts."""
         for process in (*self._started, *self._servers.values()):

@@ -151,6 +151,11 @@ class Agency:
             if self.hello is not None:
                 self._link.send(Beat(now))
         if self.hello is not None and now >= self._heard + SILENCE:
+            # It may have spoken while this process had other things to do, or stood still.
+            self._link.poll()
+        if self.trouble or self.killed is not None:
+            return
+        if self.hello is not None and now >= self._heard + SILENCE:
             self.lose(f"nothing has come from its agent for {SILENCE:.0f} s")
         elif now >= self._due:
             # With output that nobody has read yet, the agent waits for its reader.

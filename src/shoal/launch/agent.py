@@ -2,8 +2,8 @@
 
 An agent is a small server of processes.  The launcher tells it what to start and which signals to send; the
 agent tells what the processes write, report and how they end.  It decides nothing, but for one thing: when
-its connection ends, or when no beat of the launcher has come for some seconds, it kills all that it has started,
-and ends.  Should it be killed itself, its guardian does that.
+its connection ends, or when no beat of the launcher has come for some seconds, it kills all that it has
+started, and ends.  Should it be killed itself, its guardian does that.
 """
 
 from __future__ import annotations

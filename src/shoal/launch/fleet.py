@@ -83,25 +83,30 @@ class Fleet:
         end = time.monotonic() + _START
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
-            for agency in self.agencies:
-                agency.watch(selector)
-            while not all(map(done, self.agencies)):
-                now = time.monotonic()
-                moments = [end, *(agency.next_at() for agency in self.agencies)]
-                for key, _ in selector.select(max(0.0, min(moments) - now)):
-                    key.data()
-                now = time.monotonic()
+            try:
                 for agency in self.agencies:
-                    agency.tick(now)
-                    if now >= end and not done(agency):
-                        agency.lose(f"its agent {what} in {_START:.0f} s")
-                    if agency.trouble:
-                        raise LaunchError(failure(agency))
-                for number in self._signals.read():
-                    if number in STOP:
-                        raise Stopped(number)
-            for agency in self.agencies:
-                agency.leave()
+                    agency.watch(selector)
+                while not all(map(done, self.agencies)):
+                    moments = [end, *(agency.next_at() for agency in self.agencies)]
+                    for key, _ in selector.select(max(0.0, min(moments) - time.monotonic())):
+                        key.data()
+                    self._look(done, end, what)
+            finally:
+                for agency in self.agencies:
+                    agency.leave()
+
+    def _look(self, done: Callable[[Agency], bool], end: float, what: str) -> None:
+        """Raise if an agent cannot be used, or a signal ends the start."""
+        for number in self._signals.read():
+            if number in STOP:
+                raise Stopped(number)
+        now = time.monotonic()
+        for agency in self.agencies:
+            agency.tick(now)
+            if now >= end and not done(agency):
+                agency.lose(f"its agent {what} in {_START:.0f} s")
+            if agency.trouble:
+                raise LaunchError(failure(agency))
 
     def close(self) -> None:
         """End all agents."""

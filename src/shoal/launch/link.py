@@ -140,6 +140,11 @@ class Link(Generic[F]):
         (self._bulk if bulk else self._urgent).append(frame_header(len(data)) + data)
         self._flush()
 
+    def poll(self) -> None:
+        """Handle what has come, without waiting for the loop."""
+        if not self.closed:
+            self._ready()
+
     @property
     def sent(self) -> bool:
         """Whether everything has been given to the kernel."""
@@ -176,6 +181,8 @@ class Link(Generic[F]):
         self._listening = wanted
 
     def _ready(self) -> None:
+        if self.closed:
+            return  # since the loop saw that it is ready
         self._flush()
         try:
             self._read()

@@ -94,8 +94,12 @@ def _undecodable(text: str) -> bool:
     return False
 
 
-def fitted(hosts: Sequence[Host], size: int | None, most: int | None, spares: int) -> tuple[int, list[Host]]:
-    """How many ranks meet first, and the hosts that are needed; ``size`` None: as many as fit.
+def fitted(
+    hosts: Sequence[Host], size: int | None, most: int | None, spares: int, *, respawn: bool = False
+) -> tuple[int, list[Host]]:
+    """How many ranks meet first, and the hosts that are used; ``size`` None: as many as fit.
+
+    With ``respawn`` those are used too that have slots for the ranks of a host that is lost.
 
     Raises:
         UsageError: they do not fit.
@@ -108,7 +112,7 @@ def fitted(hosts: Sequence[Host], size: int | None, most: int | None, spares: in
         raise UsageError(
             f"{' and '.join(kinds)} on {counted(slots, 'slot')} of {counted(len(hosts), 'host')}"
         )
-    return size, list(hosts)
+    return size, [host for host in hosts if respawn or host.first < needed]
 
 
 def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> str:

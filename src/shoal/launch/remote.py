@@ -33,16 +33,42 @@ class Agency(Protocol):
         """A process was sent SIGKILL: its end is due."""
 
 
+class Turns:
+    """Relays whose bytes are to be written, one chunk after the other.
+
+    Writing short lines takes longer than receiving them.  Exits and beats shall not wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[Relay] = deque()
+
+    def add(self, relay: Relay) -> None:
+        """``relay`` has something for its reader."""
+        if relay not in self._queue:
+            self._queue.append(relay)
+
+    def take(self, until: float) -> None:
+        """Let one relay after the other hand over a chunk, until a moment of the clock."""
+        while self._queue:
+            self._queue.popleft().turn()
+            if time.monotonic() >= until:
+                break
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+
 class Relay:
     """stdout or stderr of a rank on another host.
 
     Args:
+        turns: where it asks for its turn.
         taken: called with the number of bytes that were read.
         closed: called when nobody reads any more.
     """
 
-    def __init__(self, taken: Callable[[int], None], closed: Callable[[], None]) -> None:
-        self._taken, self._closed = taken, closed
+    def __init__(self, turns: Turns, taken: Callable[[int], None], closed: Callable[[], None]) -> None:
+        self._turns, self._taken, self._closed = turns, taken, closed
         self._chunks: deque[bytes] = deque()
         self._ready: Callable[[], object] | None = None
         self._is_closed = False
@@ -86,9 +112,15 @@ class Relay:
             if not self.ended:
                 self._closed()
 
-    def _offer(self) -> None:
-        while self._ready is not None and (self._chunks or self.ended):
+    def turn(self) -> None:
+        """Let the reader read once."""
+        if self._ready is not None and (self._chunks or self.ended):
             self._ready()
+            self._offer()
+
+    def _offer(self) -> None:
+        if self._ready is not None and (self._chunks or self.ended):
+            self._turns.add(self)
 
 
 class RemoteRank(Rank):
@@ -96,6 +128,7 @@ class RemoteRank(Rank):
 
     Args:
         agency: of its host.
+        turns: in which its output is written.
         size: number of ranks of the job.
 
     Attributes:
@@ -103,7 +136,16 @@ class RemoteRank(Rank):
     """
 
     def __init__(
-        self, index: int, slot: int, restart: int, *, host: str, agency: Agency, size: int, newcomer: bool
+        self,
+        index: int,
+        slot: int,
+        restart: int,
+        *,
+        host: str,
+        agency: Agency,
+        turns: Turns,
+        size: int,
+        newcomer: bool,
     ) -> None:
         super().__init__(index, slot, restart, newcomer=newcomer, host=host)
         self._agency = agency
@@ -114,8 +156,8 @@ class RemoteRank(Rank):
         self._joined = False
         self._ended: Callable[[], None] | None = None
         self.was_killed = False
-        self.stdout = self._relays_stdout = Relay(agency.taken, lambda: self._tell(Close(index, 1)))
-        self.stderr = self._relays_stderr = Relay(agency.taken, lambda: self._tell(Close(index, 2)))
+        self.stdout = self._relays_stdout = Relay(turns, agency.taken, lambda: self._tell(Close(index, 1)))
+        self.stderr = self._relays_stderr = Relay(turns, agency.taken, lambda: self._tell(Close(index, 2)))
 
     # -- what the agent tells ------------------------------------------------------------------
 

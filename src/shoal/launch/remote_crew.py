@@ -16,11 +16,13 @@ from .fleet import Fleet, failure
 from .frames import End, Start
 from .frames import Stdin as StdinFrame
 from .rank import Rank
-from .remote import RemoteRank
+from .remote import RemoteRank, Turns
 from .stdin import Stdin
 
 #: seconds in which agents start the processes of a job
 _START = 60.0
+#: seconds for which output is written before the loop looks for something else
+_TURN = 0.05
 
 
 class RemoteCrew:
@@ -51,6 +53,7 @@ class RemoteCrew:
         self.slots = sum(agency.host.slots for agency in self._agencies)
         self._argv, self._job = tuple(argv), job
         self._stores, self._master, self._master_port = stores, master, master_port
+        self._turns = Turns()
         self._stdin = Stdin(lambda data: self._agencies[0].tell(StdinFrame(data)))
         self._selector: selectors.BaseSelector | None = None
 
@@ -102,8 +105,9 @@ class RemoteCrew:
     ) -> Rank:
         host = agency.host
         rank = RemoteRank(
-            index, slot, restart, host=host.name, agency=agency, size=self.size, newcomer=newcomer
-        )
+            index, slot, restart, host=host.name, agency=agency, turns=self._turns, size=self.size,
+            newcomer=newcomer,
+        )  # fmt: skip
         agency.add(rank)
         self._agency_of[index] = agency
         stdin = slot == 0 and not newcomer
@@ -150,12 +154,13 @@ class RemoteCrew:
         return _Farewell(self._agencies)
 
     def next_at(self) -> float | None:
-        found = min(agency.next_at() for agency in self._agencies)
+        found = 0.0 if self._turns else min(agency.next_at() for agency in self._agencies)
         return None if found == math.inf else found
 
     def tick(self, now: float) -> None:
         for agency in self._agencies:
             agency.tick(now)
+        self._turns.take(now + _TURN)
 
     def close(self) -> None:
         self._stdin.close()

@@ -195,7 +195,7 @@ def run(
     if slots is None and (python or chdir or names):
         raise click.UsageError("--python, --chdir and --env need --hosts or --hostfile")
     if slots is not None:
-        size, slots = fitted(slots, size, most, spares)
+        size, slots = fitted(slots, size, most, spares, respawn=respawn)
     size = size or 1
     if least is not None and least > size:
         raise click.BadParameter(f"{least} of {counted(size, 'rank')}", param_hint="'--min'")

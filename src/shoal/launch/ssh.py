@@ -69,9 +69,12 @@ class Client:
         self.pid = self._process.pid
         self._said: deque[bytes] = deque(maxlen=_LINES)
         self._part = b""
+        self._is_closed = False
 
     def hear(self) -> None:
         """Read what is there of stderr."""
+        if self._is_closed:
+            return  # both ends of the process became ready at once
         try:
             while data := self.stderr.read():
                 *lines, self._part = (self._part + data).split(b"\n")
@@ -103,4 +106,5 @@ class Client:
             code = None
         self.hear()
         self.stderr.close()
+        self._is_closed = True
         return code if code is None or code >= 0 else 128 - code

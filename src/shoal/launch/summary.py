@@ -66,7 +66,7 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
     if rank.stopped:
         return "was ended by the launcher"
     if rank.lost:
-        return "was lost with its host"
+        return "was lost with the host"
     if rank.status != 0 and causes.origin(ranks, rank) == first:
         return f"ended because rank {ranks[first].name} did ({describe(rank.status)})"
     if rank.status == 0 and any(rank.index in report.ranks for other in ranks for report in other.reports):
@@ -75,7 +75,7 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
 
 
 def _end_of(rank: Rank) -> str:
-    return "was lost with its host" if rank.lost else _ended(rank.status or 0)
+    return "was lost with the host" if rank.lost else _ended(rank.status or 0)
 
 
 def _ended(status: int) -> str:
