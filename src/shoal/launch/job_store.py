@@ -87,7 +87,9 @@ def job_store(
 @contextmanager
 def _served(job: Job, host: str) -> Iterator[JobStore]:
     secret = job.secret.encode()
-    with closing(TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))) as server:
+    with closing(
+        TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))
+    ) as server:
         yield _Served(server, secret)
 
 

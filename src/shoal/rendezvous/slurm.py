@@ -64,7 +64,7 @@ def _hosts(nodelist: str) -> Iterator[str]:
 
 
 def _entries(nodelist: str) -> Iterator[list[tuple[str, str]]]:
-    """The entries between commas, each as texts, and what stands in brackets: ``("node", ""), ("", "1-2")``."""
+    """The entries between commas, as texts and what stands in brackets: ``("node", ""), ("", "1-2")``."""
     entry: list[tuple[str, str]] = []
     for match in re.finditer(r"([^\[\],]+)|\[([^\[\]]+)\]|(,)|(.)", nodelist.strip(), re.DOTALL):
         if match[4] is not None:
