@@ -150,7 +150,7 @@ def test_a_variable_that_cannot_be_right_is_refused_before_any_rank_starts(
         (["run", "-np", "2", "x.py"], "-np is spelled -n here"),
         (["run", "--nproc-per-node=2", "x.py"], "--nproc-per-node; the number of ranks is -n N"),
         (["run", "--nproc_per_node", "2", "x.py"], "--nproc_per_node; the number of ranks is -n N"),
-        (["run", "--nnodes=1", "x.py"], "on this machine alone"),
+        (["run", "--nnodes=1", "x.py"], "several hosts are --hosts h1:4,h2:4"),
         (["run", "--log-dir", "/dev/null/logs", "x.sh"], "x.sh: no such script"),
         (["run", "--log-dir", "/dev/null/logs", "true"], "--log-dir /dev/null/logs: "),
         (["run"], "COMMAND"),

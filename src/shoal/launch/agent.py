@@ -203,7 +203,7 @@ class Agent:
                 stdin=subprocess.PIPE if start.stdin else subprocess.DEVNULL,
                 prepare=prepare, newcomer=start.newcomer,
             )  # fmt: skip
-        except (LaunchError, ValueError, UsageError) as error:
+        except (LaunchError, UsageError) as error:
             self._link.send(NotStarted(start.index, str(error)[:_WORDS]))
             return
         self._ranks[start.index] = rank

@@ -21,6 +21,7 @@ from .frames import LIMIT, encode
 
 F = TypeVar("F")
 
+_ENDED = "the connection has ended"
 #: frames that are handled before the rest of the loop gets its turn
 _FAIR = 256
 #: bytes of a preamble's search: a login shell does not say more before its command starts
@@ -188,8 +189,11 @@ class Link(Generic[F]):
             self._read()
         except BlockingIOError:
             pass
-        except OSError as error:  # ours too: WireError of a frame beyond the limit
-            self._fail(str(error) if isinstance(error, WireError) else error.strerror or str(error))
+        except WireError as error:
+            self._fail(str(error))
+        except OSError as error:
+            ended = isinstance(error, (ConnectionResetError, BrokenPipeError))
+            self._fail(_ENDED if ended else f"{_ENDED}: {error.strerror or error}")
 
     def _flush(self) -> None:
         try:
@@ -220,7 +224,7 @@ class Link(Generic[F]):
     def _look_for_preamble(self) -> None:
         byte = bytearray(1)
         if self._carrier.recv_into(memoryview(byte)) == 0:
-            raise WireError("the connection has ended")
+            raise WireError(_ENDED)
         self.noise += byte
         if self.noise.endswith(self._preamble):
             del self.noise[-len(self._preamble) :]
@@ -232,7 +236,7 @@ class Link(Generic[F]):
         """Read on; False when this link is closed."""
         count = self._carrier.recv_into(self._reader.view())
         if count == 0:
-            raise WireError("the connection has ended")
+            raise WireError(_ENDED)
         message = self._reader.advance(count)
         if message is not None:
             try:

@@ -75,7 +75,7 @@ class LocalRank(Rank):
                 preexec_fn=prepare,
                 pass_fds=[self._reports.inherited, *inherits],
             )
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._reports.close()
             raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {error}") from error
         self._reports.started()

@@ -177,7 +177,8 @@ class RemoteRank(Rank):
         """It has ended; raises WireError."""
         if self.status is not None:
             raise WireError(f"process {self.index} ended twice")
-        self._seconds = min(max(frame.seconds, 0.0), time.monotonic() - self._began + 1.0)
+        longest = time.monotonic() - self._began + 1.0
+        self._seconds = frame.seconds if 0.0 <= frame.seconds <= longest else None
         self._end(frame.status, self._moment(frame.at))
 
     def not_started(self) -> None:

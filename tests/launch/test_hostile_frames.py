@@ -1,0 +1,336 @@
+"""Whatever an agent says, the launcher says what is wrong with it; and the agent of what a launcher says."""
+
+from __future__ import annotations
+
+import os
+import random
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.failure_report import Report
+from shoal.launch import frames
+from shoal.launch.agency import Agency, Watcher
+from shoal.launch.agent import Agent
+from shoal.launch.frames import (
+    LIMIT,
+    PREAMBLE,
+    PROTOCOL,
+    STDIN_WINDOW,
+    WINDOW,
+    Beat,
+    Begin,
+    Bye,
+    Close,
+    Exited,
+    Hello,
+    NotStarted,
+    Output,
+    Ready,
+    Refused,
+    Release,
+    Reported,
+    Signal,
+    Start,
+    Started,
+    Stdin,
+    StdinTaken,
+    Taken,
+)  # fmt: skip
+from shoal.launch.guardian import Guardian
+from shoal.launch.hosts import Host
+from shoal.launch.link import Descriptors
+from shoal.launch.remote import RemoteRank, Turns
+from shoal.launch.source import Pipe
+from shoal.launch.ssh import Client
+from shoal.wire import build_version, frame_header
+
+HELLO = Hello(build_version(), PROTOCOL, "", "", 1)
+#: seconds in which a frame is answered
+SOON = 30.0
+
+
+def framed(*sent: Any) -> bytes:
+    encoded = [each if isinstance(each, bytes) else msgspec.msgpack.encode(each) for each in sent]
+    return b"".join(frame_header(len(each)) + each for each in encoded)
+
+
+def mutated(data: bytes, dice: random.Random) -> bytes:
+    """``data`` with a few bytes changed, left out, or put in."""
+    changed = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        place = dice.randrange(len(changed) + 1)
+        match dice.randrange(3):
+            case 0:
+                changed[place : place + 1] = dice.randbytes(1)
+            case 1:
+                del changed[place : place + dice.randint(1, 8)]
+            case 2:
+                changed[place:place] = dice.randbytes(dice.randint(1, 8))
+    return bytes(changed)
+
+
+# -- the launcher ------------------------------------------------------------------------------
+
+
+class Stranger(Client):
+    """A client without a process: the test is the agent."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        self.carrier = Descriptors(*[mine.detach()] * 2)
+        reading, writing = os.pipe()
+        os.close(writing)
+        self.stderr = Pipe(os.fdopen(reading, "rb", 0))
+        self.agent = theirs
+        self.agent.setblocking(False)
+
+    def hear(self) -> None:
+        self.stderr.ignore()
+
+    @property
+    def said(self) -> list[str]:
+        return []
+
+    def end(self, timeout: float) -> int | None:
+        self.stderr.close()
+        return None
+
+
+class Listener:
+    """An agency with two ranks, whose agent is the test."""
+
+    def __init__(self) -> None:
+        self.client = Stranger()
+        self.agency = Agency(Host("h1", 2, 0), self.client)
+        self.lost: list[str] = []
+        self.agency.watcher = Watcher(
+            lambda agency, ranks: self.lost.append(agency.trouble),
+            lambda rank, text: None,
+            lambda amount: None,
+        )
+        self.selector = selectors.DefaultSelector()
+        self.agency.watch(self.selector)
+        self.turns = Turns()
+        self.ranks = [
+            RemoteRank(
+                index, index, 0, host="h1", agency=self.agency, turns=self.turns, size=2, newcomer=False
+            )
+            for index in range(2)
+        ]
+        for rank in self.ranks:
+            self.agency.add(rank)
+            for relay in (rank.stdout, rank.stderr):
+                relay.listen(self.selector, lambda: None)
+        self.agency.is_held = False
+
+    def hear(self, data: bytes) -> str:
+        """Send ``data`` as the agent and then hang up; the trouble that the launcher has with it."""
+        view = memoryview(data)
+        end = time.monotonic() + SOON
+        while not self.agency.trouble:
+            assert time.monotonic() < end
+            if view:
+                try:
+                    view = view[self.client.agent.send(view) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    view = view[:0]
+            else:
+                self.client.agent.close()
+            for key, _ in self.selector.select(0.01):
+                key.data()
+            self.agency.tick(time.monotonic())
+        assert all(rank.status is not None for rank in self.ranks)
+        return self.agency.trouble
+
+    def close(self) -> None:
+        self.agency.hang_up()
+        self.agency.close(0)
+        self.client.agent.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with closing(Listener()) as listener:
+        yield listener
+
+
+STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b"x" * 70_000, "something else than an agent of shoal answers"),
+        (PREAMBLE + framed(b"\xff"), "it sent what is no frame: "),
+        (PREAMBLE + frame_header(LIMIT + 1), f"a frame of {LIMIT + 1} bytes came"),
+        (PREAMBLE + framed(Ready()), "it does not begin as an agent does"),
+        (PREAMBLE + framed(HELLO, HELLO), "it does not begin as an agent does"),
+        (PREAMBLE + framed(HELLO, Output(0, 1, b"x")), "a Output came when none may come"),
+        (PREAMBLE + framed(HELLO, Ready(), Ready()), "a Ready came when none may come"),
+        (PREAMBLE + framed(HELLO, Beat(1e9, 0.0)), "it answered a beat that was not sent"),
+        (PREAMBLE + framed(HELLO, Beat(float("nan"), 0.0)), "it answered a beat that was not sent"),
+        (PREAMBLE + framed(HELLO, Refused("no room")), "no room"),
+        (PREAMBLE + framed(msgspec.structs.replace(HELLO, version="7")), "it runs shoal 7 "),
+        (PREAMBLE + framed(*STARTED, Started(0, 12)), "a Started came when none may come"),
+        (PREAMBLE + framed(*STARTED, Output(2, 1, b"x")), "it spoke of process 2, which"),
+        (PREAMBLE + framed(*STARTED, Output(0, 1, b""), Output(0, 1, b"x")), "it sent output after its end"),
+        (PREAMBLE + framed(*STARTED, *[Exited(0, 1, 0.0, 1.0)] * 2), "process 0 ended twice"),
+        (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent what is no frame: "),
+        (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "ranks that are not"),
+        (PREAMBLE + framed(*STARTED, Bye(())), "it said Bye while processes ran"),
+        (PREAMBLE + framed(*STARTED, *[Output(0, 1, bytes(1 << 16))] * 66), "it sent more output than it may"),
+        (PREAMBLE + framed(*STARTED, {"type": "Output", "index": 0, "stream": 3, "data": b""}), "is no frame"),
+        (PREAMBLE + framed(*STARTED)[:-3], "the connection has ended"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_breaks_the_rules_is_lost_with_the_reason(
+    listener: Listener, said: bytes, words: str
+) -> None:
+    assert words in listener.hear(said)
+
+
+def test_moments_that_cannot_be_are_put_into_the_life_of_the_rank(listener: Listener) -> None:
+    begin = time.monotonic()
+    listener.hear(
+        PREAMBLE
+        + framed(
+            *STARTED,
+            Reported(0, False, (Report("failed", float("nan")), Report("left", float("-inf")))),
+            Exited(0, 1, float("inf"), float("nan")),
+        )
+    )
+    rank = listener.ranks[0]
+    assert (rank.status, rank.lost) == (1, "")
+    moments = [*(report.at for report in rank.reports), rank.ended_at]
+    assert len(moments) == 3
+    assert all(begin - 1 <= moment <= time.monotonic() for moment in moments)
+    assert 0 <= rank.seconds < SOON
+
+
+def test_mutated_frames_of_an_agent_end_in_words() -> None:
+    dice = random.Random(7)
+    good: list[Callable[[], Any]] = [
+        lambda: Output(dice.randrange(3), dice.randint(1, 2), dice.randbytes(dice.randrange(20))),
+        lambda: Exited(dice.randrange(3), dice.randrange(-64, 256), 1.0, 1.0),
+        lambda: Reported(dice.randrange(2), True, (Report("told", 1.0, (1,)),)),
+        lambda: NotStarted(dice.randrange(3), "no"),
+        lambda: StdinTaken(dice.randrange(5)),
+        lambda: Bye(("x",)),
+        lambda: Beat(0.0, 1.0),
+    ]
+    for _ in range(300):
+        said = framed(*STARTED[: dice.randrange(5)], *(dice.choice(good)() for _ in range(dice.randrange(8))))
+        with closing(Listener()) as listener:
+            assert listener.hear(PREAMBLE + mutated(said, dice))
+
+
+# -- the agent ---------------------------------------------------------------------------------
+
+
+class Served:
+    """An agent whose launcher is the test."""
+
+    def __init__(self) -> None:
+        mine, self.launcher = socket.socketpair()
+        self.guardian = Guardian()
+        self.agent = Agent(Descriptors(*[mine.detach()] * 2), self.guardian, 1)
+
+    def hear(self, data: bytes) -> str:
+        """Send ``data`` as the launcher and then hang up; why the agent ends."""
+        self.launcher.setblocking(False)
+        self.launcher.send(data)
+        self.launcher.shutdown(socket.SHUT_WR)
+        begin = time.monotonic()
+        why = self.agent.run()
+        assert time.monotonic() - begin < SOON
+        return why
+
+    def close(self) -> None:
+        self.agent.close()
+        self.launcher.close()
+        self.guardian.__exit__(None, None, None)
+
+
+BEGIN = Begin("/", {}, 1, False)
+
+
+def start(index: int = 0, *, stdin: bool = False) -> Start:
+    return Start(index, index, 0, index, 2, ("sleep", "600"), {"A": "b"}, False, stdin)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.chdir("/")
+    with closing(Served()) as served:
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (framed(b"\x00"), "it sent what is no frame: "),
+        (frame_header(LIMIT + 1), "bytes came, at most"),
+        (framed(start()), "process 0 cannot be started now"),
+        (framed(BEGIN, BEGIN), "it begins twice"),
+        (framed(BEGIN, start(), start()), "process 0 cannot be started now"),
+        (framed(BEGIN, Close(0, 1)), "there is no process 0 here"),
+        (framed(BEGIN, start(), Release(0)), "process 0 has not ended and cannot be released"),
+        (framed(BEGIN, Taken(1)), "it has read more output than was sent"),
+        (framed(BEGIN, start(stdin=True), start(1, stdin=True)), "a second process is to have stdin"),
+        (framed(BEGIN, start(stdin=True), *[Stdin(bytes(STDIN_WINDOW))] * 4), "more came for stdin than"),
+        (framed(BEGIN, Stdin(b""), Stdin(b"x")), "more came for stdin than"),
+        (framed(BEGIN, start(), {"type": "Signal", "index": 0, "number": 0, "group": True}), "is no frame"),
+        (framed(BEGIN, start(), Signal(9, 9, True)), "the connection has ended"),
+        (framed(BEGIN, {"type": "Taken", "amount": WINDOW + 1}), "is no frame"),
+        (framed(BEGIN, start())[:-3], "the connection has ended"),
+    ],
+)
+def test_a_launcher_that_breaks_the_rules_is_left_with_the_reason(
+    served: Served, said: bytes, words: str
+) -> None:
+    assert words in served.hear(said)
+
+
+@pytest.mark.parametrize("bad", [{"A=": "x"}, {"A": "\0"}, {"": ""}])
+def test_an_environment_that_cannot_be_is_an_answer_and_no_end(served: Served, bad: dict[str, str]) -> None:
+    frame = msgspec.structs.replace(start(), variables=bad)
+    assert "the connection has ended" in served.hear(framed(BEGIN, frame))
+    assert b"NotStarted" in served.launcher.recv(1 << 16) or bad == {"": ""}
+
+
+def test_mutated_frames_of_a_launcher_end_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    dice = random.Random(8)
+    good: list[Callable[[], Any]] = [
+        lambda: msgspec.structs.replace(start(dice.randrange(3)), argv=("true",)),
+        lambda: Signal(dice.randrange(3), dice.choice([2, 9, 10, 15]), dice.random() < 0.5),
+        lambda: Close(dice.randrange(3), dice.randint(1, 2)),
+        lambda: Stdin(dice.randbytes(dice.randrange(9))),
+        lambda: Taken(dice.randrange(3)),
+        lambda: Beat(1.0),
+    ]
+    for _ in range(60):
+        said = framed(BEGIN, *(dice.choice(good)() for _ in range(dice.randrange(8))))
+        with closing(Served()) as served:
+            # It may also be told to end in order.
+            served.hear(mutated(said, dice))
+
+
+def test_every_frame_has_bounds() -> None:
+    """No field of the two directions is text or bytes of any length, but for what a user may make as long."""
+    free = {"Begin.directory", "Begin.environment", "Start.argv", "Start.variables"}
+    for name, kind in vars(frames).items():
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == frames.__name__:
+            for field in msgspec.structs.fields(kind):
+                if f"{name}.{field.name}" not in free:
+                    assert field.type not in (str, bytes, int) or (name, field.name) == ("Hello", "protocol")
