@@ -25,7 +25,7 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress sanitize bench scaling controller training lint type format docs wheel core clean
+.PHONY: help demo test stress sanitize bench bootstrap scaling controller training lint type format docs wheel core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -83,6 +83,9 @@ scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on t
 
 chaos: $(DONE)/shoal  ## deaths, standstills, joins and leaves at random moments, 8 minutes; rewrites the table of docs/failures.md
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+bootstrap: $(DONE)/shoal  ## how long 100 to 10,000 ranks take to meet, and what it costs the store, beside torch's, 3 minutes
+	$(BIN)/python benchmarks/bootstrap.py $(ARGS)
 
 controller: $(DONE)/shoal  ## what an operation of the master-worker mode costs, beside local torch, 4 minutes
 	$(BIN)/python benchmarks/controller.py $(ARGS)

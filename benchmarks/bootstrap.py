@@ -1,7 +1,12 @@
 """How long thousands of ranks take to meet in one store, and what that costs its server.
 
     python benchmarks/bootstrap.py                                  # 100 to 10,000 ranks, 3 minutes
-    python benchmarks/bootstrap.py --ranks 100 1000 --rounds 3
+    python benchmarks/bootstrap.py --store etcd                     # 100 to 1,000 ranks in etcd too
+    python benchmarks/bootstrap.py --ranks 100 1000 --rounds 3 --out /tmp --picture /tmp/bootstrap.png
+
+It writes benchmarks/results/bootstrap.json and docs/bootstrap.png, and says whether the bars of a meeting of
+10,000 are met: 10 s, 3 s of the server's processor time and 150 MB of its memory, also where a tenth of
+the ranks come again.
 
 The server is a process of its own.  The ranks share one other process, each with a connection of its own, and
 run the package's own code: connect, prove that they hold the secret, and meet, as ``shoal.init`` does before
@@ -13,22 +18,29 @@ to a counter; then each gets the key that the last one set, and that of its host
 meeting: nobody waits for anybody there, no secret is proved, and nobody looks for earlier jobs.  Its clients
 look up names, which takes each a tenth of a second where there is no name server: 300 are the most here.
 
+In etcd each rank is a thread with connections of its own, and the server is etcd itself: 1,000 are the most.
+
 Seconds are those until the last rank is through; the processor time and the memory are the server's.  Needs
-``greenlet``, and ``matplotlib`` for --picture.
+``greenlet`` and ``matplotlib``, and for --store etcd the program and ``shoal[etcd]``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
 import platform
 import resource
+import signal
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +57,13 @@ SECRET = b"of the benchmark"
 SPARE = 100
 #: that make torch's clients, and the most clients
 THREADS, MOST = 256, 300
+#: ranks that meet in etcd, at most
+MOST_IN_ETCD = 1000
 PATIENCE = 120.0
+
+HERE = Path(__file__).resolve().parent
+#: what a meeting of so many ranks may take, by the first three of FIGURES
+BAR_RANKS, BARS = 10_000, (10.0, 3.0, 150.0)
 
 #: of one meeting
 FIGURES = ("seconds", "server CPU, s", "server memory, MB", "connections cut")
@@ -66,6 +84,64 @@ def serve_torch() -> None:
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
     print(store.port, flush=True)
     sys.stdin.read()
+
+
+def serve_etcd() -> None:
+    """Become etcd, which ends with the process that started this one."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    print(ports[0], flush=True)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    clients, peers = (f"http://127.0.0.1:{port}" for port in ports)
+    os.execvp(
+        "etcd",
+        ["etcd", "--data-dir", tempfile.mkdtemp(dir=os.environ["BOOTSTRAP_FOLDER"]),
+         "--listen-client-urls", clients, "--advertise-client-urls", clients, "--listen-peer-urls", peers,
+         "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"],
+    )  # fmt: skip
+
+
+def etcd_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
+    from shoal.rendezvous.host import Here, here
+    from shoal.rendezvous.meeting import Meeting
+    from shoal.store import PrefixStore, open_store
+    from shoal.wire import Deadline, listens
+
+    end = time.monotonic() + PATIENCE
+    while not listens("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
+        time.sleep(0.05)
+    me, ends, failures = here(), [0.0] * ranks, []
+    url = f"etcd://127.0.0.1:{port}"
+    open_store(url, secret=SECRET, timeout=PATIENCE).close()  # it answers
+
+    def rank(number: int) -> None:
+        name = f"host {number // bootstrap_ranks.PER_HOST}"
+        try:
+            with open_store(url, secret=SECRET, timeout=PATIENCE) as store:
+                Meeting(
+                    PrefixStore("job/0", store), rank=number, size=ranks, job="job", epoch=0, host=name,
+                    here=Here(f"{name}/kernel", me.process), deadline=Deadline(PATIENCE),
+                ).join()  # fmt: skip
+                ends[number] = time.monotonic()
+        except Exception as error:
+            failures.append(f"rank {number}: {error!r}")
+
+    threading.stack_size(256 * 1024)
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise SystemExit(f"{len(failures)} ranks failed, the first: {failures[0]}")
+    return max(ends) - begin, 0
 
 
 def shoal_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
@@ -103,7 +179,10 @@ KINDS: dict[str, tuple[Callable[[], None], Callable[[int, int, float], tuple[flo
     "shoal": (serve_shoal, shoal_meets, 0.0),
     "shoal, a tenth cut": (serve_shoal, shoal_meets, 0.1),
     "torch TCPStore": (serve_torch, torch_meets, 0.0),
+    "etcd": (serve_etcd, etcd_meets, 0.0),
 }
+#: the most ranks of a kind
+LIMITS = {"torch TCPStore": MOST, "etcd": MOST_IN_ETCD}
 
 
 @contextlib.contextmanager
@@ -147,9 +226,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
     parser.add_argument("--rounds", type=int, default=3, help="the kinds take turns; a figure is the median")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of bootstrap.json")
-    parser.add_argument("--picture", type=Path, help="where to draw the curves")
+    parser.add_argument(
+        "--kinds", nargs="+", default=[each for each in KINDS if each != "etcd"], choices=list(KINDS)
+    )
+    parser.add_argument("--store", choices=["etcd"], help="measure this one too")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of bootstrap.json")
+    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "bootstrap.png")
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.serve:
@@ -161,11 +243,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{max(options.ranks)} ranks need as many descriptors, and the limit is {hard} (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if options.store and options.store not in options.kinds:
+        options.kinds.append(options.store)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     record: dict[str, dict[str, Figures]] = {kind: {} for kind in options.kinds}
     for ranks in options.ranks:
-        kinds = [kind for kind in options.kinds if KINDS[kind][0] is not serve_torch or ranks <= MOST]
-        rounds = [{kind: measured(kind, ranks) for kind in kinds} for _ in range(options.rounds)]
+        kinds = [kind for kind in options.kinds if ranks <= LIMITS.get(kind, ranks)]
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["BOOTSTRAP_FOLDER"] = folder
+            rounds = [{kind: measured(kind, ranks) for kind in kinds} for _ in range(options.rounds)]
         for kind in kinds:
             record[kind][str(ranks)] = {
                 name: statistics.median(each[kind][name] for each in rounds) for name in FIGURES
@@ -178,11 +264,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         "ranks of a host": bootstrap_ranks.PER_HOST,
         "ranks that start in a second": bootstrap_ranks.PER_SECOND,
     }
-    text = json.dumps({"about": about, "results": record}, indent=1)
+    bars = held_against_bars(record)
+    text = json.dumps({"about": about, "results": record, "bars": bars}, indent=1)
     (options.out / "bootstrap.json").write_text(text + "\n")
     show(record, options.ranks)
-    if options.picture:
-        draw(record, options.picture)
+    for kind, each in bars.items():
+        for name, (figure, bar) in each.items():
+            said = "met" if figure <= bar else "MISSED"
+            print(f"{kind}, {BAR_RANKS:,} ranks: {name} {figure:.3g}, the bar is {bar:g}: {said}")
+    draw(record, options.picture)
+
+
+def held_against_bars(record: dict[str, dict[str, Figures]]) -> dict[str, dict[str, tuple[float, float]]]:
+    """The figures that have a bar, and the bar, by kind and name."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for kind, results in record.items():
+        if KINDS[kind][0] is serve_shoal and str(BAR_RANKS) in results:
+            figures = results[str(BAR_RANKS)]
+            found[kind] = {name: (figures[name], bar) for name, bar in zip(FIGURES[:3], BARS, strict=True)}
+    return found
 
 
 def show(record: dict[str, dict[str, Figures]], sizes: Sequence[int]) -> None:

@@ -91,10 +91,10 @@ def _choice(*options: str) -> Callable[[str], str]:
     return parse
 
 
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
+def _join(text: str) -> bool | str:
+    if text not in ("0", "1", "auto"):
         raise ValueError(text)
-    return text == "1"
+    return text if text == "auto" else text == "1"
 
 
 def _bytes(text: str) -> int:
@@ -171,10 +171,10 @@ EPOCH: Variable[int] = Variable(
     "SHOAL_EPOCH", _RANK, _at_least(0), 0,
     "Incarnation of the job; a restart counts it up, and nothing of an older one is accepted.",
 )  # fmt: skip
-JOIN: Variable[bool] = Variable(
-    "SHOAL_JOIN", "0 or 1", _flag, False,
+JOIN: Variable[bool | str] = Variable(
+    "SHOAL_JOIN", "0, 1 or auto", _join, False,
     "1: this process has no rank, and joins the ranks of a running session of `shoal.elastic`; `shoal run "
-    "--respawn` and `--spares` set it.",
+    "--respawn` and `--spares` set it. `auto`: the same, and it begins the session where none runs.",
 )  # fmt: skip
 SESSION_SIZE: Variable[int | None] = Variable(
     "SHOAL_SESSION_SIZE", _COUNT, _at_least(1), None,

@@ -80,10 +80,10 @@ def init(
     check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
     count = lanes(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
-    if config.JOIN.get() and url in (None, "env://") and store is None and rank is None:
+    if (joins := config.JOIN.get()) and url in (None, "env://") and store is None and rank is None:
         raise ConfigurationError(
-            "SHOAL_JOIN=1: this process has no rank among those that meet here; it joins a running session "
-            "by shoal.elastic.Session(state)"
+            f"SHOAL_JOIN={'auto' if joins == 'auto' else 1}: this process has no rank among those that meet "
+            "here; it joins a running session by shoal.elastic.Session(state)"
         )
     for what, text in (("name", name), ("host_id", host_id)):
         if not isinstance(text, str | None) or text == "":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from shoal import ConfigurationError
+from shoal import ConfigurationError, RendezvousError, RendezvousTimeout
+from shoal.rendezvous import schemes
 from shoal.rendezvous.environment import derived_port, read
 from tests.support.ports import free_port
 
@@ -93,6 +95,15 @@ def _mpich_with_store(rank: int, size: int, port: int) -> Environment:
     return {**_mpich(rank, size, port), "SHOAL_STORE": f"tcp://127.0.0.1:{port}"}
 
 
+def _kubernetes(rank: int, size: int, port: int) -> Environment:
+    return {
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "JOB_COMPLETION_INDEX": str(rank),
+        "SHOAL_SIZE": str(size),
+        "SHOAL_STORE": f"tcp://127.0.0.1:{port}",
+    }
+
+
 ALL = [
     _shoal,
     _by_hand,
@@ -102,6 +113,7 @@ ALL = [
     _mpich,
     _open_mpi_with_master,
     _mpich_with_store,
+    _kubernetes,
 ]
 Maker = Callable[[int, int, int], Environment]
 
@@ -135,7 +147,7 @@ def test_ranks_meet_in_the_environment_of(environment: Maker, private_files_in: 
 @pytest.mark.parametrize("environment", ALL)
 def test_a_variable_that_is_no_number_is_named(environment: Maker) -> None:
     good = environment(0, 2, 1)
-    name = next(name for name in good if name.endswith(("RANK", "PROCID")))
+    name = next(name for name in good if name.endswith(("RANK", "PROCID", "INDEX")))
     with pytest.raises(ConfigurationError, match=rf"{name}.*expected a whole number from 0"):
         read({**good, name: "zero"})
 
@@ -179,6 +191,7 @@ def test_job_and_epoch_come_from_the_launcher() -> None:
         "_mpich": ("default", 0),
         "_open_mpi_with_master": ("mpi-prterun-node-4711@1", 0),
         "_mpich_with_store": ("default", 0),
+        "_kubernetes": ("default", 0),
     }
 
 
@@ -200,6 +213,63 @@ def test_the_innermost_launcher_counts() -> None:
     launch = read({**_slurm(1, 2, 1), "PMI_RANK": "1", "PMI_SIZE": "2"})  # srun --mpi=pmi2
     assert launch is not None
     assert launch.launcher == "Slurm"
+
+
+def test_the_number_of_a_pod_is_its_rank_only_where_a_group_has_a_size() -> None:
+    swept = {"JOB_COMPLETION_INDEX": "3"}  # one of many independent runs
+    assert read(swept) is None
+    assert read({**swept, "SHOAL_SIZE": "1"}) is not None
+    for alone in (swept, {**swept, "SHOAL_SIZE": "1"}):
+        member = meet_at("env://", environ=alone)
+        assert (member.rank, member.size) == (0, 1)
+        member.release(1.0)
+    launch = read({**swept, "SHOAL_STORE": "tcp://127.0.0.1:29400"})
+    assert launch is not None
+    assert (launch.rank, launch.size) == (None, None)  # in order of arrival
+    with pytest.raises(ConfigurationError, match="Kubernetes gives rank and size but not where"):
+        read({**swept, "SHOAL_SIZE": "4"})
+    with pytest.raises(ConfigurationError, match="Kubernetes gives this process rank 3 in a job of size 2"):
+        read(_kubernetes(3, 2, 1))
+
+
+@pytest.mark.parametrize("inner", [_shoal, _torchrun, _open_mpi, _mpich, _slurm])
+def test_a_launcher_within_a_pod_goes_before_the_pod(inner: Maker) -> None:
+    launch = read({**_kubernetes(1, 2, 1), **inner(3, 8, 1)})
+    assert launch is not None
+    assert (launch.rank, launch.size) == (3, 8)
+
+
+def test_a_rank_waits_for_the_name_of_a_pod_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[str] = []
+
+    def look_up(host: str, port: int) -> list[str]:
+        if host == "train-0.train" and len(known) < 3:
+            known.append(host)
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(schemes, "resolve", look_up)
+    monkeypatch.setattr(schemes, "_NAME_PAUSE", 0.001)
+    monkeypatch.setattr(schemes, "_means_loopback", lambda host: True)
+    environ = {**_kubernetes(0, 1, 1), "SHOAL_SIZE": "2", "SHOAL_SECRET": "x"}
+    environ["SHOAL_STORE"] = f"tcp://train-0.train:{free_port()}"
+    calls = [
+        lambda r=r: meet_at("env://", environ={**environ, "JOB_COMPLETION_INDEX": str(r)}) for r in range(2)
+    ]
+    members = all_well(together(*calls))
+    assert sorted(member.rank for member in members) == [0, 1]
+    assert len(known) == 3
+    release_all(members)
+
+
+def test_a_name_that_nobody_knows_is_an_error_at_once_and_in_kubernetes_in_the_end() -> None:
+    unknown = {**_kubernetes(1, 2, 1), "SHOAL_STORE": "tcp://train-0.invalid:29400"}
+    with pytest.raises(RendezvousTimeout, match=r"'train-0.invalid', has been unknown.*headless Service"):
+        meet_at("env://", environ=unknown, timeout=0.2)
+    del unknown["KUBERNETES_SERVICE_HOST"]
+    with pytest.raises(RendezvousError, match=r"host 'train-0.invalid' of the store is unknown") as caught:
+        meet_at("env://", environ=unknown, timeout=0.2)
+    assert not isinstance(caught.value, RendezvousTimeout) or "has been unknown" in str(caught.value)
 
 
 def test_slurm_on_several_hosts_meets_on_the_first() -> None:

@@ -54,12 +54,13 @@ class Machines:
     Args:
         network: lives at least as long.
         folder: for what they share; every host sees the files of this one.
+        domain: hosts have a second name, with this behind a dot.
     """
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: Network, folder: Path, domain: str = "local") -> None:
         self.hosts = (STORE, *network.hosts)
         self._folder = folder
-        names = [f"{network.address(host)} {host}" for host in self.hosts]
+        names = [f"{network.address(host)} {host} {host}.{domain}" for host in self.hosts]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         lines = [f"mount --bind {folder}/hosts /etc/hosts"]
         for host in self.hosts:
@@ -103,15 +104,23 @@ class Machines:
         *,
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
+        folder: Path | None = None,
     ) -> Iterator[Program]:
-        """Run a program on ``host`` for the block; then it is killed."""
+        """Run a program on ``host`` for the block; then it is killed.
+
+        Args:
+            environment: beside that of this process.
+            output: what it says is appended there; None: :meth:`Program.end` returns it.
+            folder: where it runs.
+        """
         with contextlib.ExitStack() as steps:
             log = subprocess.PIPE if output is None else steps.enter_context(output.open("ab"))
+            place = ["env", f"--chdir={folder or self._folder}", "--unset=PYTHONDONTWRITEBYTECODE"]
             process = steps.enter_context(
                 subprocess.Popen(
-                    self.command(host, command), stdin=subprocess.DEVNULL, stdout=log,
+                    self.command(host, [*place, *command]), stdin=subprocess.DEVNULL, stdout=log,
                     stderr=subprocess.STDOUT, env={**os.environ, **(environment or {}), "PATH": PATH},
-                    text=True, cwd=self._folder, preexec_fn=_end_with_parent,
+                    text=True, preexec_fn=_end_with_parent,
                 )
             )  # fmt: skip
             program = Program(process)
@@ -156,12 +165,13 @@ class Program:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send the program a signal."""
-        until(lambda: self.ended or psutil.Process(self._process.pid).children())
-        for child in psutil.Process(self._process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(number)
+    def signal(self, number: signal.Signals, *, deep: bool = False) -> None:
+        """Send the program a signal; ``deep``: it only waits for the one that is meant."""
+        until(lambda: self.ended or psutil.Process(self._process.pid).children(recursive=deep)[-1:])
+        if not self.ended:
+            for child in psutil.Process(self._process.pid).children(recursive=deep)[-1:]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
 
     def end(self, timeout: float = LONG) -> tuple[int, str]:
         """Wait for the end: the exit code, and what the program said."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import config, failure_report
+from ..backend.arguments import lanes
 from ..backend.registry import backend_factory
 from ..errors import (
     GroupError,
@@ -29,12 +30,13 @@ from ..errors import (
 from ..group import ProcessGroup
 from ..initialize import init, world_group
 from ..rendezvous import Place, meet_beside, open_place
+from ..rendezvous.record import LOBBY
 from ..rendezvous.venue import nothing
 from ..store import MemoryStore, Store
 from ..wire import Deadline
 from .lobby import Lobby
 from .lobby_keys import PATIENCE, Invitation
-from .waiting import await_invitation
+from .waiting import Begun, await_invitation
 
 #: for closing what came to nothing
 _SHORT = 1.0
@@ -59,17 +61,25 @@ class Door:
 
     @classmethod
     def of(
-        cls, group: ProcessGroup, fits: Callable[[int], bool], *, wanted: int | None, begins: bool
+        cls,
+        group: ProcessGroup,
+        fits: Callable[[int], bool],
+        *,
+        wanted: int | None,
+        begins: bool,
+        ident: int = 0,
     ) -> Door | None:
         """The door of a group; None: nobody can find the place where its ranks have met.
 
         Args:
             begins: whether the session begins with this group.
+            ident: of the session, if the others know it already.
         """
         place = group.world.membership.place
         if place is None or not group._is_first or not _can_be_told(group):
             return None
         door = cls(place, fits, wanted)
+        door._lobby.ident = ident
         if begins and group.rank == 0:
             door._lobby.open()
         door.follow(group)
@@ -157,9 +167,19 @@ class Door:
 
 
 class Newcomer:
-    """The side of a process that joins a session: alone at first, so that it can make its models."""
+    """The side of a process that joins a session: alone at first, so that it can make its models.
 
-    def __init__(self) -> None:
+    Args:
+        begins: it begins the session if there is none.
+
+    Attributes:
+        begins: as above.
+        begun: the session that it has begun; 0: it joins that of others.
+    """
+
+    def __init__(self, *, begins: bool = False) -> None:
+        self.begun = 0
+        self.begins = begins
         self._store = MemoryStore()
         self.alone = init(store=self._store, rank=0, size=1)
 
@@ -172,13 +192,17 @@ class Newcomer:
         Raises:
             SystemExit: with the exit code 0; it is over.
             RendezvousError: there is none, or this process cannot connect to its ranks.
+            StateLost: as of :func:`await_invitation`.
             StoreError: the store is gone.
         """
         deadline = Deadline(timeout)
         place = open_place(timeout=timeout)
         try:
             for attempt in range(_ATTEMPTS):
-                invitation = await_invitation(place, deadline)
+                invitation = await_invitation(place, deadline, begins=self.begins)
+                if isinstance(invitation, Begun):
+                    self.begun = invitation.ident
+                    return _alone(place, invitation.ident)
                 with contextlib.suppress(GroupError, RendezvousError):
                     if (group := self._met(place, invitation)) is not None:
                         failure_report.taken_in()
@@ -269,6 +293,18 @@ class _Meeting:
             group.world.close(_SHORT)
             raise
         return group, release
+
+
+def _alone(place: Place, ident: int) -> ProcessGroup:
+    """A group of this process alone, which others can join: the beginning of a session."""
+    timeout = config.TIMEOUT.get()
+    membership = meet_beside(place, f"{LOBBY}/{ident:016x}/alone", rank=0, size=1, timeout=timeout)
+    release = _Release(membership.release)
+    release.then = lambda _: place.close()
+    return world_group(
+        replace(membership, release=release), backend_factory("native"), name="world", timeout=timeout,
+        concurrency=lanes(None), options={},
+    )  # fmt: skip
 
 
 class _Release:

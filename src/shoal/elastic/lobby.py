@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -23,6 +24,7 @@ from ..rendezvous.record import LOBBY, WANTED
 from ..store import Store
 from ..wording import counted
 from .lobby_keys import (
+    BEAT,
     LONGEST_PAUSE,
     LOOK,
     SESSION,
@@ -32,6 +34,7 @@ from .lobby_keys import (
     Reader,
     SessionNote,
     arrivals_key,
+    beat_key,
     candidate_key,
     go_key,
     keys_of,
@@ -200,8 +203,12 @@ class Lobby:
         #: numbers of candidates that were read, and numbers under which a candidate is late to write
         seen: set[int] = set()
         late: set[int] = set()
+        beaten = -BEAT
         while True:
             self._announce(store)
+            if (now := time.monotonic()) >= beaten + BEAT:
+                store.set(beat_key(self._name), secrets.token_hex(4))
+                beaten = now
             self._look_up_wanted(store)
             for number in self._numbers(store):
                 if number not in seen:
@@ -232,6 +239,12 @@ class Lobby:
             store.compare_set(SESSION, found, msgspec.json.encode(SessionNote(self._name)))
         elif not self.ident:
             self.ident = int(session.ident, 16)
+        elif session.ident != self._name:
+            self._reader.passes_over(
+                "session",
+                "another one began here when this one had not been seen for a minute; nobody can join this "
+                "one any more, and both train: end one of them",
+            )
 
     def _look_up_wanted(self, store: Store) -> None:
         if self.wanted is None:

@@ -2,6 +2,7 @@
 
     wanted                        how many ranks the session shall have, if a launcher has said so
     session                       the session at this place: its ident, and whether it is over
+    IDENT/beat                    changes every few seconds, as long as rank 0 of the session lives
     IDENT/arrivals                counts those that have come
     IDENT/candidate/N             the N-th of them, which waits for the next key
     IDENT/go/N                    its invitation; "again": it shall come once more; empty: the session is over
@@ -29,6 +30,8 @@ SESSION = "session"
 AGAIN = b"again"
 #: seconds for which one request waits; it is made again
 LOOK = 1.0
+#: seconds between two signs of life of a session; and seconds without one after which there is no session
+BEAT, SILENCE = 5.0, 60.0
 #: seconds in which the store must answer
 PATIENCE = 5.0
 #: seconds between two attempts to reach a store that is gone
@@ -93,6 +96,11 @@ def keys_of(place: Place) -> Store:
         StoreError, WireError: there is none, or it does not answer.
     """
     return PrefixStore(LOBBY, place.store).clone(PATIENCE, anew=True)
+
+
+def beat_key(ident: str) -> str:
+    """The sign of life of a session."""
+    return f"{ident}/beat"
 
 
 def arrivals_key(ident: str) -> str:

@@ -17,18 +17,23 @@ from ..errors import (
     OperationTimeout,
     PeerLost,
     ProtocolError,
+    RendezvousTimeout,
     ShoalError,
     UsageError,
 )
 from ..group import ProcessGroup
 from ..group.rebuild import Rebuilt
 from ..initialize import init
+from ..wire import Deadline
+from ..wording import counted, in_seconds
 from .growth import Door, Newcomer
 from .progress import Progress
 from .record import Record, Wish, all_wishes, leavers
 from .resize import Resize
 from .signals import Notice
 
+#: seconds between two looks at who has come
+_LOOK = 0.02
 #: errors after which the ranks that are left can go on, if one is lost
 _OF_LOSSES = (PeerLost, ProtocolError, OperationTimeout, GroupClosed)
 
@@ -70,6 +75,8 @@ class Members:
         #: the group before one that has grown, until all ranks are known to have gone over
         self._older: ProcessGroup | None = None
         self._wanted = config.SESSION_SIZE.get() if most is None else None
+        #: whether this process has begun the session alone, and may have to wait for others
+        self._gathers = False
 
     @property
     def group(self) -> ProcessGroup:
@@ -84,6 +91,11 @@ class Members:
         return self._newcomer is not None
 
     @property
+    def may_begin(self) -> bool:
+        """Whether this process begins the session if there is none to join."""
+        return self._newcomer is not None and self._newcomer.begins
+
+    @property
     def waiting(self) -> int:
         """How many processes wait to join, as rank 0 knows; 0 on the other ranks."""
         return 0 if self._door is None else self._door.waiting
@@ -92,8 +104,8 @@ class Members:
 
     def begin(self, group: ProcessGroup | None) -> None:
         """Begin with these ranks; None: those that meet, or this process alone if it is to join others."""
-        if group is None and config.JOIN.get():
-            self._newcomer = Newcomer()
+        if group is None and (joins := config.JOIN.get()):
+            self._newcomer = Newcomer(begins=joins == "auto")
             group = self._newcomer.alone
         self._group = init() if group is None else group
 
@@ -166,10 +178,41 @@ class Members:
             rebuilt = self.rebuild(progress, 1 if ends else least)
             self.tell(steps, before, began, rebuilt)
 
-    def join(self) -> None:
-        """In a process that is to join the others: wait until they take it in."""
-        if self._newcomer is not None:
-            self._take(self._newcomer.join(config.TIMEOUT.get()))
+    def join(self) -> bool:
+        """In a process that is to join the others: wait until they take it in.
+
+        Returns:
+            Whether it has begun the session instead, as there was none.
+        """
+        if self._newcomer is None:
+            return False
+        self._take(self._newcomer.join(config.TIMEOUT.get()))
+        self._gathers = bool(self._newcomer.begun)
+        return self._gathers
+
+    def gather(self) -> bool:
+        """In a process that has begun the session alone: wait until so many others have come that they can
+        train; whether they are still to be met.
+
+        Raises:
+            RendezvousTimeout: they have not come.
+        """
+        group, door = self.group, self._door
+        if not self._gathers or group.size >= self.least or door is None:
+            self._gathers = False
+            return False
+        deadline = Deadline(config.TIMEOUT.get())
+        while door.waiting < self.least - group.size:
+            if self.notice.given:
+                self.left = True
+                break
+            if deadline.expired:
+                raise RendezvousTimeout(
+                    f"this process began the session, which needs min={self.least} ranks: only "
+                    f"{counted(door.waiting, 'other')} came within {in_seconds(deadline.timeout)}"
+                )
+            time.sleep(_LOOK)
+        return True
 
     def meet(self) -> ProcessGroup | None:
         """Meet those that wait; their group with the ranks, or None if nothing comes of it."""
@@ -194,7 +237,8 @@ class Members:
             if old is not None:
                 old.close()
         if self._newcomer is not None:
-            self._door = Door.of(self.group, self.fits, wanted=self._wanted, begins=False)
+            begun = self._newcomer.begun
+            self._door = Door.of(self.group, self.fits, wanted=self._wanted, begins=False, ident=begun)
         self._older = self._newcomer = None
 
     def fits(self, size: int) -> bool:

@@ -49,7 +49,8 @@ class Session:
                     opt.zero_grad()
 
     A rank whose program leaves the block by an exception leaves the training; the others go on as after a
-    death.  A process with ``SHOAL_JOIN=1`` in its environment joins the session that runs at its place.
+    death.  A process with ``SHOAL_JOIN=1`` in its environment joins the session that runs at its place; with
+    ``SHOAL_JOIN=auto`` it begins one if there is none, and the others join that.
 
     SIGTERM makes a rank leave at the end of the step, as :meth:`leave` does; a second one does what it did
     before.  Within a job of Slurm, SIGUSR1 does too.
@@ -187,6 +188,10 @@ class Session:
             self.settle()
             if self.left or (until is not None and self.state.steps >= until):
                 return
+            if self._members.gather():
+                if not self.left:
+                    self._grow()
+                continue
             if self._members.leavers:
                 self._detach_gradients(keep=True)
                 self._members.part(self.state.steps, self._sharded.most_that_leave)
@@ -261,6 +266,12 @@ class Session:
         members.begin(self._given)
         self._holds_state = not members.is_joining
         try:
+            if members.may_begin and self._sharded.optimizer is not None:
+                raise UsageError(
+                    "SHOAL_JOIN=auto: the process that begins the session would hold all of the state, and "
+                    "the State has a ZeroRedundancyOptimizer; start the first ranks with SHOAL_RANK and "
+                    "SHOAL_SIZE, and the others with SHOAL_JOIN=1"
+                )
             if not members.is_joining:
                 members.check_size(self.group.size)
             self.group._channel.vote_limit()
@@ -321,7 +332,8 @@ class Session:
     def settle(self) -> None:
         """Begin in a new group: ranks that do not hold the state yet receive it, and what differs by rank is
         brought in order."""
-        self._members.join()
+        if self._members.join():
+            self._holds_state = True
         while self._is_new:
             try:
                 self._share_state()

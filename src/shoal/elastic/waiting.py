@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
+from typing import NamedTuple
 
 import msgspec
 
-from ..errors import RendezvousTimeout, StoreError, StoreTimeout, WireError
+from ..errors import RendezvousTimeout, StateLost, StoreError, StoreTimeout, WireError
 from ..rendezvous import Place
 from ..store import Store
 from ..wire import Deadline
@@ -18,17 +20,26 @@ from .lobby_keys import (
     LOOK,
     SESSION,
     SHORTEST_PAUSE,
+    SILENCE,
     Candidate,
     Invitation,
     Reader,
+    SessionNote,
     arrivals_key,
+    beat_key,
     candidate_key,
     go_key,
     keys_of,
 )
 
 
-def await_invitation(place: Place, deadline: Deadline) -> Invitation:
+class Begun(NamedTuple):
+    """The session that this process begins."""
+
+    ident: int
+
+
+def await_invitation(place: Place, deadline: Deadline, *, begins: bool = False) -> Invitation | Begun:
     """Wait in the lobby until the ranks of the session there invite this process.
 
     A store that is gone is looked for until it is back.
@@ -36,20 +47,24 @@ def await_invitation(place: Place, deadline: Deadline) -> Invitation:
     Args:
         deadline: until when there must be a session; it may then take any time until it needs this process.
             As many seconds are left to a store that is gone, and then to the session to be found there again.
+        begins: this process begins a session, by itself, if none has been there since it came.
 
     Raises:
         SystemExit: with the exit code 0; the session has come to its end without this process.
         RendezvousTimeout: there is none.
+        StateLost: there was one, and it is gone; this process, which could begin another one, has waited too
+            long for the newest checkpoint.
         StoreError, WireError: the store is gone.
     """
-    candidate, pause = _Waiting(place, deadline), SHORTEST_PAUSE
+    candidate, pause = _Waiting(place, deadline, begins), SHORTEST_PAUSE
     while True:
         try:
             with keys_of(place) as store:
-                while (invitation := candidate.look(store)) is None:
+                while (found := candidate.look(store)) is None:
                     pause = SHORTEST_PAUSE
-                return invitation
+                return found
         except (StoreError, WireError):
+            candidate.hears_nothing()
             if candidate.deadline.expired:
                 raise
         time.sleep(pause)
@@ -63,22 +78,34 @@ class _Waiting:
         deadline: until when the session must be seen again.
     """
 
-    def __init__(self, place: Place, deadline: Deadline) -> None:
+    def __init__(self, place: Place, deadline: Deadline, begins: bool) -> None:
         self._place = place
         self.deadline = deadline
+        self._begins = begins
+        #: the session and its sign of life as seen last, and since when
+        self._seen: tuple[bytes, bytes] | None = None
+        self._since = 0.0
+        #: of a session that lived when this process was there
+        self._lived = ""
         self._me = msgspec.json.encode(Candidate(place.here.machine, place.here.process))
         self._ident = ""
         self._number: int | None = None
         self._reader = Reader()
 
-    def look(self, store: Store) -> Invitation | None:
+    def look(self, store: Store) -> Invitation | Begun | None:
         """Look for the session, come, and wait a moment for the invitation."""
         try:
-            raw = store.get(SESSION, min(self.deadline.remaining(), LOOK))
+            raw = store.get(SESSION, 0.0 if self._begins else min(self.deadline.remaining(), LOOK))
         except StoreTimeout:
+            if self._begins:
+                return self._begin(store, b"")
             self._check_deadline()
             return None
         session = self._reader.session(raw)
+        if self._begins:
+            is_over = session is not None and session.over and session.ident not in (self._lived, self._ident)
+            if is_over or self._is_silent(store, raw, session):
+                return self._begin(store, raw)
         if session is None:
             self._check_deadline()
             time.sleep(SHORTEST_PAUSE)  # the session writes it again
@@ -100,6 +127,41 @@ class _Waiting:
             return None
         self._number = None  # another answer comes under another number
         return self._reader.invitation(raw) if raw not in (AGAIN, b"") else None
+
+    def hears_nothing(self) -> None:
+        """The store is gone, and signs of life with it."""
+        self._seen = None
+
+    def _is_silent(self, store: Store, raw: bytes, session: SessionNote | None) -> bool:
+        """Whether the session has given no sign of life since this process came, for long enough."""
+        beat = b""
+        if session is not None:
+            with contextlib.suppress(StoreTimeout):
+                beat = store.get(beat_key(session.ident), 0.0)
+        now = time.monotonic()
+        if self._seen is None or self._seen != (raw, beat):
+            if self._seen is not None and session is not None:
+                self._lived = session.ident
+            self._seen, self._since = (raw, beat), now
+        if now - self._since < SILENCE:
+            return False
+        if self._lived:
+            raise StateLost(
+                f"job {self._place.job!r}: the session that this process (SHOAL_JOIN=auto) waited for has "
+                f"given no sign of life for {in_seconds(SILENCE)}.  Start this process again: it then begins "
+                "a session with the newest checkpoint"
+            )
+        return True
+
+    def _begin(self, store: Store, before: bytes) -> Begun | None:
+        """Begin a session in the place of what stands there; None: another process has done so."""
+        ident = secrets.randbits(62)
+        mine = msgspec.json.encode(SessionNote(f"{ident:016x}"))
+        if store.compare_set(SESSION, before, mine) != mine:
+            return None
+        if before and (session := self._reader.session(before)) is not None:
+            store.delete_prefix(f"{session.ident}/")
+        return Begun(ident)
 
     def _has_come(self, store: Store) -> bool:
         """Whether the session can read of this process: not so in a store that began anew."""

@@ -1,8 +1,9 @@
 """Reads from the environment what each launcher tells its processes.
 
-:func:`read` knows shoal's own variables and those of torchrun, Slurm, Open MPI and MPICH, and brings
-them into one form, :class:`Launch`.  It looks at the innermost launcher first: ``torchrun`` may run
-under Slurm, and ``mpirun`` starts its helpers through ``srun``, whose variables its ranks inherit.
+:func:`read` knows shoal's own variables and those of torchrun, Slurm, Open MPI, MPICH and Kubernetes, and
+brings them into one form, :class:`Launch`.  It looks at the innermost launcher first: ``torchrun`` may run
+under Slurm or in a pod, and ``mpirun`` starts its helpers through ``srun``, whose variables its ranks
+inherit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from .slurm import first_host
 #: Ports that are derived and not given lie below Linux's range of ephemeral ports (32768 and up), so
 #: that no outgoing connection of another program sits on them by chance.
 DERIVED_PORTS = range(20000, 30000)
+
+#: the number of a pod in an Indexed Job
+_INDEX = "JOB_COMPLETION_INDEX"
 
 _PASSED_ON = f": mpiexec -x {config.STORE.name}=tcp://FIRST-HOST:29400 -x {config.SECRET_FILE.name}=PATH"
 
@@ -126,9 +130,29 @@ def _check(launch: Launch) -> None:
 
 def _shoal(environ: Mapping[str, str]) -> Launch | None:
     rank, size = config.RANK.get(environ), config.SIZE.get(environ)
-    if rank is None and size is None:
+    if (rank is None and size is None) or _is_of_kubernetes(environ, rank, size):
         return None
     return _by_shoal(environ, rank, size)
+
+
+def _is_of_kubernetes(environ: Mapping[str, str], rank: int | None, size: int | None) -> bool:
+    """Whether the place of this process in an Indexed Job is its rank, unless a launcher within the pod says
+    otherwise.
+
+    Indexed Jobs also number what has nothing to do with each other.  So it is one only where the size of a
+    group is given and no rank; and groups of one may be many.
+    """
+    index = environ.get(_INDEX, "").strip()
+    return rank is None and size is not None and (size > 1 or index == "0") and bool(index)
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
+    reader = _Reader("Kubernetes", environ)
+    if not _is_of_kubernetes(environ, config.RANK.get(environ), config.SIZE.get(environ)):
+        return None
+    return replace(
+        _by_shoal(environ, reader.need(_INDEX), config.SIZE.get(environ)), launcher=reader.launcher
+    )
 
 
 def _dynamic(environ: Mapping[str, str]) -> Launch | None:
@@ -245,7 +269,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
 
 
 #: innermost launcher first
-_DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm, _dynamic)
+_DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm, _kubernetes, _dynamic)
 
 
 def _job(launcher: str, ident: str | None) -> str:

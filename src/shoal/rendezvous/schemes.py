@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import random
+import socket
 import time
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,8 @@ from .hosting import share
 from .private import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url, store_address
 
+#: seconds between two looks for a name that is not known yet
+_NAME_PAUSE = 0.5
 #: ranks that connect to a store server in a second, and those that a job has at least for this to matter
 _A_SECOND, _LARGE = 2500, 500
 
@@ -98,7 +101,7 @@ def tcp(request: Request) -> Venue:
     Over loopback a job that was given no secret uses that of its user.
     """
     host, port = _host_and_port(request)
-    address = _address(host, port, request.secret)
+    address = _address(host, port, request)
     secret = request.secret or user_secret()
     serves = request.rank == 0 and request.size is not None and is_mine(address)
     hosted = share(address, port, secret, start=serves)
@@ -171,12 +174,9 @@ def _host_and_port(request: Request) -> tuple[str, int]:
     return host, port
 
 
-def _address(host: str, port: int, secret: bytes) -> str:
+def _address(host: str, port: int, request: Request) -> str:
     """The numeric address to serve and to connect to."""
-    try:
-        address = resolve(host, port)[0]
-    except OSError as error:
-        raise RendezvousError(f"rendezvous: host {host!r} of the store is unknown: {error}") from error
+    address, secret = _resolved(host, port, request), request.secret
     if secret and is_loopback(address) and not _means_loopback(host):
         # Many systems give their own name a loopback address in /etc/hosts, where no other host finds it.
         return address_towards(address)
@@ -187,6 +187,26 @@ def _address(host: str, port: int, secret: bytes) -> str:
             "file), or give secret="
         )
     return address
+
+
+def _resolved(host: str, port: int, request: Request) -> str:
+    """The first address of ``host``.  In Kubernetes a pod's name is known only some time after the pod."""
+    while True:
+        try:
+            return resolve(host, port)[0]
+        except OSError as error:
+            passes = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
+            if not (passes or request.environ.get("KUBERNETES_SERVICE_HOST")):
+                raise RendezvousError(
+                    f"rendezvous: host {host!r} of the store is unknown: {error}"
+                ) from error
+            if request.deadline.expired:
+                raise RendezvousTimeout(
+                    f"rendezvous: for {in_seconds(request.deadline.timeout)} the name of the store's host, "
+                    f"{host!r}, has been unknown: {error}.  In Kubernetes pods have names through a headless "
+                    "Service with publishNotReadyAddresses: true, which the Job names as its subdomain"
+                ) from error
+        time.sleep(min(_NAME_PAUSE, request.deadline.remaining()))
 
 
 def _means_loopback(host: str) -> bool:

@@ -17,6 +17,13 @@ def frame_header(length: int) -> bytes:
     return _LENGTH.pack(length)
 
 
+def only_frame(data: memoryview) -> bytearray | None:
+    """The message of the one frame that ``data`` is; None: it is more than that, or less."""
+    if len(data) <= _LENGTH.size or _LENGTH.unpack_from(data)[0] != len(data) - _LENGTH.size:
+        return None
+    return bytearray(data[_LENGTH.size :])
+
+
 class FrameReader:
     """Collects one frame after the other.
 

@@ -18,9 +18,13 @@ class PendingHandshake:
     Args:
         sock: owned by :attr:`stream` from now on.
         secret, purpose: what the other side must prove.
+        leaves_proof: who calls :meth:`step` sends this side's proof (:meth:`unsent`) with what comes next.
     """
 
-    def __init__(self, sock: socket.socket, *, secret: bytes, purpose: str) -> None:
+    def __init__(
+        self, sock: socket.socket, *, secret: bytes, purpose: str, leaves_proof: bool = False
+    ) -> None:
+        self._leaves_proof = leaves_proof
         self.stream = stream.open_stream(sock)
         self._handshake = Handshake(connecting=False, secret=secret, purpose=purpose)
         self._received = bytearray()
@@ -31,6 +35,12 @@ class PendingHandshake:
     def events(self) -> int:
         """The events to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+
+    def unsent(self) -> bytes:
+        """What is to be sent before all else; the caller sees to it from now on."""
+        unsent = bytes(self._unsent)
+        self._unsent.clear()
+        return unsent
 
     def step(self) -> bool:
         """Go on as far as the stream lets it, never reading beyond the handshake; whether it has succeeded.
@@ -57,6 +67,8 @@ class PendingHandshake:
             if len(self._received) == handshake.needed:
                 self._unsent += handshake.feed(self._received)
                 self._received.clear()
+                if handshake.done and self._leaves_proof:
+                    return True
         return False
 
     def _flush(self) -> bool:

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from ..errors import OutOfResources, UsageError, WireError
 from .alarms import Alarms
-from .frames import JOIN, FrameReader, frame_header
+from .frames import JOIN, FrameReader, frame_header, only_frame
 from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
@@ -36,6 +36,9 @@ _ACCEPT_BATCH = 64
 
 #: clients kept that have not proved themselves yet; more than a job's ranks that come at one moment
 _MOST_STRANGERS = 4096
+
+#: most messages of clients are shorter, and then taken with one call of the system
+_SHORT = 2**11
 
 #: most bytes taken from one client at a time, so that a large message does not hold up the others
 _SLICE = 2**20
@@ -63,6 +66,13 @@ class Session:
         self._handshake = handshake
         self._reader = FrameReader(limit)
         self._unsent: deque[memoryview] = deque()
+        #: read together with what came before
+        self._ahead = bytearray()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are bytes of the client that do not make its descriptor readable."""
+        return bool(self._ahead) or self.stream.pending()
 
     @property
     def clogged(self) -> bool:
@@ -79,14 +89,38 @@ class Session:
     def shake_hands(self) -> bool:
         """Go on with the handshake; whether it has just succeeded.  Raises as :meth:`receive`."""
         self.authenticated = self._handshake.step()
+        if self.authenticated and (proof := self._handshake.unsent()):
+            self._unsent.append(memoryview(proof))
         return self.authenticated
 
-    def receive(self) -> bytearray | None:
+    def receive(self, short: memoryview) -> bytearray | None:
         """Read the bytes that have arrived; a message when one is complete.
+
+        Args:
+            short: room for a message that is short, for the time of this call.
 
         Raises:
             WireError: the client left, broke the protocol or failed to authenticate.
         """
+        if not self._ahead and self._reader.between_frames:
+            try:
+                count = self.stream.recv_into(short)
+            except BlockingIOError:
+                return None
+            if count == 0:
+                raise WireError("the client closed the connection")
+            message = only_frame(short[:count])
+            if message is not None and len(message) <= self._reader.limit:
+                return message
+            self._ahead += short[:count]
+        while self._ahead:
+            view = self._reader.view()
+            count = min(len(view), len(self._ahead))
+            view[:count] = self._ahead[:count]
+            del self._ahead[:count]
+            message = self._reader.advance(count)
+            if message is not None:
+                return message
         while True:
             view = self._reader.view()[:_SLICE]
             try:
@@ -118,6 +152,10 @@ class Session:
 
     def flush(self) -> None:
         """Send as much as the client takes now.  OSError if the client is gone."""
+        if len(self._unsent) > 1 and sum(map(len, self._unsent)) <= JOIN:
+            whole = b"".join(self._unsent)
+            self._unsent.clear()
+            self._unsent.append(memoryview(whole))
         while self._unsent:
             first = self._unsent[0]
             try:
@@ -169,6 +207,7 @@ class Server(abc.ABC, Generic[S]):
         self._handshake_timeout = handshake_timeout
         #: one moment for each session that has proved itself; :meth:`overdue` is called then
         self.alarms: Alarms[S] = Alarms()
+        self._short = memoryview(bytearray(_SHORT))
         self._sessions: set[S] = set()
         self._strangers: dict[S, None] = {}  # those that have not proved themselves, the oldest first
         self._later: deque[tuple[S, bytes | bytearray]] = deque()
@@ -177,6 +216,8 @@ class Server(abc.ABC, Generic[S]):
         self._pid = os.getpid()
         self._listener = listener
         self._listener.setblocking(False)
+        if listener.family != socket.AF_UNIX:
+            prepare(listener)  # its connections inherit all of that
         self._accepting = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
@@ -359,8 +400,9 @@ class Server(abc.ABC, Generic[S]):
 
     def _greet(self, sock: socket.socket, name: str) -> None:
         try:
-            prepare(sock)
-            handshake = PendingHandshake(sock, secret=self._secret, purpose=self._purpose)
+            if sock.family == socket.AF_UNIX:  # the others have what their listener has
+                prepare(sock)
+            handshake = PendingHandshake(sock, secret=self._secret, purpose=self._purpose, leaves_proof=True)
         except OSError:
             sock.close()
             return
@@ -385,16 +427,15 @@ class Server(abc.ABC, Generic[S]):
                     self.alarms.cancel(session)
                     self._strangers.pop(session, None)
                     self.greeted(session)
+                    session.flush()  # what the subclass said, behind the proof
             elif session.clogged:
                 session.flush()
-            elif (message := session.receive()) is not None:
+            elif (message := session.receive(self._short)) is not None:
                 self.received(session, message)
             # Bytes that the stream holds already do not make its descriptor readable.  A stranger's are
             # part of its handshake: nothing else is read before it has proved itself.
-            while (
-                session.authenticated and session.stream.pending() and not (session.closed or session.clogged)
-            ):
-                if (message := session.receive()) is not None:
+            while session.authenticated and session.pending and not (session.closed or session.clogged):
+                if (message := session.receive(self._short)) is not None:
                     self.received(session, message)
             self._watch(session)
         except (WireError, UsageError, OSError) as error:

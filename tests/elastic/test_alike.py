@@ -1,0 +1,220 @@
+"""Processes that start alike (SHOAL_JOIN=auto): the first one begins the session, the others join it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from shoal import MemoryStore, ProcessGroup, StateLost, UsageError, ZeroRedundancyOptimizer
+from shoal.elastic import Session, State, Step, lobby, waiting
+from shoal.elastic.lobby import Lobby
+from shoal.elastic.lobby_keys import SESSION, SessionNote, beat_key, keys_of
+from shoal.elastic.waiting import Begun, await_invitation
+from shoal.rendezvous import Place, open_place
+from shoal.store import Store
+from shoal.testing import Ranks, no_leaks, processes
+from shoal.wire import Deadline
+from tests.support.waiting import until
+
+from .training import STEPS, Log, assert_as_undisturbed, train
+
+PATIENCE = 60.0
+#: for processes that load much of torch when they make an optimiser
+LONG = 4 * PATIENCE
+#: what is there for long enough to be seen, and what is not
+SILENCE = 0.3
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(waiting, "SILENCE", SILENCE)
+    for module in (lobby, waiting):
+        monkeypatch.setattr(module, "LOOK", 0.01)
+    monkeypatch.setattr(lobby, "BEAT", 0.01)
+    with no_leaks(), open_place(store=MemoryStore(), size=1, rank=0) as place:
+        yield place
+
+
+def note(ident: str, *, over: bool = False) -> bytes:
+    return msgspec.json.encode(SessionNote(ident, over))
+
+
+def comes(place: Place) -> Any:
+    """What a process is told that may begin the session."""
+    try:
+        return await_invitation(place, Deadline(PATIENCE), begins=True)
+    except (StateLost, SystemExit) as error:
+        return error
+
+
+class Waits(threading.Thread):
+    """A process that has come, and :func:`comes` to know something later."""
+
+    def __init__(self, place: Place, store: Store, ident: str) -> None:
+        super().__init__(daemon=True)
+        self._place, self.found = place, None
+        self.start()
+        until(lambda: any(key.startswith(f"{ident}/candidate") for key in store.list_keys()))
+
+    def run(self) -> None:
+        self.found = comes(self._place)
+
+    def end(self) -> Any:
+        self.join(PATIENCE)
+        assert not self.is_alive()
+        return self.found
+
+
+def test_the_first_of_many_begins_the_session_and_no_other_does(place: Place) -> None:
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(comes(place)), daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    until(lambda: found)
+    with keys_of(place) as store:
+        session = msgspec.json.decode(store.get(SESSION, 0.0), type=SessionNote)
+        assert found == [Begun(int(session.ident, 16))]
+        store.set(SESSION, note(session.ident, over=True))  # the others have waited for it
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [type(each) for each in found[1:]] == [SystemExit] * 7
+
+
+@pytest.mark.parametrize("before", [note("0" * 16), b"junk"], ids=["a session", "junk"])
+def test_a_session_that_was_silent_from_the_start_is_succeeded(place: Place, before: bytes) -> None:
+    with keys_of(place) as store:
+        store.set(SESSION, before)
+        store.set(beat_key("0" * 16), b"the last")
+        began = time.monotonic()
+        found = comes(place)
+        assert isinstance(found, Begun)
+        assert time.monotonic() - began >= SILENCE
+        assert store.get(SESSION, 0.0) == note(f"{found.ident:016x}")
+        assert store.check([beat_key("0" * 16)]) == (before == b"junk")
+
+
+def test_a_session_that_is_over_is_succeeded_at_once_but_by_nobody_who_waited_for_it(place: Place) -> None:
+    with keys_of(place) as store:
+        store.set(SESSION, note("1" * 16))
+        thread = Waits(place, store, "1" * 16)
+        store.set(SESSION, note("1" * 16, over=True))
+        ended = thread.end()
+        assert isinstance(ended, SystemExit)
+        assert ended.code == 0
+        assert isinstance(comes(place), Begun)
+
+
+def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(place: Place) -> None:
+    of_ranks = Lobby(place)
+    of_ranks.open()
+    of_ranks.listen()
+    ident = f"{of_ranks.ident:016x}"
+    with keys_of(place) as store:
+        thread = Waits(place, store, ident)
+        until(lambda: store.check([beat_key(ident)]))
+        lives = time.monotonic() + 3 * SILENCE
+        until(lambda: time.monotonic() > lives)  # nobody gives up a session that lives
+        assert thread.is_alive()
+        of_ranks.close(over=False)  # as far as the store knows, its ranks have died
+        found = thread.end()
+    assert isinstance(found, StateLost)
+    assert "has given no sign of life for" in str(found)
+
+
+def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None:
+    candidate = waiting._Waiting(place, Deadline(PATIENCE), True)
+    with keys_of(place) as store:
+        store.set(SESSION, note("2" * 16))
+        assert candidate.look(store) is None
+        candidate._since -= 2 * SILENCE
+        candidate.hears_nothing()
+        assert candidate.look(store) is None
+        candidate._since -= 2 * SILENCE
+        assert isinstance(candidate.look(store), Begun)
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def bystander(group: ProcessGroup) -> None:
+    """Has the store served."""
+    group.store.wait(["enough"], LONG)
+
+
+def alike(ranks: Ranks, *args: Any) -> int:
+    return ranks.newcomer(trains, *args, SHOAL_JOIN="auto")
+
+
+def trains(least: int, most: int | None = None, dies_at: int = -1) -> Log:
+    if dies_at >= 0:
+        waiting.SILENCE, lobby.BEAT = 8.0, 0.1
+
+    def visit(point: str, step: Step) -> None:
+        if (point, step.number) == ("before commit", dies_at):
+            until(lambda: step._session.group.rank or step._session.waiting, patience=LONG)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return train(None, visit, min=least, max=most)
+
+
+def test_processes_that_start_alike_train_together_from_the_first_step() -> None:
+    with no_leaks(), processes(bystander, 1, timeout=LONG) as ranks:
+        for _ in range(3):
+            alike(ranks, 3)
+        ranks.store.set("enough", b"")
+        _, *outcomes = ranks.join()
+    assert all(each.ok for each in outcomes), [each.describe() for each in outcomes]
+    logs = [each.value for each in outcomes]
+    assert_as_undisturbed(logs)
+    assert {(len(log.steps), step.size) for log in logs for step in log.steps} == {(STEPS, 3)}
+
+
+def test_when_all_ranks_have_died_those_that_come_next_begin_anew() -> None:
+    with no_leaks(), processes(bystander, 1, timeout=LONG) as ranks:
+        for _ in range(2):
+            alike(ranks, 2, 2, 3)
+        alike(ranks, 2, 2, 3)  # no room: waits until the two have died
+        outcomes = ranks_ended(ranks, 4)
+        last = alike(ranks, 1, None, STEPS)
+        ranks.store.set("enough", b"")
+        *_, successor = ranks.join()
+    assert last == 4
+    ended = sorted(each.exitcode or 0 for each in outcomes[1:4])
+    assert ended == [-9, -9, 0]
+    (waited,) = (each for each in outcomes[1:4] if each.exitcode != -9)
+    assert "StateLost" in waited.describe()
+    assert successor.ok, successor.describe()
+    assert [step.number for step in successor.value.steps] == list(range(STEPS))
+
+
+def ranks_ended(ranks: Ranks, count: int) -> list[Any]:
+    until(lambda: all(not child.process.is_alive() for child in ranks._ranks[1:count]), patience=LONG)
+    return [child.outcome(number) if number else None for number, child in enumerate(ranks._ranks)]
+
+
+def with_a_distributed_optimizer() -> str:
+    net = nn.Linear(6, 1)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, copies=2)
+    with pytest.raises(UsageError) as caught, Session(State(model=net, optimizer=optimizer)):
+        pass
+    return str(caught.value)
+
+
+def test_who_may_have_to_begin_alone_is_refused_with_a_distributed_optimiser() -> None:
+    with no_leaks(), processes(bystander, 1, timeout=LONG) as ranks:
+        ranks.newcomer(with_a_distributed_optimizer, SHOAL_JOIN="auto")
+        ranks.store.set("enough", b"")
+        _, refused = ranks.join()
+    assert refused.ok, refused.describe()
+    assert "start the first ranks with SHOAL_RANK and SHOAL_SIZE, and the others with SHOAL_JOIN=1" in (
+        refused.value
+    )
