@@ -20,5 +20,12 @@ How data flows in ``shoal run``::
          ├─ sink.py         whole lines -> this terminal, file or pipe
          └─ summary.py      what the user reads when a rank failed
 
+With ``--srun`` the agents of the nodes call back::
+
+    allocation.py       the nodes of this allocation of Slurm, and how many ranks each takes
+    srun_fleet.py       takes in the agents that call, and names those that do not
+     ├─ srun.py            the process that starts agents on the nodes
+     └─ dial.py            the other side: how an agent calls, and says where it is
+
 Nothing here imports torch: the command starts in a tenth of a second and stays small.
 """

@@ -66,6 +66,10 @@ _FAREWELL = 5.0
 _WORDS = 2000
 
 
+def _never(number: int) -> bool:
+    return False
+
+
 class Agent:
     """Serves one launcher, to the end of its connection.
 
@@ -84,9 +88,9 @@ class Agent:
         guardian: Guardian,
         port: int,
         *,
-        preamble: bytes,
-        ends: tuple[str, str],
-        told: Callable[[int], bool],
+        preamble: bytes = b"",
+        ends: tuple[str, str] = ("", ""),
+        told: Callable[[int], bool] = _never,
     ) -> None:
         self._selector = selectors.DefaultSelector()
         self._guardian = guardian
@@ -369,10 +373,6 @@ class _Stdin:
                 self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
             else:
                 self._selector.unregister(self._fd)
-
-
-def _never(number: int) -> bool:
-    return False
 
 
 def serve(

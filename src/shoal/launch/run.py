@@ -57,7 +57,7 @@ class _Run(click.Command):
 
 
 _NUMBER = "the number of ranks is -n N, or -n auto for one on each core"
-_HOSTS = "several hosts are --hosts h1:4,h2:4"
+_HOSTS = "several hosts are --hosts h1:4,h2:4, or within Slurm --srun"
 _NO_ADDRESS = "shoal run finds the addresses by itself; leave it out"
 #: options of torchrun, mpiexec, accelerate and srun -> what to write
 _MEANT = {

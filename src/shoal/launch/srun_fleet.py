@@ -30,6 +30,8 @@ _START = 60.0
 _LOOK = 0.02
 #: seconds in which an agent that has proved itself says which node it is on
 _FIRST_WORD = 2.0
+#: hosts that a message names
+_SHOWN = 8
 #: srun's words on a task that has ended
 _ENDED = re.compile(r"srun: error: ([^ :]+): tasks? [0-9,\[\]-]+: (.+)")
 _FROM_ANYWHERE = "0.0.0.0"
@@ -129,36 +131,22 @@ class SrunFleet(Fleet):
         missing = self._missing()
         if not missing:
             return
-        why = ""
         if (code := self._srun.code) is not None:
             why = f"srun ended with exit code {code} before an agent had called from there"
+        elif ended := self._ended_there(missing):
+            missing, why = [ended[0][0]], f"its agent ended before it had called back: {ended[0][1]}"
         elif is_late:
-            refused = (
-                f"; the last that tried was refused: {self._acceptor.refused}"
-                if self._acceptor.refused
-                else ""
-            )
-            why = (
-                f"its agent has not called back in {_START:.0f} s{refused}. It calls "
-                + (
-                    self._where
-                    if not self._where.startswith(":")
-                    else f"port {self._where[1:]} of this machine"
-                )
-                + "; SHOAL_INTERFACE names another address"
-            )
+            interface, port = self._where.rsplit(":", 1)
+            where = self._where if interface else f"port {port} of this machine"
+            why = f"its agent has not called back in {_START:.0f} s"
+            why += f"; agents call {where}, and SHOAL_INTERFACE names another address"
         else:
-            for host, how in self._ended_there(missing):
-                missing, why = [host], f"its agent ended before it had called back: {how}"
-                break
-        if why:
-            self._srun.said.hear()
-            lines = "".join(f"\n  | {line}" for line in self._srun.said.lines)
-            which = ("host " if len(missing) == 1 else "hosts ") + ", ".join(
-                host.name for host in missing[:8]
-            )
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise LaunchError(f"{which}{more}: {why}" + (f"\nsrun said:{lines}" if lines else ""))
+            return
+        if refused := self._refused or self._acceptor.refused:
+            why += f"; the last that called was refused: {refused}"
+        self._srun.said.hear()
+        said = "".join(f"\n  | {line}" for line in self._srun.said.lines)
+        raise LaunchError(f"{_named(missing)}: {why}" + (f"\nsrun said:{said}" if said else ""))
 
     def _ended_there(self, missing: Sequence[Host]) -> list[tuple[Host, str]]:
         """Hosts whose agents have ended, by srun's words: without them the wait for these would be long."""
@@ -171,3 +159,9 @@ class SrunFleet(Fleet):
                     continue
                 found += [(host, match[2]) for host in missing if host.name in names]
         return found
+
+
+def _named(hosts: Sequence[Host]) -> str:
+    names = ", ".join(host.name for host in hosts[:_SHOWN])
+    more = f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
+    return ("host " if len(hosts) == 1 else "hosts ") + names + more
