@@ -35,6 +35,11 @@ def in_words(error: BaseException) -> str:
     return encodable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
+def printable(text: str) -> str:
+    """``text`` with question marks for what could move a terminal's cursor, or more: others wrote it."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 def encodable(text: str) -> str:
     """``text`` with escapes for what UTF-8 has no code for, such as bytes of file names in errors."""
     return text.encode(errors="backslashreplace").decode()

@@ -188,8 +188,8 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
         (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent what is no frame: "),
         (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "ranks that are not"),
         (PREAMBLE + framed(*STARTED, Bye(())), "it said Bye while processes ran"),
-        (PREAMBLE + framed(*STARTED, *[Output(0, 1, bytes(1 << 16))] * 66), "it sent more output than it may"),
-        (PREAMBLE + framed(*STARTED, {"type": "Output", "index": 0, "stream": 3, "data": b""}), "is no frame"),
+        (PREAMBLE + framed(*STARTED, *[Output(0, 1, bytes(1 << 16))] * 66), "it sent more output than"),
+        (PREAMBLE + framed(*STARTED, {"type": "Output", "index": 0, "stream": 3, "data": b""}), "no frame"),
         (PREAMBLE + framed(*STARTED)[:-3], "the connection has ended"),
     ],
 )  # fmt: skip
@@ -215,6 +215,28 @@ def test_moments_that_cannot_be_are_put_into_the_life_of_the_rank(listener: List
     assert len(moments) == 3
     assert all(begin - 1 <= moment <= time.monotonic() for moment in moments)
     assert 0 <= rank.seconds < SOON
+
+
+def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
+    """Its moments are put on the launcher's clock by the answers to beats."""
+    now = time.monotonic()
+    listener.hear(
+        PREAMBLE
+        + framed(
+            *STARTED,
+            Beat(now, now + 5000.0),
+            Reported(0, False, (Report("left", now + 5000.0),)),
+            Exited(0, 1, now + 5000.0, 1.0),
+        )
+    )
+    late = time.monotonic() - now  # as long as the answer may have been under way
+    (report,) = listener.ranks[0].reports
+    assert abs(report.at - now) <= late
+    assert abs(listener.ranks[0].ended_at - now) <= late
+
+
+def test_what_an_agent_says_moves_no_cursor(listener: Listener) -> None:
+    assert listener.hear(PREAMBLE + framed(HELLO, Refused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
 
 
 def test_mutated_frames_of_an_agent_end_in_words() -> None:

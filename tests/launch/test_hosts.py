@@ -17,11 +17,13 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.launch.cli import invoke
+from shoal.launch.cores import shares, usable
 from shoal.launch.hosts import Host, parse_hosts, read_hostfile
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
 
 from .conftest import PRELUDE, Workshop, alive
+from .test_respawn import PRELUDE as RESPAWNED
 
 
 @pytest.fixture
@@ -105,6 +107,16 @@ def test_the_first_failure_is_named_with_its_host(far: Workshop, end: str, code:
     assert re.fullmatch(rf"shoal: rank 2 on h2 failed first: {words}, after .* s \(process \d+\)", lines[1])
     assert lines[2] == "shoal: ranks 0, 1, 3 were ended by the launcher"
     assert lines[3:] == ["shoal: the end of rank 2's stderr:", "  | no such fish"]
+
+
+def test_each_host_deals_out_its_own_cores(far: Workshop) -> None:
+    code, out, err = run(far, "print(sorted(os.sched_getaffinity(0)))", "--bind")
+    shared = [sorted(share) for share in shares(usable(), 2)]
+    assert (code, sorted(out.splitlines()), err) == (
+        0,
+        [f"[{rank}] {shared[rank % 2]}" for rank in range(4)],
+        "",
+    )
 
 
 def test_stdin_goes_to_rank_0(far: Workshop) -> None:
@@ -398,3 +410,48 @@ def test_an_agent_that_hears_nothing_kills_all_and_ends(far: Workshop) -> None:
     assert time.monotonic() - begin < 30
     launcher.send_signal(signal.SIGCONT)
     assert far.end(launcher)[0] == 74
+
+
+def test_scale_uses_the_slots_of_all_hosts(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(far.path))  # no job but this one
+    script = """
+    if joins:
+        join()
+        print(os.environ["SHOAL_HOST_ID"], os.environ["SHOAL_LOCAL_RANK"], flush=True)
+    tell("ready" + slot + os.environ["SHOAL_HOST_ID"])
+    await_file("go")
+    """
+    (far.path / "script.py").write_text(RESPAWNED + textwrap.dedent(script))
+    options = ["--hosts", "h1:2,h2:2", "-n", "2", "--min", "1", "--max", "4"]
+    job = far.shoal("run", *options, "script.py")
+    far.read("ready0h1"), far.read("ready1h1")
+    assert far.end(far.shoal("scale", "4"))[1] == b"shoal: 4 ranks wanted: ranks 2, 3 start\n"
+    far.read("ready0h2"), far.read("ready1h2")
+    assert far.end(far.shoal("scale", "2"))[1] == b"shoal: 2 ranks wanted: ranks 2, 3 leave\n"
+    assert job.stderr is not None
+    left = b"".join(job.stderr.readline() for _ in range(4))
+    assert b"shoal: rank 2 on h2 has left" in left
+    assert b"shoal: rank 3 on h2 has left" in left
+    (far.path / "go").touch()
+    code, out, err = far.end(job)
+    assert (code, sorted(out.splitlines()), err) == (0, [b"[2] h2 0", b"[3] h2 1"], b"")
+
+
+def test_a_named_store_and_its_secret_are_passed_on(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    (far.path / "secret").write_text("fish\n")
+    monkeypatch.setenv("SHOAL_SECRET_FILE", str(far.path / "secret"))
+    url = f"file://{far.path}/store"
+    code, out, err = run(
+        far,
+        """
+        from shoal import config
+        print(os.environ["SHOAL_STORE"], config.secret().decode(), "SHOAL_SECRET_FILE" in os.environ)
+        """,
+        "--store",
+        url,
+        hosts="h1,localhost",
+    )
+    # The agent of this machine inherits all that the launcher has; SHOAL_SECRET comes before a file.
+    assert (code, err) == (0, "")
+    assert all(line[4:].startswith(f"{url} fish ") for line in out.splitlines())
+    assert len(out.splitlines()) == 2

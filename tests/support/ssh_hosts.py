@@ -222,8 +222,10 @@ class SshHosts:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # as Debian's sshd wants it
 
     def _start_server(self, name: str) -> None:
-        python_path = self.environment().get("PYTHONPATH", "")
-        environment = f"PYTHONPATH={python_path}" if python_path else "SHOAL_TEST=1"
+        # In another home the shell has no files to read that take long, or leave a lock when they are killed.
+        environment = f"HOME={self.folder}"
+        if python_path := self.environment().get("PYTHONPATH"):
+            environment += f" PYTHONPATH={python_path}"
         address = self.network.address(name)
         path = self.folder / f"sshd_{name}"
         path.write_text(

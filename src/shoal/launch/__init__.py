@@ -1,4 +1,4 @@
-"""The ``shoal`` command: ``shoal run`` starts ranks on this machine, ``shoal store`` hosts a store.
+"""The ``shoal`` command: ``shoal run`` starts ranks here or on other hosts, ``shoal store`` hosts a store.
 
 How data flows in ``shoal run``::
 
@@ -9,7 +9,8 @@ How data flows in ``shoal run``::
      ├─ guardian.py     a process of its own that ends the ranks should the launcher be killed
      ├─ crew.py         the processes of a job: the ranks that meet first, and those that join later
      └─ supervisor.py   the loop: exits, signals, deadlines, output
-         ├─ process.py      one rank: start, signal, exit status
+         ├─ rank.py         what is known of one rank, wherever it runs
+         ├─ process.py      one rank of this machine: start, signal, exit status
          ├─ control.py      what ``shoal scale`` asks for
          ├─ slots.py        which places to fill, or to empty, for another number of processes
          ├─ respawn.py      when a rank that failed is started again
@@ -19,6 +20,20 @@ How data flows in ``shoal run``::
          ├─ lines.py        bytes of a pipe -> whole lines and progress updates
          ├─ sink.py         whole lines -> this terminal, file or pipe
          └─ summary.py      what the user reads when a rank failed
+
+With ``--hosts`` the same loop has another crew, whose ranks live at agents::
+
+    on_hosts.py         what is passed on, and the order of the start
+     ├─ hosts.py           --hosts and --hostfile
+     ├─ fleet.py           the agents of all hosts, and the addresses between them
+     │   ├─ ssh.py            the process that leads to a host
+     │   └─ agency.py         one agent as the launcher sees it: beats, clock, loss
+     │       └─ link.py          frames over two descriptors, or over a connection of shoal.wire
+     │           └─ frames.py       what is said
+     ├─ remote_crew.py     starts ranks by asking agents
+     │   ├─ remote.py         one rank at an agent, and its output
+     │   └─ stdin.py          the launcher's stdin for rank 0
+     └─ agent.py           the other side: a server of processes on each host
 
 With ``--srun`` the agents of the nodes call back::
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..errors import WireError
 from ..wire import build_version
+from ..wording import printable
 from .frames import (
     BEAT,
     MOST_BYTES,
@@ -206,7 +207,7 @@ class Agency:
         parts = [why]
         if code is not None:
             parts.append(f"{self.client.name} ended with exit code {code}")
-        self.trouble = "; ".join(parts)
+        self.trouble = printable("; ".join(parts))
         gone = [rank for rank in self.ranks.values() if rank.lose(self.trouble)]
         self._pending.clear()
         if self.watcher is not None and self.killed is None:
@@ -296,7 +297,7 @@ class Agency:
                 if isinstance(frame, Started):
                     rank.pid = frame.pid
                 elif self.watcher is not None:
-                    self.watcher.not_started(rank, frame.text)
+                    self.watcher.not_started(rank, printable(frame.text))
                     rank.not_started()
             case Output() | Reported() | Exited() | StdinTaken() | Bye() if self.is_ready:
                 if self.is_held or self._held:
@@ -332,7 +333,7 @@ class Agency:
             case Bye():
                 if any(rank.status is None for rank in self.ranks.values()):
                     raise WireError("it said Bye while processes ran")
-                self.killed = frame.killed
+                self.killed = tuple(map(printable, frame.killed))
 
     def _rank(self, index: int) -> RemoteRank:
         if index not in self.ranks or index in self._pending:

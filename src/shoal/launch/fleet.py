@@ -12,6 +12,7 @@ from contextlib import suppress
 from .. import config
 from ..errors import LaunchError
 from ..rendezvous.host import address_towards, is_mine
+from ..wording import printable
 from .agency import Agency
 from .frames import Begin
 from .hosts import Host
@@ -167,7 +168,7 @@ class Fleet:
 def failure(agency: Agency) -> str:
     """Why a host could not be used, with the last lines that came from there."""
     noise = bytes(agency.noise).decode(errors="replace").splitlines()[-5:]
-    said = [*("".join(c if c.isprintable() else "?" for c in line) for line in noise), *agency.client.said]
+    said = [*map(printable, noise), *agency.client.said]
     lines = "".join(f"\n  | {line}" for line in said)
     return f"host {agency.host.name}: {agency.trouble}" + (f"\nit said:{lines}" if lines else "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import IO
 
+from ..wording import printable
 from .source import Pipe
 
 #: lines that are kept, and characters of a line
@@ -41,8 +42,7 @@ class Said:
     def lines(self) -> list[str]:
         """The last lines, without what a terminal would act on."""
         lines = [*self._lines, self._part] if self._part.strip() else list(self._lines)
-        words = (line.decode(errors="replace").rstrip() for line in lines)
-        return ["".join(each if each.isprintable() else "?" for each in line) for line in words]
+        return [printable(line.decode(errors="replace").rstrip()) for line in lines]
 
     def close(self) -> None:
         """Read what is left, and close the pipe."""

@@ -17,6 +17,7 @@ from ..errors import LaunchError, WireError, WireTimeout
 from ..rendezvous.environment import tcp_url
 from ..rendezvous.slurm import hosts_of
 from ..wire import Acceptor, Connection, listen
+from ..wording import printable
 from .agency import Agency
 from .dial import PURPOSE, Caller
 from .fleet import Fleet
@@ -143,7 +144,7 @@ class SrunFleet(Fleet):
         else:
             return
         if refused := self._refused or self._acceptor.refused:
-            why += f"; the last that called was refused: {refused}"
+            why += f"; the last that called was refused: {printable(refused)}"
         self._srun.said.hear()
         said = "".join(f"\n  | {line}" for line in self._srun.said.lines)
         raise LaunchError(f"{_named(missing)}: {why}" + (f"\nsrun said:{said}" if said else ""))

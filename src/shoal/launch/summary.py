@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from ..errors import LaunchError
-from ..wording import counted, ranks_named, runs
+from ..wording import counted, printable, ranks_named, runs
 from . import causes, respawn
 from .rank import Rank
 
@@ -56,7 +56,7 @@ def _outcome(culprit: Rank) -> str:
     if not culprit.stopped:
         return describe(culprit.status)
     said = "".join(report.text for report in culprit.reports if report.kind == "failed")
-    shown = "".join(each if each.isprintable() else "?" for each in said)
+    shown = printable(said)
     return (f"{shown}; " if shown else "") + "it did not end by itself and was ended by the launcher"
 
 
