@@ -122,7 +122,8 @@ class Srun:
         os.close(self._pidfd)
 
     def _ended(self) -> None:
-        assert self._selector is not None
+        if self._selector is None:
+            return  # the last connection ended in the same moment
         self._selector.unregister(self._pidfd)
         self.said.hear()
         # Nobody would end the agents any more when Slurm should.
