@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.rendezvous.environment import derived_port, read
-from shoal.rendezvous.slurm import first_host
+from shoal.rendezvous.slurm import counts_of, first_host, hosts_of
 
 #: what each process found under Slurm 22.05 on the nodes n1, node01 and node02, by what started it
 RECORDED: dict[str, list[dict[str, str]]] = json.loads(
@@ -36,6 +36,61 @@ def test_the_first_host_of_a_node_list_is_found(nodelist: str, host: str) -> Non
 def test_what_is_no_node_list_is_refused(nodelist: str) -> None:
     with pytest.raises(ValueError, match="not a Slurm node list"):
         first_host(nodelist)
+    with pytest.raises(ValueError, match="not a Slurm node list"):
+        hosts_of(nodelist)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("login1", ["login1"]),
+        ("node[098-101,7],login1", ["node098", "node099", "node100", "node101", "node7", "login1"]),
+        ("rack[1-2]n[05,07]", ["rack1n05", "rack1n07", "rack2n05", "rack2n07"]),
+        ("a[1-2].cluster,[8-9]x", ["a1.cluster", "a2.cluster", "8x", "9x"]),
+        ("n[9-10]", ["n9", "n10"]),
+    ],
+)
+def test_all_hosts_of_a_node_list_are_found_in_their_order(nodelist: str, hosts: list[str]) -> None:
+    assert hosts_of(nodelist) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    [
+        "a,",
+        "a,,b",
+        "n[2-1]",
+        "n[]",
+        "n[1-]",
+        "n[x]",
+        "n[[1]]",
+        "-o",
+        "a b",
+        "a" * 256,
+        "n[1-70000]",
+    ],
+)
+def test_a_node_list_with_a_strange_part_is_refused(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="not a Slurm node list"):
+        hosts_of(nodelist)
+
+
+def test_a_node_list_of_too_many_hosts_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 65536 hosts"):
+        hosts_of("n[1-60000]x[1-60000]")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("16,8(x2)", [16, 8, 8])]
+)
+def test_counts_are_one_for_each_node(text: str, counts: list[int]) -> None:
+    assert counts_of(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "2(x", "x", "2,", "-1", "2(x99999)"])
+def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a list of Slurm's counts"):
+        counts_of(text)
 
 
 @pytest.mark.parametrize(

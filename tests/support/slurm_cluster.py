@@ -48,7 +48,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 PlugStackConfig=/dev/null
 ReturnToService=2
-KillWait=2
+KillWait=10
 JobRequeue=1
 NodeName={nodes} CPUs={cpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP

@@ -35,5 +35,12 @@ With ``--hosts`` the same loop has another crew, whose ranks live at agents::
      │   └─ stdin.py          the launcher's stdin for rank 0
      └─ agent.py           the other side: a server of processes on each host
 
+With ``--srun`` the agents of the nodes call back::
+
+    allocation.py       the nodes of this allocation of Slurm, and how many ranks each takes
+    srun_fleet.py       takes in the agents that call, and names those that do not
+     ├─ srun.py            the process that starts agents on the nodes
+     └─ dial.py            the other side: how an agent calls, and says where it is
+
 Nothing here imports torch: the command starts in a tenth of a second and stays small.
 """

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import WireError
 from ..wire import build_version
@@ -36,9 +36,8 @@ from .frames import (
     from_agent,
 )
 from .hosts import Host
-from .link import Link
+from .link import Carrier, Link
 from .remote import RemoteRank
-from .ssh import Client
 
 #: seconds in which an agent must tell of the end of a process that it was to kill, or say Bye
 _PATIENCE = 10.0
@@ -48,6 +47,39 @@ _WORTH_TELLING = 1 << 16
 _KEPT, _QUICK = 16, 5
 #: seconds that ssh has to end when its connection has ended
 _SOON = 0.2
+
+
+class Listening(Protocol):
+    """What can be heard in a loop; see :class:`~.source.Source`."""
+
+    def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None: ...
+    def ignore(self) -> None: ...
+
+
+class Way(Protocol):
+    """What leads to a host.
+
+    Attributes:
+        name: of the program.
+        carrier: the connection to the agent.
+        stderr: what the program, or the agent, says to the user.
+        said: its last lines.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def carrier(self) -> Carrier: ...
+    @property
+    def stderr(self) -> Listening: ...
+    @property
+    def said(self) -> list[str]: ...
+
+    def hear(self) -> None:
+        """Read what is there of stderr."""
+
+    def end(self, timeout: float) -> int | None:
+        """The connection has ended: end what led to it, in so many seconds; its exit code if it has one."""
 
 
 @dataclass
@@ -70,7 +102,7 @@ class Agency:
 
     Args:
         host: its host.
-        client: the process that leads to it.
+        client: what leads to it.
         watcher: told what happens; may be given later.
 
     Attributes:
@@ -81,7 +113,7 @@ class Agency:
         is_held: frames on processes wait, because nobody could use what they say.
     """
 
-    def __init__(self, host: Host, client: Client) -> None:
+    def __init__(self, host: Host, client: Way) -> None:
         self.host = host
         self.client = client
         self.watcher: Watcher | None = None
@@ -173,10 +205,8 @@ class Agency:
         self._link.close()
         code = self.client.end(_SOON)
         parts = [why]
-        if code is not None and not self.host.is_local:
-            parts.append(f"ssh ended with exit code {code}")
-        elif code is not None:
-            parts.append(f"the agent ended with exit code {code}")
+        if code is not None:
+            parts.append(f"{self.client.name} ended with exit code {code}")
         self.trouble = printable("; ".join(parts))
         gone = [rank for rank in self.ranks.values() if rank.lose(self.trouble)]
         self._pending.clear()

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
@@ -22,7 +22,9 @@ import click
 
 from ..errors import LaunchError, UsageError, WireError
 from ..wire import build_version
+from .allocation import OF_THE_AGENT
 from .cores import shares, usable
+from .dial import Told, dial, ends_of, forget
 from .environment import OF_RANKS, ReservedPort
 from .frames import (
     PREAMBLE,
@@ -52,7 +54,7 @@ from .frames import (
     from_launcher,
 )
 from .guardian import Guardian
-from .link import Carrier, Descriptors, Link
+from .link import Carrier, Descriptors, Link, OfStream
 from .process import LocalRank, Sweep
 from .source import Source
 from .stdin import StdinPipe
@@ -64,6 +66,10 @@ _FAREWELL = 5.0
 _WORDS = 2000
 
 
+def _never(number: int) -> bool:
+    return False
+
+
 class Agent:
     """Serves one launcher, to the end of its connection.
 
@@ -72,9 +78,20 @@ class Agent:
         guardian: of this process.
         port: kept free on this host.
         preamble: sent first.
+        ends: the addresses of the launcher's host and of this one, "" where nothing tells.
+        told: whether the processes were sent a signal already.
     """
 
-    def __init__(self, carrier: Carrier, guardian: Guardian, port: int, *, preamble: bytes = b"") -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        guardian: Guardian,
+        port: int,
+        *,
+        preamble: bytes = b"",
+        ends: tuple[str, str] = ("", ""),
+        told: Callable[[int], bool] = _never,
+    ) -> None:
         self._selector = selectors.DefaultSelector()
         self._guardian = guardian
         self._announce = guardian.announcer()
@@ -92,10 +109,8 @@ class Agent:
         self._link.watch(self._selector)
         if preamble:
             self._link.write(preamble)
-        client, _, server = os.environ.get("SSH_CONNECTION", "").partition(" ")
-        self._link.send(
-            Hello(build_version(), PROTOCOL, client, server.split(" ")[1] if " " in server else "", port)
-        )
+        self._told = told
+        self._link.send(Hello(build_version(), PROTOCOL, *ends, port))
 
     def run(self) -> str:
         """Serve; returns why it ended in the middle, "" if the launcher has ended it."""
@@ -217,7 +232,7 @@ class Agent:
             return  # it has been released, or never started, when the launcher did not know that yet
         if frame.group:
             rank.send_group(frame.number)
-        elif rank.status is None:
+        elif rank.status is None and not self._told(frame.number):
             rank.send(frame.number)
 
     def _release(self, rank: LocalRank) -> None:
@@ -303,28 +318,57 @@ class Agent:
         self._link.send(StdinTaken(amount))
 
 
-def serve(carrier: Carrier, *, preamble: bytes = b"") -> int:
-    """Be the agent of the launcher at the other end of ``carrier``; returns the exit code."""
+def serve(
+    carrier: Carrier,
+    *,
+    preamble: bytes = b"",
+    ends: tuple[str, str] = ("", ""),
+    told: Callable[[int], bool] = _never,
+) -> int:
+    """Be the agent of the launcher at the other end of ``carrier``; returns the exit code.
+
+    Args:
+        carrier, preamble, ends, told: as of :class:`Agent`.
+    """
     with ExitStack() as steps:
         port = steps.enter_context(closing(ReservedPort("")))
         guardian = steps.enter_context(Guardian())
-        agent = steps.enter_context(closing(Agent(carrier, guardian, port.number, preamble=preamble)))
+        serving = Agent(carrier, guardian, port.number, preamble=preamble, ends=ends, told=told)
+        agent = steps.enter_context(closing(serving))
         why = agent.run()
     if why:
         print(f"shoal agent: {why}; all that it had started was killed", file=sys.stderr, flush=True)
     return 1 if why else 0
 
 
+def _ends_of_ssh() -> tuple[str, str]:
+    client, _, server = os.environ.get("SSH_CONNECTION", "").partition(" ")
+    return client, server.split(" ")[1] if " " in server else ""
+
+
+def _call(where: str) -> int:
+    """Call the launcher that has had srun start this process, and be its agent."""
+    with Told() as told, dial(where, os.environ) as connection:
+        forget(OF_THE_AGENT)
+        ends = ends_of(connection)
+        return serve(OfStream(connection.release()), preamble=PREAMBLE, ends=ends, told=told)
+
+
 @click.command(hidden=True)
 @click.option("--stdio", is_flag=True, help="Talk to the launcher over stdin and stdout.")
-def agent(stdio: bool) -> int:
+@click.option("--connect", metavar="HOST:PORT", help="Connect to the launcher there.")
+def agent(stdio: bool, connect: str | None) -> int:
     """Start processes for a shoal run on another host, which starts this command itself."""
-    if not stdio:
-        raise click.UsageError("shoal run --hosts starts agents by itself, with --stdio")
+    if stdio == (connect is not None):
+        raise click.UsageError("shoal run --hosts and --srun start agents by themselves")
     # What the processes below print by mistake must not get between the frames.
     reading, writing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    return serve(Descriptors(reading, writing), preamble=PREAMBLE)
+    if connect is not None:
+        os.close(reading)
+        os.close(writing)
+        return _call(connect)
+    return serve(Descriptors(reading, writing), preamble=PREAMBLE, ends=_ends_of_ssh())

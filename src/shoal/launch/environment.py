@@ -22,12 +22,14 @@ class Job:
         ident: the job id that fences its keys in the store.
         secret: authenticates every connection of the job; never on a command line.  "": the ranks find
             theirs in the environment that they inherit.
+        epoch: how often the job was started before.
     """
 
     size: int
     spares: int = 0
     ident: str = field(default_factory=lambda: secrets.token_hex(6))
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    epoch: int = 0
 
     def variables(
         self,
@@ -58,7 +60,7 @@ class Job:
             "SHOAL_LOCAL_RANK": str(here),
             "SHOAL_LOCAL_SIZE": str(count),
             "SHOAL_JOB": self.ident,
-            "SHOAL_EPOCH": "0",
+            "SHOAL_EPOCH": str(self.epoch),
             **({"SHOAL_SESSION_SIZE": str(self.size)} if self.spares else {}),
             **({"SHOAL_SECRET": self.secret} if self.secret else {}),
             "RANK": str(rank),

@@ -49,13 +49,18 @@ class Fleet:
 
     def __init__(self, hosts: Sequence[Host], python: str, signals: Signals) -> None:
         self.agencies: list[Agency] = []
+        self._hosts = hosts
         self._signals = signals
         try:
-            for host in hosts:
-                self.agencies.append(Agency(host, Client(command(host, python))))
+            self._start(python)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, python: str) -> None:
+        for host in self._hosts:
+            name = "the agent" if host.is_local else "ssh"
+            self.agencies.append(Agency(host, Client(command(host, python), name)))
 
     def connect(self) -> None:
         """Wait until all agents have answered.

@@ -51,7 +51,7 @@ class Hello(_Frame, frozen=True):
 
     Attributes:
         version, protocol: of its shoal.
-        launcher, address: the addresses of the launcher's host and of this one, as their ssh connection knows
+        launcher, address: the addresses of the launcher's host and of this one, as their connection knows
             them; "" where nothing tells.
         port: a port that the agent keeps free on its host, for torch.distributed.
     """

@@ -88,7 +88,8 @@ class Guardian:
 
 def watch(pipe: int) -> None:
     """Read process ids from ``pipe`` until it ends; then kill their groups, unless the last is zero."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Slurm sends what a job is told, such as SIGUSR1, to all processes of its steps.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     data = b""
     while chunk := os.read(pipe, 4096):

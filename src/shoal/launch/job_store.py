@@ -87,7 +87,9 @@ def job_store(
 @contextmanager
 def _served(job: Job, host: str) -> Iterator[JobStore]:
     secret = job.secret.encode()
-    with closing(TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident))) as server:
+    with closing(
+        TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))
+    ) as server:
         yield _Served(server, secret)
 
 
@@ -101,12 +103,12 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
     venue = open_venue(Request(parts, None, job.size, config.secret(), deadline, job=job.ident))
     store = venue.store
     try:
-        store.multi_set(*zip(*job_record(job.size, job.ident).items(), strict=True))
+        store.multi_set(*zip(*job_record(job.size, job.ident, job.epoch).items(), strict=True))
         yield _Named(url, store)
     finally:
         # The job's name is used once: nobody else will clear its keys.
         with suppress(StoreError, WireError):
             store.timeout = _PATIENCE
-            root_of(store, job.ident, 0).delete_prefix("")
+            root_of(store, job.ident, job.epoch).delete_prefix("")
         store.close()
         venue.close()

@@ -11,22 +11,22 @@ from ..store import Store
 
 
 class Notes:
-    """Notes in the store of ``job``, which ``connect`` opens for the first of them."""
+    """Notes in the store of an epoch of ``job``, which ``connect`` opens for the first of them."""
 
-    def __init__(self, connect: Callable[[], Store], job: str) -> None:
+    def __init__(self, connect: Callable[[], Store], job: str, epoch: int = 0) -> None:
         self._connect = connect
-        self._job = job
+        self._job, self._epoch = job, epoch
         self._store: Store | None = None
 
     def ended(self, rank: int, how: str) -> None:
         """Note that ``rank`` has ended, and how: ranks that wait for it hear of it."""
         with suppress(StoreError, WireError):
-            note_exit(self._connected(), rank, how, job=self._job)
+            note_exit(self._connected(), rank, how, job=self._job, epoch=self._epoch)
 
     def wanted(self, size: int) -> None:
         """Note how many ranks are wanted: others are spares."""
         with suppress(StoreError, WireError):
-            note_wanted(self._connected(), size, job=self._job)
+            note_wanted(self._connected(), size, job=self._job, epoch=self._epoch)
 
     def close(self) -> None:
         """Disconnect."""

@@ -14,6 +14,7 @@ import click
 from .. import config
 from ..errors import LaunchError, UsageError
 from ..wording import counted
+from . import srun
 from .environment import Job
 from .fleet import Fleet, Stopped
 from .hosts import Host
@@ -22,6 +23,7 @@ from .logs import Logs
 from .notes import Notes
 from .remote_crew import RemoteCrew
 from .signals import Signals
+from .srun_fleet import SrunFleet
 from .ssh import command
 from .supervisor import Supervisor
 
@@ -35,6 +37,8 @@ _OF_ONE_HOST = {
         config.JOIN,
     )
 }  # fmt: skip
+#: seconds in which Slurm sends a signal to all processes of a job, on whatever node
+_SETTLE = 0.3
 #: the exit code when a host could not be used, or a rank not be started there
 _NOT_STARTED = 1
 
@@ -49,6 +53,7 @@ class Plan:
         directory: in which ranks run.
         environment: what ranks find beside what their host gives them.
         bind: give each slot cores of its own.
+        by_srun: srun starts the agents, in the allocation whose nodes the hosts are.
     """
 
     hosts: Sequence[Host]
@@ -56,6 +61,7 @@ class Plan:
     directory: str
     environment: Mapping[str, str]
     bind: bool
+    by_srun: bool = False
 
 
 def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
@@ -121,8 +127,11 @@ def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> st
     lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
     hidden = {"SHOAL_SECRET", "SHOAL_STORE_PASSWORD"}
     lines += [f"  {k}={'<secret>' if k in hidden else v}" for k, v in plan.environment.items()]
+    if plan.by_srun:
+        lines.append(shlex.join(srun.command(plan.hosts, plan.python, ":<port>")))
     for host in plan.hosts:
-        lines.append(f"host {host.name}: {shlex.join(command(host, plan.python))}")
+        how = "" if plan.by_srun else f" {shlex.join(command(host, plan.python))}"
+        lines.append(f"host {host.name}:{how}")
         count = max(0, min(job.size - host.first, host.slots))
         for slot in range(host.first, host.first + count):
             variables = job.variables(
@@ -136,6 +145,12 @@ def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> st
                 f"  {counted(host.slots - count, 'slot')} more, for spares and for processes that join"
             )
     return "\n".join(lines)
+
+
+def _fleet(plan: Plan, signals: Signals) -> Fleet:
+    if plan.by_srun:
+        return SrunFleet(plan.hosts, plan.python, signals, hidden=_OF_ONE_HOST)
+    return Fleet(plan.hosts, plan.python, signals)
 
 
 def launch_on_hosts(
@@ -160,15 +175,15 @@ def launch_on_hosts(
         UsageError, StoreError, RendezvousError: the store cannot be opened.
     """
     with ExitStack() as steps:
-        signals = steps.enter_context(Signals())
+        signals = steps.enter_context(Signals(_SETTLE if plan.by_srun else 0.0))
         try:
-            fleet = steps.enter_context(closing(Fleet(plan.hosts, plan.python, signals)))
+            fleet = steps.enter_context(closing(_fleet(plan, signals)))
             fleet.connect()
             addresses = fleet.towards_hosts()
             counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
             fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
             meeting_place = steps.enter_context(job_store(store, job, addresses))
-            notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident)))
+            notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident, job.epoch)))
             logs = None if log_dir is None else steps.enter_context(closing(Logs(log_dir, job.size)))
             hello = fleet.agencies[0].hello
             assert hello is not None

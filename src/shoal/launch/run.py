@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from .. import config
 from ..wording import counted, named
+from .allocation import allocation
 from .command import resolve
 from .cores import shares, usable
 from .crew import LocalCrew
@@ -57,7 +58,7 @@ class _Run(click.Command):
 
 
 _NUMBER = "the number of ranks is -n N, or -n auto for one on each core"
-_HOSTS = "several hosts are --hosts h1:4,h2:4"
+_HOSTS = "several hosts are --hosts h1:4,h2:4, or within Slurm --srun"
 _NO_ADDRESS = "shoal run finds the addresses by itself; leave it out"
 #: options of torchrun, mpiexec, accelerate and srun -> what to write
 _MEANT = {
@@ -103,9 +104,18 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     type=click.Path(dir_okay=False, path_type=Path),
     help="The same from a file with lines h1:4 or h1 slots=4.",
 )
-@click.option("--python", metavar="PATH", help="With --hosts: the interpreter there.  [default: this one]")
 @click.option(
-    "--chdir", metavar="DIR", help="With --hosts: the directory in which ranks run.  [default: this one]"
+    "--srun",
+    is_flag=True,
+    help="Run ranks on the nodes of this allocation of Slurm, as many on each as the job has tasks there.",
+)
+@click.option(
+    "--python", metavar="PATH", help="With --hosts or --srun: the interpreter there.  [default: this one]"
+)
+@click.option(
+    "--chdir",
+    metavar="DIR",
+    help="With --hosts or --srun: the directory in which ranks run.  [default: this one]",
 )
 @click.option(
     "--env",
@@ -176,6 +186,7 @@ def run(
     size: int | None,
     hosts: str | None,
     hostfile: Path | None,
+    srun: bool,
     python: str | None,
     chdir: str | None,
     names: tuple[str, ...],
@@ -199,8 +210,16 @@ def run(
     signal, if one killed it), or 0; with --min also if ranks failed and the others finished.
     """
     slots = _slots(hosts, hostfile)
+    given = None
+    if srun:
+        if slots is not None:
+            raise click.UsageError(
+                "--srun takes the hosts of the allocation: leave out --hosts and --hostfile"
+            )
+        given = allocation(os.environ)
+        slots = list(given.hosts)
     if slots is None and (python or chdir or names):
-        raise click.UsageError("--python, --chdir and --env need --hosts or --hostfile")
+        raise click.UsageError("--python, --chdir and --env need --hosts, --hostfile or --srun")
     if slots is not None:
         size, slots = fitted(slots, size, most, spares, respawn=respawn)
     size = size or 1
@@ -229,10 +248,12 @@ def run(
             slots,
             python or sys.executable,
             os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir),
-            passed_on(names, shown, store=store is not None),
+            {**(given.kept if given else {}), **passed_on(names, shown, store=store is not None)},
             bind,
+            by_srun=srun,
         )
-        job = Job(size, spares) if store is None else Job(size, spares, secret="")
+        epoch = given.restarts if given else 0
+        job = Job(size, spares, epoch=epoch) if store is None else Job(size, spares, secret="", epoch=epoch)
         if dry_run:
             click.echo(describe(plan, job, argv, store))
             return 0

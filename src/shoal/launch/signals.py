@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,7 +20,14 @@ class Signals:
 
     Only for the main thread, as Python's signal handlers are.  On leaving, the former handlers are
     in place again.
+
+    Args:
+        settle: seconds for which :meth:`read` keeps back what Slurm may be sending to other processes of the
+            job too: they shall have got it when this process tells them.
     """
+
+    def __init__(self, settle: float = 0.0) -> None:
+        self._settle = settle
 
     def __enter__(self) -> Signals:
         self.fd, self._writer = os.pipe()
@@ -47,9 +55,12 @@ class Signals:
             os.write(self._writer, b"\0")
 
     def read(self) -> list[int]:
-        """The signals since the last call, in order of arrival; never blocks."""
+        """The signals since the last call, in order of arrival; blocks for ``settle`` seconds at most."""
         with suppress(BlockingIOError):
-            return [number for number in os.read(self.fd, 4096) if number in self._old]
+            found = [number for number in os.read(self.fd, 4096) if number in self._old]
+            if self._settle and any(number != signal.SIGINT for number in found):
+                time.sleep(self._settle)
+            return found
         return []
 
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import shlex
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Sequence
 
 from .. import config
 from ..errors import ConfigurationError, LaunchError
-from ..wording import printable
 from .hosts import Host
 from .link import Descriptors, socket_pair_end
-from .source import Pipe
+from .said import Said
 
 #: no terminal, no questions; a host that does not answer is given up within seconds
 OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2",
     "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
-#: lines of stderr that are kept, and characters of a line
-_LINES, _WIDTH = 10, 300
 
 
 def command(host: Host, python: str) -> list[str]:
@@ -44,12 +40,17 @@ def command(host: Host, python: str) -> list[str]:
 class Client:
     """The process that connects to a host: ssh, or for this machine the agent itself.
 
+    Args:
+        argv: the command.
+        name: what messages call it.
+
     Attributes:
         carrier: the connection to the agent.
         stderr: what the process, or the agent, says to the user.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], name: str = "ssh") -> None:
+        self.name = name
         mine, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -65,31 +66,19 @@ class Client:
         finally:
             theirs.close()
         assert self._process.stderr is not None
-        self.stderr = Pipe(self._process.stderr)
+        self._said = Said(self._process.stderr)
+        self.stderr = self._said.pipe
         self.carrier: Descriptors = socket_pair_end(mine)
         self.pid = self._process.pid
-        self._said: deque[bytes] = deque(maxlen=_LINES)
-        self._part = b""
-        self._is_closed = False
 
     def hear(self) -> None:
         """Read what is there of stderr."""
-        if self._is_closed:
-            return  # both ends of the process became ready at once
-        try:
-            while data := self.stderr.read():
-                *lines, self._part = (self._part + data).split(b"\n")
-                self._part = self._part[-_WIDTH:]
-                self._said.extend(line[:_WIDTH] for line in lines if line.strip())
-        except BlockingIOError:
-            return
-        self.stderr.ignore()
+        self._said.hear()
 
     @property
     def said(self) -> list[str]:
         """The last lines of stderr."""
-        lines = [*self._said, self._part] if self._part.strip() else list(self._said)
-        return [printable(line.decode(errors="replace").rstrip()) for line in lines]
+        return self._said.lines
 
     def end(self, timeout: float) -> int | None:
         """Wait for the end of the process, which has nothing to do any more; kills it then.
@@ -104,7 +93,5 @@ class Client:
             self._process.kill()
             self._process.wait()
             code = None
-        self.hear()
-        self.stderr.close()
-        self._is_closed = True
+        self._said.close()
         return code if code is None or code >= 0 else 128 - code

@@ -159,6 +159,14 @@ class Connection:
         self._closed = True
         return descriptor
 
+    def release(self) -> Stream:
+        """Give up the stream and return it; raises as :meth:`detach`."""
+        self._check_open()
+        if not self._reader.between_frames:
+            raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the stream over")
+        self._closed = True
+        return self._stream
+
     def fileno(self) -> int:
         """The descriptor, -1 when closed."""
         return self._stream.fileno()
