@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from shoal import MemoryStore, ProcessGroup, StateLost, UsageError, ZeroRedundancyOptimizer
-from shoal.elastic import Session, State, Step, lobby, waiting
+from shoal.elastic import Samples, Session, State, Step, lobby, waiting
 from shoal.elastic.lobby import Lobby
-from shoal.elastic.lobby_keys import SESSION, SessionNote, beat_key, keys_of
+from shoal.elastic.lobby_keys import SESSION, SessionNote, beat_key, candidate_key, keys_of
 from shoal.elastic.waiting import Begun, await_invitation
 from shoal.rendezvous import Place, open_place
 from shoal.store import Store
@@ -37,6 +37,7 @@ SILENCE = 0.3
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(waiting, "SILENCE", SILENCE)
+    monkeypatch.setattr(waiting, "LONGEST_PAUSE", 0.05)
     for module in (lobby, waiting):
         monkeypatch.setattr(module, "LOOK", 0.01)
     monkeypatch.setattr(lobby, "BEAT", 0.01)
@@ -74,7 +75,10 @@ class Waits(threading.Thread):
         return self.found
 
 
-def test_the_first_of_many_begins_the_session_and_no_other_does(place: Place) -> None:
+def test_the_first_of_many_begins_the_session_and_no_other_does(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SILENCE", PATIENCE)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(comes(place)), daemon=True) for _ in range(8)]
     for thread in threads:
@@ -83,6 +87,7 @@ def test_the_first_of_many_begins_the_session_and_no_other_does(place: Place) ->
     with keys_of(place) as store:
         session = msgspec.json.decode(store.get(SESSION, 0.0), type=SessionNote)
         assert found == [Begun(int(session.ident, 16))]
+        until(lambda: len(store.list_keys(candidate_key(session.ident))) == 7)
         store.set(SESSION, note(session.ident, over=True))  # the others have waited for it
     for thread in threads:
         thread.join(PATIENCE)
@@ -131,7 +136,7 @@ def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(
 
 
 def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None:
-    candidate = waiting._Waiting(place, Deadline(PATIENCE), True)
+    candidate = waiting.Waiting(place, Deadline(PATIENCE), True)
     with keys_of(place) as store:
         store.set(SESSION, note("2" * 16))
         assert candidate.look(store) is None
@@ -140,6 +145,65 @@ def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None
         assert candidate.look(store) is None
         candidate._since -= 2 * SILENCE
         assert isinstance(candidate.look(store), Begun)
+
+
+def test_who_knew_a_session_begins_none_in_a_store_that_is_empty(place: Place) -> None:
+    with keys_of(place) as store:
+        store.set(SESSION, note("3" * 16))
+        thread = Waits(place, store, "3" * 16)
+        began = time.monotonic()
+        store.delete_prefix("")
+        found = thread.end()
+        assert isinstance(found, StateLost)
+        assert time.monotonic() - began >= SILENCE
+        assert not store.check([SESSION])
+
+
+def test_a_session_that_comes_back_to_an_empty_store_comes_before_a_process_that_could_begin(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LONGEST_PAUSE", 1000.0)  # which a session takes to come back at most
+    candidate = waiting.Waiting(place, Deadline(PATIENCE), True)
+    with keys_of(place) as store:
+        for _ in range(3):
+            assert candidate.look(store) is None
+        store.set(SESSION, note("4" * 16))
+        assert candidate.look(store) is None
+        assert candidate._ident == "4" * 16
+
+
+def test_who_was_invited_in_vain_remembers_the_session(place: Place) -> None:
+    candidate = waiting.Waiting(place, Deadline(PATIENCE), True)
+    with keys_of(place) as store:
+        store.set(SESSION, note("5" * 16))
+        assert candidate.look(store) is None
+        store.set(SESSION, note("5" * 16, over=True))
+    with pytest.raises(SystemExit):
+        candidate.await_invitation()
+
+
+def test_a_session_that_ended_before_its_first_step_is_succeeded_by_those_who_waited(place: Place) -> None:
+    of_beginner = Lobby(place)
+    of_beginner.open()
+    of_beginner.listen()
+    ident = f"{of_beginner.ident:016x}"
+    with keys_of(place) as store:
+        thread = Waits(place, store, ident)
+        until(lambda: of_beginner.waiting == 1)
+        of_beginner.close(over=False, void=True)
+        found = thread.end()
+        assert isinstance(found, Begun)
+        assert store.get(SESSION, 0.0) == note(f"{found.ident:016x}")
+
+
+def test_the_end_of_a_session_says_nothing_of_another_one(place: Place) -> None:
+    of_ranks = Lobby(place)
+    of_ranks.open()
+    of_ranks.listen()
+    with keys_of(place) as store:
+        store.set(SESSION, note("6" * 16))
+        of_ranks.close(over=True)
+        assert store.get(SESSION, 0.0) == note("6" * 16)
 
 
 # -- real processes --------------------------------------------------------------------------------
@@ -209,12 +273,24 @@ def with_a_distributed_optimizer() -> str:
     return str(caught.value)
 
 
-def test_who_may_have_to_begin_alone_is_refused_with_a_distributed_optimiser() -> None:
+def too_many_for_the_batch() -> str:
+    net = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = State(model=net, optimizer=optimizer, samples=Samples(50, batch=2))
+    with pytest.raises(UsageError) as caught, Session(state, min=4) as session:
+        next(iter(session.steps()))
+    return str(caught.value)
+
+
+def test_sessions_that_nobody_can_begin_alone_are_refused() -> None:
     with no_leaks(), processes(bystander, 1, timeout=LONG) as ranks:
         ranks.newcomer(with_a_distributed_optimizer, SHOAL_JOIN="auto")
+        ranks.newcomer(too_many_for_the_batch, SHOAL_JOIN="auto")
         ranks.store.set("enough", b"")
-        _, refused = ranks.join()
+        _, refused, too_many = ranks.join()
     assert refused.ok, refused.describe()
+    assert too_many.ok, too_many.describe()
+    assert "4" in too_many.value
     assert "start the first ranks with SHOAL_RANK and SHOAL_SIZE, and the others with SHOAL_JOIN=1" in (
         refused.value
     )

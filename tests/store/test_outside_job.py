@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -99,6 +100,20 @@ def test_a_line_carries_one_write_at_a_time_with_numbers_of_its_own() -> None:
         with job.line() as line:
             numbers.append((line.name, line.number))
     assert len({*numbers}) == 3
+
+
+@pytest.mark.parametrize("how", ["an error", "a copy"])
+def test_a_line_of_which_a_copy_may_be_on_its_way_is_used_no_more_and_stays(how: str) -> None:
+    job = Imagined(True)
+    job.acquire()
+    with contextlib.suppress(StoreError), job.line() as line:
+        if how == "an error":
+            raise StoreError("")
+        line.doubt()
+    with job.line() as other:
+        assert other.name != line.name
+    job.release()
+    assert job.left == [other.name]
 
 
 def test_a_job_that_has_ended_is_taken_up_anew() -> None:

@@ -129,8 +129,29 @@ def test_a_write_that_arrives_late_does_nothing(
         store.set("key", b"old")
     assert arrives(server, held) == [b"done", b""]
     store.set("key", b"new")
-    assert arrives(server, held) == [b"late"]
+    assert arrives(server, held) == [b"done", b""]
     assert store.get("key") == b"new"
+
+
+def test_a_write_that_arrives_late_does_nothing_although_its_process_has_left(
+    server: RedisServer, store: RedisStore, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(server.address, job, timeout=60) as leaver, first_write_on_the_way(monkeypatch) as held:
+        assert leaver.add("counter", 1) == 1
+    assert arrives(server, held) == [b"done", b"1"]
+    assert store.get("counter") == b"1"
+
+
+def test_no_write_follows_one_whose_fate_is_unknown_on_its_line(
+    server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with first_write_on_the_way(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(Link, "_connected", lambda *_: (_ for _ in ()).throw(StoreError("it refuses")))
+        with pytest.raises(StoreTimeout, match="it is unknown"):
+            store.add("counter", 1)
+    assert not store.delete("nothing")
+    with store._backing.job.line() as line:
+        assert line.number == 2  # of another line, whose first write was the one before
 
 
 def test_a_write_that_arrives_after_it_was_refused_does_nothing(

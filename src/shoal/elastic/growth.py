@@ -36,7 +36,7 @@ from ..store import MemoryStore, Store
 from ..wire import Deadline
 from .lobby import Lobby
 from .lobby_keys import PATIENCE, Invitation
-from .waiting import Begun, await_invitation
+from .waiting import Begun, Waiting
 
 #: for closing what came to nothing
 _SHORT = 1.0
@@ -146,9 +146,11 @@ class Door:
                 grown.world.close(_SHORT)
             failure_report.rebuilt()  # whatever became of the meeting, this rank has not failed
 
-    def close(self, *, over: bool) -> None:
-        """Nobody is let in any more; ``over``: because the session has come to its end."""
-        self._lobby.close(over=over)
+    def close(self, *, over: bool, void: bool) -> None:
+        """Nobody is let in any more; ``over``: because the session has come to its end; ``void``: before its
+        first step.
+        """
+        self._lobby.close(over=over, void=void)
 
     def _fits(self, size: int) -> bool:
         wanted = self._lobby.wanted
@@ -192,14 +194,15 @@ class Newcomer:
         Raises:
             SystemExit: with the exit code 0; it is over.
             RendezvousError: there is none, or this process cannot connect to its ranks.
-            StateLost: as of :func:`await_invitation`.
+            StateLost: as of :meth:`Waiting.await_invitation`.
             StoreError: the store is gone.
         """
         deadline = Deadline(timeout)
         place = open_place(timeout=timeout)
         try:
+            candidate = Waiting(place, deadline, self.begins)
             for attempt in range(_ATTEMPTS):
-                invitation = await_invitation(place, deadline, begins=self.begins)
+                invitation = candidate.await_invitation()
                 if isinstance(invitation, Begun):
                     self.begun = invitation.ident
                     return _alone(place, invitation.ident)

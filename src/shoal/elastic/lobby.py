@@ -141,11 +141,12 @@ class Lobby:
         if gone := sum(map(self._is_gone, self._invited)):
             raise RendezvousError(f"{counted(gone, 'newcomer')} died after the invitation")
 
-    def close(self, *, over: bool) -> None:
+    def close(self, *, over: bool, void: bool = False) -> None:
         """Look for candidates no more.
 
         Args:
             over: the session has come to its end; who still waits is told so, by the rank that listens.
+            void: it has ended before its first step; who still waits may begin another one.
         """
         if self._thread is None:
             return
@@ -155,9 +156,13 @@ class Lobby:
                 self._store.close()
         self._thread.join()
         self._thread = None
-        if over:
+        if over or void:
             with contextlib.suppress(*_LOST), keys_of(self._place) as store:
-                store.set(SESSION, msgspec.json.encode(SessionNote(self._name, over=True)))
+                found = self._session(store)
+                session = self._reader.session(found) if found else None
+                if session is None or session.ident == self._name:  # another one may have begun meanwhile
+                    ended = SessionNote(self._name, over=over, void=void)
+                    store.compare_set(SESSION, found, msgspec.json.encode(ended))
                 for key in store.list_keys(start := candidate_key(self._name)):
                     if (number := self._reader.number("candidate", key.removeprefix(start))) is not None:
                         store.compare_set(go_key(self._name, number), b"", b"")
@@ -230,11 +235,9 @@ class Lobby:
             store.set(SESSION, msgspec.json.encode(SessionNote(self._name)))
             self._begins = False
             return
-        found = b""
-        with contextlib.suppress(StoreTimeout):
-            found = store.get(SESSION, 0.0)
+        found = self._session(store)
         session = self._reader.session(found) if found else None
-        if session is None or session.over:
+        if session is None or session.over or session.void:
             self.ident = self.ident or secrets.randbits(62)
             store.compare_set(SESSION, found, msgspec.json.encode(SessionNote(self._name)))
         elif not self.ident:
@@ -245,6 +248,11 @@ class Lobby:
                 "another one began here when this one had not been seen for a minute; nobody can join this "
                 "one any more, and both train: end one of them",
             )
+
+    def _session(self, store: Store) -> bytes:
+        with contextlib.suppress(StoreTimeout):
+            return store.get(SESSION, 0.0)
+        return b""
 
     def _look_up_wanted(self, store: Store) -> None:
         if self.wanted is None:

@@ -1,7 +1,7 @@
 """The keys of the lobby, in the store of the job, and the one place where what stands there is checked.
 
     wanted                        how many ranks the session shall have, if a launcher has said so
-    session                       the session at this place: its ident, and whether it is over
+    session                       the session at this place: its ident, and whether it is over, or void
     IDENT/beat                    changes every few seconds, as long as rank 0 of the session lives
     IDENT/arrivals                counts those that have come
     IDENT/candidate/N             the N-th of them, which waits for the next key
@@ -49,10 +49,16 @@ Option = str | int | float | bool | None
 
 
 class SessionNote(msgspec.Struct, frozen=True):
-    """The session at this place."""
+    """The session at this place.
+
+    Attributes:
+        over: it has come to its end.
+        void: it has ended before its first step, so another one may begin in its place.
+    """
 
     ident: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     over: bool = False
+    void: bool = False
 
 
 class Candidate(msgspec.Struct, frozen=True):

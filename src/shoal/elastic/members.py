@@ -77,6 +77,7 @@ class Members:
         self._wanted = config.SESSION_SIZE.get() if most is None else None
         #: whether this process has begun the session alone, and may have to wait for others
         self._gathers = False
+        self._gathered_by = Deadline(0.0)
 
     @property
     def group(self) -> ProcessGroup:
@@ -119,7 +120,7 @@ class Members:
         """Let nobody in any more; ``over``: because the session has come to its end."""
         self.notice.restore()
         if self._door is not None:
-            self._door.close(over=over)
+            self._door.close(over=over and not self._gathers, void=self._gathers)
         for each in (self._older, self._newcomer):
             if each is not None:
                 with contextlib.suppress(ShoalError):
@@ -188,6 +189,7 @@ class Members:
             return False
         self._take(self._newcomer.join(config.TIMEOUT.get()))
         self._gathers = bool(self._newcomer.begun)
+        self._gathered_by = Deadline(config.TIMEOUT.get())
         return self._gathers
 
     def gather(self) -> bool:
@@ -196,23 +198,29 @@ class Members:
 
         Raises:
             RendezvousTimeout: they have not come.
+            UsageError: so many can never train together.
         """
         group, door = self.group, self._door
         if not self._gathers or group.size >= self.least or door is None:
             self._gathers = False
             return False
-        deadline = Deadline(config.TIMEOUT.get())
-        while door.waiting < self.least - group.size:
+        self._check(self.least)
+        if self._wanted is not None and self._wanted < self.least:
+            raise UsageError(
+                f"Session: min={self.least}, and {config.SESSION_SIZE.name}={self._wanted} ranks are wanted"
+            )
+        while True:
+            time.sleep(_LOOK)  # also where those that came could not be met
             if self.notice.given:
-                self.left = True
-                break
-            if deadline.expired:
+                self.left = self.is_out = True
+                return True
+            if door.waiting >= self.least - group.size:
+                return True
+            if self._gathered_by.expired:
                 raise RendezvousTimeout(
                     f"this process began the session, which needs min={self.least} ranks: only "
-                    f"{counted(door.waiting, 'other')} came within {in_seconds(deadline.timeout)}"
+                    f"{counted(door.waiting, 'other')} came within {in_seconds(self._gathered_by.timeout)}"
                 )
-            time.sleep(_LOOK)
-        return True
 
     def meet(self) -> ProcessGroup | None:
         """Meet those that wait; their group with the ranks, or None if nothing comes of it."""

@@ -56,23 +56,14 @@ def await_invitation(place: Place, deadline: Deadline, *, begins: bool = False) 
             long for the newest checkpoint.
         StoreError, WireError: the store is gone.
     """
-    candidate, pause = _Waiting(place, deadline, begins), SHORTEST_PAUSE
-    while True:
-        try:
-            with keys_of(place) as store:
-                while (found := candidate.look(store)) is None:
-                    pause = SHORTEST_PAUSE
-                return found
-        except (StoreError, WireError):
-            candidate.hears_nothing()
-            if candidate.deadline.expired:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+    return Waiting(place, deadline, begins).await_invitation()
 
 
-class _Waiting:
+class Waiting:
     """This process as a candidate.
+
+    Args:
+        place, deadline, begins: as of :func:`await_invitation`.
 
     Attributes:
         deadline: until when the session must be seen again.
@@ -92,21 +83,38 @@ class _Waiting:
         self._number: int | None = None
         self._reader = Reader()
 
+    def await_invitation(self) -> Invitation | Begun:
+        """As :func:`await_invitation`; again, if nothing came of an invitation."""
+        self.hears_nothing()
+        pause = SHORTEST_PAUSE
+        while True:
+            try:
+                with keys_of(self._place) as store:
+                    while (found := self.look(store)) is None:
+                        pause = SHORTEST_PAUSE
+                    return found
+            except (StoreError, WireError):
+                self.hears_nothing()
+                if self.deadline.expired:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
     def look(self, store: Store) -> Invitation | Begun | None:
         """Look for the session, come, and wait a moment for the invitation."""
-        try:
+        raw, session = b"", None
+        with contextlib.suppress(StoreTimeout):
             raw = store.get(SESSION, 0.0 if self._begins else min(self.deadline.remaining(), LOOK))
-        except StoreTimeout:
-            if self._begins:
-                return self._begin(store, b"")
-            self._check_deadline()
-            return None
-        session = self._reader.session(raw)
+            session = self._reader.session(raw)
+        if session is not None and session.void:
+            self._lived = self._ident = ""
         if self._begins:
-            is_over = session is not None and session.over and session.ident not in (self._lived, self._ident)
+            is_over = session is not None and (
+                session.void or (session.over and session.ident not in (self._lived, self._ident))
+            )
             if is_over or self._is_silent(store, raw, session):
                 return self._begin(store, raw)
-        if session is None:
+        if session is None or session.void:
             self._check_deadline()
             time.sleep(SHORTEST_PAUSE)  # the session writes it again
             return None
@@ -143,9 +151,11 @@ class _Waiting:
             if self._seen is not None and session is not None:
                 self._lived = session.ident
             self._seen, self._since = (raw, beat), now
-        if now - self._since < SILENCE:
+        # A session whose store began anew, without it, writes there again; one that nobody has seen begins.
+        known = bool(raw or self._lived or self._ident)
+        if now - self._since < (SILENCE if known else 2 * LONGEST_PAUSE):
             return False
-        if self._lived:
+        if self._lived or (self._ident and not raw):
             raise StateLost(
                 f"job {self._place.job!r}: the session that this process (SHOAL_JOIN=auto) waited for has "
                 f"given no sign of life for {in_seconds(SILENCE)}.  Start this process again: it then begins "

@@ -37,13 +37,20 @@ class Line:
     Attributes:
         name: where the server notes the number of its last write.
         number: of the write.
+        unclear: a copy of a write of it may still be on its way.  Then no other write goes on it, and what
+            the server has noted of it stays there: it keeps that copy from being done.
     """
 
-    __slots__ = ("name", "number")
+    __slots__ = ("name", "number", "unclear")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.number = 0
+        self.unclear = False
+
+    def doubt(self) -> None:
+        """An attempt at a write got no answer."""
+        self.unclear = True
 
 
 L = TypeVar("L", bound=Line)
@@ -99,9 +106,8 @@ class OutsideJob(abc.ABC, Generic[L]):
         with self._lock:
             line = self._idle.pop() if self._idle else self._new_line(token_hex(12))
         line.number += 1
-        try:
-            yield line
-        finally:
+        yield line  # a write that ended by an error may be on its way
+        if not line.unclear:
             with self._lock:
                 self._idle.append(line)
 

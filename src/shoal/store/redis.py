@@ -6,7 +6,8 @@ has the store open, or with the last one that closes it.
 *Each write is one script*, and done once however often it is sent.  A client sends its writes on *lines*, one
 at a time, and numbers them; the script notes the number and the reply beside the change.  When an answer is
 lost, the write is sent again under its number: if it was done, the script returns the reply that it noted.  A
-copy that arrives late, after the next write of its line, does nothing.
+line of which a copy may still be on its way carries no other write, and its note stays as long as the hash:
+whenever the copy arrives, it does nothing.
 
 *A blocking read* subscribes to the channel of a key that is missing, looks whether the key has come
 meanwhile, and waits for a message; whatever ends the wait, it looks again.
@@ -227,7 +228,7 @@ class _Client(OutsideClient[RedisJob]):
         deadline = self._calls.deadline
         with self.job.line() as line:
             given = (what, self.job.life, line.name, line.number, *arguments)
-            word, value = self.job.run(WRITE, given, bytes, deadline, self.closed, writes=True)
+            word, value = self.job.run(WRITE, given, bytes, deadline, self.closed, writes=line.doubt)
         if word not in _ANSWERS[what] or (value is None) is not (word == b"unchanged"):
             raise self.job.unreadable(word)
         return word, value or b""

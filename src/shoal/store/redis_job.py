@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -62,9 +62,9 @@ class RedisJob(OutsideJob[Line]):
         deadline: Deadline,
         closed: threading.Event,
         *,
-        writes: bool = False,
+        writes: Callable[[], None] | None = None,
     ) -> tuple[bytes, T | None]:
-        """The word that ``script`` answers, and what comes with it.
+        """The word that ``script`` answers, and what comes with it; ``writes``: as of :meth:`Link.run`.
 
         Raises:
             StoreError: this life of the job has ended (but for ``LIFE``, which answers "gone"), or the answer

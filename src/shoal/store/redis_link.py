@@ -118,14 +118,15 @@ class Link:
         deadline: Deadline,
         closed: threading.Event,
         *,
-        writes: bool = False,
+        writes: Callable[[], None] | None = None,
     ) -> Any:
         """What ``script`` returns.
 
         Args:
             closed: set when nobody waits for the answer any more.
-            writes: the caller must know whether it was done if no answer comes.  The first argument that the
-                script gets is then the number of the attempt, from 0.
+            writes: called when an attempt gets no answer, which may be done or still be on the way; None: the
+                script changes nothing.  Else the first argument that it gets is the number of the attempt,
+                from 0.
 
         Raises:
             StoreError: the server refuses; nothing was done.
@@ -146,7 +147,7 @@ class Link:
 
     def command(self, *words: Argument, deadline: Deadline, closed: threading.Event) -> Any:
         """What the server answers to a command that changes nothing; raises as :meth:`run` does."""
-        return self._call(lambda _: words, lambda _: words, deadline, closed, False)
+        return self._call(lambda _: words, lambda _: words, deadline, closed, None)
 
     def _call(
         self,
@@ -154,7 +155,7 @@ class Link:
         unknown: Callable[[int], tuple[Argument, ...]],
         deadline: Deadline,
         closed: threading.Event,
-        writes: bool,
+        writes: Callable[[], None] | None,
     ) -> Any:
         """What the server answers to ``words`` of an attempt.
 
@@ -188,6 +189,8 @@ class Link:
                 why, refused = str(error), True
             except Broken as error:
                 unclear = unclear or began
+                if unclear and writes:
+                    writes()
                 if reused:  # it may have ended long ago
                     continue
                 why = str(error)

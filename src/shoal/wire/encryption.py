@@ -50,9 +50,13 @@ def encryption(sock: socket.socket, *, connecting: bool) -> Side | None:
     connections to a listener.
 
     Raises:
-        ConfigurationError: the certificates cannot be made or used.
+        ConfigurationError: the certificates cannot be made or used, or are there although nothing is to be
+            encrypted.
     """
-    if sock.family == socket.AF_UNIX or not config.TLS.get():
+    if sock.family == socket.AF_UNIX:
+        return None
+    if not config.TLS.get():
+        config.tls_files()
         return None
     from . import certificates
 

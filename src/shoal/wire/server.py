@@ -43,6 +43,8 @@ _SHORT = 2**11
 
 #: most bytes taken from one client at a time, so that a large message does not hold up the others
 _SLICE = 2**20
+#: and most times that it is served before the others get their turn, where its stream holds more
+_TURNS = 16
 
 #: answers that are sent to those who waited, before the clients that ask get their turn again
 _ANSWERS_AT_ONCE = 256
@@ -122,6 +124,7 @@ class Session:
             message = self._reader.advance(count)
             if message is not None:
                 return message
+        taken = 0
         while True:
             view = self._reader.view()[:_SLICE]
             try:
@@ -131,7 +134,8 @@ class Session:
             if count == 0:
                 raise WireError("the client closed the connection")
             message = self._reader.advance(count)
-            if message is not None or count == _SLICE:
+            taken += count
+            if message is not None or taken >= _SLICE:
                 return message
 
     def send(self, message: bytes | bytearray) -> None:
@@ -218,6 +222,8 @@ class Server(abc.ABC, Generic[S]):
         self._sessions: set[S] = set()
         self._strangers: dict[S, None] = {}  # those that have not proved themselves, the oldest first
         self._later: deque[tuple[S, bytes | bytearray]] = deque()
+        #: those whose streams hold more than they were served in their turn
+        self._eager: dict[S, None] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._pid = os.getpid()
@@ -352,6 +358,7 @@ class Server(abc.ABC, Generic[S]):
         logger.info("%s: client %s dropped: %s", self._what, session.name, reason)
         self._sessions.discard(session)
         self._strangers.pop(session, None)
+        self._eager.pop(session, None)
         self.alarms.cancel(session)
         self._selector.unregister(session.stream)
         # Before the client can see it.
@@ -364,13 +371,16 @@ class Server(abc.ABC, Generic[S]):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                at = 0.0 if self._later else self.alarms.next()
+                at = 0.0 if self._later or self._eager else self.alarms.next()
                 timeout = None if at is None else max(0.0, at - time.monotonic())
                 for key, _ in self._selector.select(timeout):
                     if key.data is not None:
                         self._serve(key.data)
                     elif key.fileobj is self._listener:
                         self._accept()
+                for session in list(self._eager):
+                    del self._eager[session]
+                    self._serve(session)
                 self.turned()
                 self._send_some()
                 for session in self.alarms.due(time.monotonic()):
@@ -444,7 +454,11 @@ class Server(abc.ABC, Generic[S]):
                 self.received(session, message)
             # Bytes that the stream holds already do not make its descriptor readable.  A stranger's are
             # part of its handshake: nothing else is read before it has proved itself.
+            turns = 0
             while session.authenticated and session.pending and not (session.closed or session.clogged):
+                if (turns := turns + 1) > _TURNS:
+                    self._eager[session] = None
+                    break
                 if (message := session.receive(self._short)) is not None:
                     self.received(session, message)
             self._watch(session)
