@@ -6,6 +6,7 @@ No rank is given up that a debugger holds, or that computes without letting anot
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import random
@@ -117,6 +118,22 @@ def burn(group: ProcessGroup) -> float:
 
 def test_a_rank_that_computes_for_long_is_waited_for() -> None:
     with no_leaks(), processes(burn, 3) as ranks:
+        outcomes = ranks.join()
+        assert [outcome.value for outcome in outcomes] == [3.0] * 3, [o.describe() for o in outcomes]
+
+
+def hold(group: ProcessGroup) -> float:
+    """Ranks 1 and 2 hold the interpreter for ten seconds without a moment's pause."""
+    group.barrier().wait()
+    if group.rank > 0:
+        ctypes.PyDLL(None).sleep(10)
+    return float(group.all_reduce(torch.ones(1)).wait().item())
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("hosts", [None, "aab"], ids=["one host", "two hosts"])
+def test_a_rank_that_holds_the_interpreter_is_waited_for(hosts: str | None) -> None:
+    with no_leaks(), processes(hold, 3, **({"hosts": hosts} if hosts else {})) as ranks:
         outcomes = ranks.join()
         assert [outcome.value for outcome in outcomes] == [3.0] * 3, [o.describe() for o in outcomes]
 
