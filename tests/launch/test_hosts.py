@@ -455,3 +455,14 @@ def test_a_named_store_and_its_secret_are_passed_on(far: Workshop, monkeypatch: 
     assert (code, err) == (0, "")
     assert all(line[4:].startswith(f"{url} fish ") for line in out.splitlines())
     assert len(out.splitlines()) == 2
+
+
+def test_a_named_store_is_opened_before_any_agent_starts(
+    far: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that hears nothing while the store does not answer would kill itself."""
+    monkeypatch.setenv("SHOAL_TIMEOUT", "0.5")
+    (far.path / "fake_ssh").write_text("#!/bin/sh\ntouch started\nexec sleep 600\n")
+    code, out, err = run(far, "", "--store", "tcp://127.0.0.1:1")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert not (far.path / "started").exists()
