@@ -1,7 +1,7 @@
 """How long thousands of ranks take to meet in one store, and what that costs its server.
 
     python benchmarks/bootstrap.py                                  # 100 to 10,000 ranks, 3 minutes
-    python benchmarks/bootstrap.py --store etcd                     # 100 to 1,000 ranks in etcd too
+    python benchmarks/bootstrap.py --kinds shoal etcd Redis         # stores on other servers beside it
     python benchmarks/bootstrap.py --ranks 100 1000 --rounds 3 --out /tmp --picture /tmp/bootstrap.png
 
 It writes benchmarks/results/bootstrap.json and docs/bootstrap.png, and says whether the bars of a meeting of
@@ -18,29 +18,27 @@ to a counter; then each gets the key that the last one set, and that of its host
 meeting: nobody waits for anybody there, no secret is proved, and nobody looks for earlier jobs.  Its clients
 look up names, which takes each a tenth of a second where there is no name server: 300 are the most here.
 
-In etcd each rank is a thread with connections of its own, and the server is etcd itself: 1,000 are the most.
+With ``--kinds etcd Redis`` the same ranks meet in stores on these servers: each rank of etcd's is a thread
+with connections of its own, 1,000 at most, and each of Redis's has one connection for its calls and one that
+it waits at.
 
 Seconds are those until the last rank is through; the processor time and the memory are the server's.  Needs
-``greenlet`` and ``matplotlib``, and for --store etcd the program and ``shoal[etcd]``.
+``greenlet`` and ``matplotlib``, and for etcd and Redis their programs, ``shoal[etcd]`` and ``shoal[redis]``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
 import platform
 import resource
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,65 +85,39 @@ def serve_torch() -> None:
 
 
 def serve_etcd() -> None:
-    """Become etcd, which ends with the process that started this one."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    print(ports[0], flush=True)
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(null, number)
-    clients, peers = (f"http://127.0.0.1:{port}" for port in ports)
-    os.execvp(
-        "etcd",
-        ["etcd", "--data-dir", tempfile.mkdtemp(dir=os.environ["BOOTSTRAP_FOLDER"]),
-         "--listen-client-urls", clients, "--advertise-client-urls", clients, "--listen-peer-urls", peers,
-         "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"],
-    )  # fmt: skip
+    import bootstrap_etcd
+
+    bootstrap_etcd.serve()
 
 
 def etcd_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
-    from shoal.rendezvous.host import Here, here
-    from shoal.rendezvous.meeting import Meeting
-    from shoal.store import PrefixStore, open_store
-    from shoal.wire import Deadline, listens
+    import bootstrap_etcd
 
-    end = time.monotonic() + PATIENCE
-    while not listens("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
-        time.sleep(0.05)
-    me, ends, failures = here(), [0.0] * ranks, []
-    url = f"etcd://127.0.0.1:{port}"
-    open_store(url, secret=SECRET, timeout=PATIENCE).close()  # it answers
+    return bootstrap_etcd.meet(port, ranks, PATIENCE), 0
 
-    def rank(number: int) -> None:
-        name = f"host {number // bootstrap_ranks.PER_HOST}"
-        try:
-            with open_store(url, secret=SECRET, timeout=PATIENCE) as store:
-                Meeting(
-                    PrefixStore("job/0", store), rank=number, size=ranks, job="job", epoch=0, host=name,
-                    here=Here(f"{name}/kernel", me.process), deadline=Deadline(PATIENCE),
-                ).join()  # fmt: skip
-                ends[number] = time.monotonic()
-        except Exception as error:
-            failures.append(f"rank {number}: {error!r}")
 
-    threading.stack_size(256 * 1024)
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
-    begin = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise SystemExit(f"{len(failures)} ranks failed, the first: {failures[0]}")
-    return max(ends) - begin, 0
+def serve_redis() -> None:
+    import bootstrap_redis
+
+    bootstrap_redis.serve()
 
 
 def shoal_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
-    outcome = bootstrap_ranks.meet("127.0.0.1", port, SECRET, ranks, cut, PATIENCE)
+    from shoal.store import TCPStore
+
+    def opened() -> TCPStore:
+        return TCPStore("127.0.0.1", port, SECRET, timeout=PATIENCE)
+
+    return seen(bootstrap_ranks.meet(opened, ranks, cut, PATIENCE))
+
+
+def redis_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
+    import bootstrap_redis
+
+    return seen(bootstrap_redis.meet(port, ranks, PATIENCE))
+
+
+def seen(outcome: bootstrap_ranks.Outcome) -> tuple[float, int]:
     if outcome.failures:
         raise SystemExit(f"{len(outcome.failures)} ranks failed, the first: {outcome.failures[0]}")
     return outcome.seconds, outcome.cut
@@ -180,6 +152,7 @@ KINDS: dict[str, tuple[Callable[[], None], Callable[[int, int, float], tuple[flo
     "shoal, a tenth cut": (serve_shoal, shoal_meets, 0.1),
     "torch TCPStore": (serve_torch, torch_meets, 0.0),
     "etcd": (serve_etcd, etcd_meets, 0.0),
+    "Redis": (serve_redis, redis_meets, 0.0),
 }
 #: the most ranks of a kind
 LIMITS = {"torch TCPStore": MOST, "etcd": MOST_IN_ETCD}
@@ -227,9 +200,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
     parser.add_argument("--rounds", type=int, default=3, help="the kinds take turns; a figure is the median")
     parser.add_argument(
-        "--kinds", nargs="+", default=[each for each in KINDS if each != "etcd"], choices=list(KINDS)
+        "--kinds", nargs="+", default=[*KINDS][:3], choices=list(KINDS), help="etcd and Redis if named"
     )
-    parser.add_argument("--store", choices=["etcd"], help="measure this one too")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of bootstrap.json")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "bootstrap.png")
     parser.add_argument("--serve", choices=list(KINDS), help=argparse.SUPPRESS)
@@ -238,13 +210,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         KINDS[options.serve][0]()
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if max(options.ranks) + SPARE > hard:
+    needed = max(options.ranks) * (2 if "Redis" in options.kinds else 1) + SPARE
+    if needed > hard:
         parser.error(
-            f"{max(options.ranks)} ranks need as many descriptors, and the limit is {hard} (ulimit -Hn)"
+            f"{max(options.ranks)} ranks need {needed} descriptors, and the limit is {hard} (ulimit -Hn)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if options.store and options.store not in options.kinds:
-        options.kinds.append(options.store)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     record: dict[str, dict[str, Figures]] = {kind: {} for kind in options.kinds}
     for ranks in options.ranks:

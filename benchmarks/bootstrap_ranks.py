@@ -14,7 +14,7 @@ import random
 import select
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ import greenlet
 from shoal.errors import WireTimeout
 from shoal.rendezvous.host import Here, here
 from shoal.rendezvous.meeting import Meeting
-from shoal.store import PrefixStore, TCPStore, tcp
+from shoal.store import PrefixStore, Store, TCPStore, tcp
 from shoal.wire import Connection, Deadline
 
 #: ranks that share a host, as the meeting is told
@@ -149,16 +149,28 @@ class _Patience:
         return self._set
 
 
-def meet(host: str, port: int, secret: bytes, ranks: int, cut: float, patience: float) -> Outcome:
-    """Let ``ranks`` ranks meet in the store at ``host:port``; ``cut``: the share that loses a connection."""
+def meet(
+    open_store: Callable[[], Store],
+    ranks: int,
+    cut: float,
+    patience: float,
+    cooperative: Callable[[Hub], AbstractContextManager[None]] = cooperative,
+) -> Outcome:
+    """Let ``ranks`` ranks meet.
+
+    Args:
+        open_store: called for each.
+        cut: the share that loses a connection, of those to a server of shoal's.
+        cooperative: lets the stores' connections wait in a hub.
+    """
     hub, me, chosen = Hub(), here(), random.Random(ranks)
     outcome = Outcome(0.0)
-    stores: list[TCPStore] = []
+    stores: list[Store] = []
     begin = time.monotonic()
 
     def rank(number: int, cut_after: float | None) -> None:
         try:
-            store = TCPStore(host, port, secret, timeout=patience)
+            store = open_store()
             store._backing.closed = _Patience(hub)  # type: ignore[assignment]
             stores.append(store)
             if cut_after is not None:
@@ -177,7 +189,8 @@ def meet(host: str, port: int, secret: bytes, ranks: int, cut: float, patience: 
         except Exception as error:
             outcome.failures.append(f"rank {number}: {error!r}")
 
-    def break_off(store: TCPStore) -> None:
+    def break_off(store: Store) -> None:
+        assert isinstance(store, TCPStore)
         for line in [*store._backing._busy, *store._backing._idle]:
             if line.connection is not None:
                 line.connection.shutdown()

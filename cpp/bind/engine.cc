@@ -269,7 +269,7 @@ void bind_engine(nb::module_& m) {
           [](Group& group, const std::vector<int>& ranks, double timeout) {
             std::vector<int> peers;
             for (int rank : ranks) peers.push_back(group.global(rank));
-            std::vector<int> left = group.context().peers().fence(peers, until(timeout));
+            std::vector<int> left = group.context().fence(peers, until(timeout));
             for (int& rank : left) rank = group.rank_of(rank);
             return left;
           },

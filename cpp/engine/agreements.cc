@@ -27,7 +27,12 @@ Agreements::Entry& Agreements::at(std::uint64_t number) {
   return found->second;
 }
 
+// Who was given up has no voice: those that go on may have heard so already, or not yet.
 void Agreements::send(std::uint64_t number, Agreement& agreement) {
+  if (group_.context().given_up()) {
+    agreement.take_messages();
+    return;
+  }
   for (const Broadcast& broadcast : agreement.take_messages()) {
     FrameHeader header = group_.frame(FrameType::kAgree);
     header.channel = number;
@@ -61,6 +66,10 @@ Agreements::News Agreements::wait(std::uint64_t number, std::int64_t until) {
     Entry& entry = agreements_.at(number);
     News result{entry.agreement.outcome(), {}, entry.agreement.take_request(), false};
     result.closed = closed_ && result.outcome == Outcome::kOpen;
+    if (result.outcome == Outcome::kOpen && group_.context().given_up()) {
+      entry.told = true;
+      return News{Outcome::kLeftOut, {}, {}, false};
+    }
     if (result.outcome != Outcome::kOpen) {
       result.decision = entry.agreement.decision();
       entry.told = true;
@@ -102,6 +111,10 @@ std::pair<RankSet, RankSet> Agreements::losses() {
 const char* Agreements::on_frame(int rank, const FrameHeader& header, const std::string& text) {
   Message message;
   if (const char* flaw = decode(text, {group_.size(), group_.rank(), rank}, message)) return flaw;
+  if (group_.context().peers().given_up(group_.global(rank))) {  // the watch thread will find out too
+    lose(rank, false);
+    return nullptr;
+  }
   {
     std::lock_guard lock(mutex_);
     // Those who went on without this member may be far ahead of it; and what it has forgotten is over.

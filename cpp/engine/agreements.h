@@ -29,6 +29,7 @@ class Agreements {
   };
   // What comes of an agreement.
   struct News {
+    // kLeftOut also without a decision: this process was given up while it was stopped.
     agreement::Outcome outcome = agreement::Outcome::kOpen;
     std::optional<agreement::Decision> decision;
     std::optional<agreement::WitnessRequest> request;  // of the leader, each once; answer() brings the answer

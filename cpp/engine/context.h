@@ -96,6 +96,13 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void look_for_deaths();
   // All ranks that are lost by now, to this rank or to one that said so.
   std::vector<int> all_lost();
+  // Whether this process was stopped, and a peer on this host has given it up: it decides nothing any more,
+  // and ends nobody.
+  bool given_up() const { return header_->life.given_up.load(std::memory_order_seq_cst) != 0; }
+  // Ends those of `ranks` that are lost and may live; see Peers.
+  std::vector<int> fence(const std::vector<int>& ranks, std::int64_t until) {
+    return given_up() ? std::vector<int>() : peers_.fence(ranks, until);
+  }
 
   Destination on_header(Link& link, const FrameHeader& header) override;
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
@@ -165,6 +172,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<std::uint64_t> submissions_{0};
   std::atomic<Fault> fault_{Fault::kNone};
   bool started_ = false, forked_ = false;
+  bool retired_ = false;  // the watch thread's: it has seen that this process was given up
   std::atomic<bool> closed_{false};
   std::atomic<bool> program_ends_{false};
 

@@ -37,6 +37,8 @@ std::int64_t excused(std::int64_t late) {
   return late < kSecond / 10 ? 0 : std::clamp(10 * late, 5 * kSecond, kExcused);
 }
 
+constexpr const char* kStoppedText = "its process is stopped";
+
 // The subject of an epoll event, beside the rank of a local peer.
 constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
 
@@ -225,7 +227,12 @@ std::vector<Loss> Peers::stopped(std::int64_t now, bool held, std::int64_t late)
   const std::int64_t excuse = held ? kExcused : excused(late);
   for (int rank : ring_peers_) {
     Peer& peer = at(rank);
-    if (peer.pidfd < 0 || state(rank) != kAlive) continue;
+    if (state(rank) != kAlive) continue;
+    if (given_up(rank)) {  // by who has watched it all the time, whatever this thread has missed
+      losses.push_back({rank, kStoppedText});
+      continue;
+    }
+    if (peer.pidfd < 0) continue;
     if (const std::int64_t beat = life(peer).beat.load(std::memory_order_relaxed); beat != peer.beat) {
       peer.beat = beat;
       peer.beat_at = now;
@@ -237,7 +244,7 @@ std::vector<Loss> Peers::stopped(std::int64_t now, bool held, std::int64_t late)
     else if (peer.stopped_since == 0)
       peer.stopped_since = now;
     else if (now - peer.stopped_since >= kStopped * look_)
-      losses.push_back({rank, "its process is stopped"});
+      losses.push_back({rank, kStoppedText});
   }
   return losses;
 }
@@ -345,6 +352,11 @@ void Peers::sever(int rank) {
     peer.tcp->sever();
   else if (peer.socket >= 0)
     shutdown(peer.socket, SHUT_RDWR);
+}
+
+void Peers::sever_remote() {
+  for (int rank = 0; rank < size(); ++rank)
+    if (remote(rank)) sever(rank);
 }
 
 std::uint64_t Peers::lent() const {

@@ -71,9 +71,14 @@ class Peers {
   std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, nanoseconds
   // Sends what is due, and tells whom nothing was heard of for too long.
   std::vector<Loss> heartbeats(std::int64_t now);
-  // The local peers whose processes a signal has stopped for long.  held: this one was stopped since the last
-  // call; late: how late this call is, in nanoseconds.
+  // The local peers whose processes a signal has stopped for long, and those that others have given up. held:
+  // this one was stopped since the last call; late: how late this call is, in nanoseconds.
   std::vector<Loss> stopped(std::int64_t now, bool held, std::int64_t late);
+  // Marks a local peer as given up, for all on the host and for itself; whether one is marked.
+  void give_up(int rank) { life(at(rank)).given_up.store(1, std::memory_order_seq_cst); }
+  bool given_up(int rank) const {
+    return at(rank).memory && life(at(rank)).given_up.load(std::memory_order_seq_cst) != 0;
+  }
   // Says in words that this process did not run for a while just now: it was stopped, or starved.
   std::string absence() const;
 
@@ -94,7 +99,8 @@ class Peers {
   // All that are lost by now, to this rank or to one that said so.
   std::vector<int> all_lost() const;
 
-  void sever(int rank);                         // fault injection: cut the connection
+  void sever(int rank);                         // cuts the connection
+  void sever_remote();                          // those to other hosts
   void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
   std::uint64_t lent() const;                   // bytes lent by all
 
@@ -119,7 +125,7 @@ class Peers {
     std::atomic<bool> dead{false};  // certainly
     std::vector<std::byte> text;
   };
-  static const Life& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
+  static Life& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
   Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int size() const { return static_cast<int>(peers_.size()); }

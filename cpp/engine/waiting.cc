@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/clock.h"
 #include "engine/context.h"
@@ -160,9 +161,12 @@ std::int64_t Context::look_out(std::int64_t now, bool held, std::int64_t late) {
   for (Loss& loss : peers_.stopped(now, held, late)) {
     if (options_.patient) break;
     const int peer = loss.peer;
+    peers_.give_up(peer);  // before anybody acts on it
     lost(std::move(loss));
     peers_.sever(peer);  // it hears of it when it goes on, whatever groups there are
   }
+  // Those on other hosts need not wait until they have heard nothing for long enough.
+  if (given_up() && !std::exchange(retired_, true)) peers_.sever_remote();
   return busy() ? look_out_ : look_out_idle_;
 }
 

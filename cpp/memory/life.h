@@ -22,6 +22,10 @@ namespace shoal {
 struct alignas(64) Life {
   std::atomic<std::uint32_t> holder{0};  // the thread's number; 0: nobody holds it, or has let go
   std::atomic<std::int64_t> beat{0};     // when (ns) the thread last ran; peers look whether it changes
+  // Set by a peer that gives the process up because a signal has stopped it, for good: the others on the host
+  // follow, and the process, should it go on, reads here that it is out.  One word, so that there is no
+  // moment at which some of them still count on it and others do not.
+  std::atomic<std::uint32_t> given_up{0};
 
   // The process is dead: all its threads were sent their signals before one could end.  Its memory may still
   // be mapped.  The kernel takes the thread's number away, so words that are written by mistake hardly mark

@@ -1,13 +1,12 @@
 // Agreements of members that crash, leave, lose one another and vote late, in simulated time.
 //
 // One round is one agreement.  Its seed gives the size of the group, when each member votes, crashes, hears
-// of losses and receives messages, and which links are cut.  Messages of one link stay in order.  Everything
-// runs in one thread, so a seed plays the same round again.
+// of losses and receives messages, and which links are cut.  Messages of one link stay in order.  One thread
+// runs all, so a seed plays the same round again.
 
 #include "agreement/agreement.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <queue>
 #include <set>
 #include <string>
@@ -23,6 +22,8 @@ using namespace shoal::agreement;
 using Time = std::int64_t;
 
 constexpr Time kVoteTimeout = 500, kSettle = 100, kRetry = 40;
+constexpr Time kCalmSettle = 1000,
+               kPrompt = 120;  // far more than an agreement's messages take; the most of it
 constexpr Time kLastDeadline = 100000, kEnd = 200000;
 
 // What a round may be, beyond what every round is.
@@ -105,7 +106,7 @@ class Round {
   const bool strict_;  // of a wrong rule no more than disagreements is asked
   int size_;
   Kind kind_;
-  bool coded_;     // messages travel as bytes, and hostile ones with them
+  bool coded_;     // messages are bytes, and hostile ones with them
   bool fatal_;     // who has decided often crashes soon, and those of its side with it
   Time slow_;      // the longest usual delay
   int certainty_;  // of ten deaths, how many are known to be deaths
@@ -116,8 +117,8 @@ class Round {
   std::vector<int> side_;      // by rank: of a cut through the group, and of what ends together
   std::priority_queue<Event, std::vector<Event>, std::greater<>> queue_;
   std::uint64_t order_ = 0;
-  Time now_ = 0;
-  int sent_ = 0;  // messages
+  Time now_ = 0, news_ = 0, last_decision_ = 0;  // news: a vote, a death, word of a loss
+  int sent_ = 0;                                 // messages
   Witness witness_;
   bool differed_ = false, decided_ = false, disagreed_ = false;
 };
@@ -141,7 +142,8 @@ Round::Round(std::uint64_t seed, QuorumRule rule)
   for (int& side : side_) side = pick(random_, 0, 1);
   if (kind_.calm) certainty_ = 10;
   for (int rank = 0; rank < size_; ++rank)
-    members_.emplace_back(Settings{rank, size_, kVoteTimeout, kSettle, kRetry, rule});
+    members_.emplace_back(
+        Settings{rank, size_, kVoteTimeout, kind_.calm ? kCalmSettle : kSettle, kRetry, rule});
   plan_votes();
   if (!kind_.clean && !kind_.pairs) plan_crashes();
   if (!kind_.calm) plan_losses();
@@ -223,7 +225,7 @@ void Round::cut(int a, int b, Time time) {
   push(time + between(1, longest), What::kLoss, b, a);
 }
 
-// Whoever hears of it has read what it said before.
+// Whoever hears of it has read what it said.
 void Round::leave(int rank) {
   member(rank).agreement.farewell();
   flush(rank);
@@ -240,6 +242,7 @@ void Round::crash(int rank) {
     if (other == rank) continue;
     const bool certain = pick(random_, 1, 10) <= certainty_;
     const Time heard = now_ + between(0, kind_.calm ? 80 : chance(random_, 2) ? 20 : 600);
+    if (kind_.calm && chance(random_, 3)) push(heard - between(0, heard - now_), What::kLoss, other, rank);
     push(heard, certain ? What::kDeath : What::kLoss, other, rank);
     if (!certain && chance(random_, 2)) push(heard + between(0, 1000), What::kDeath, other, rank);
   }
@@ -264,15 +267,9 @@ void Round::handle(const Event& event) {
       Witness victim;
       if (victim.read(spoilt(kept), size_) == nullptr) victim.ask(*event.request);
     }
-    const WitnessAnswer answer = witness_.ask(*event.request);
-    queue_.push({now_ + delay(),
-                 ++order_,
-                 What::kAnswer,
-                 event.at,
-                 0,
-                 {},
-                 {},
-                 std::make_shared<const WitnessAnswer>(answer)});
+    Event reply{now_ + delay(), ++order_, What::kAnswer, event.at};
+    reply.answer = std::make_shared<const WitnessAnswer>(witness_.ask(*event.request));
+    queue_.push(std::move(reply));
     return;
   }
   if (event.what == What::kCut) {
@@ -281,6 +278,9 @@ void Round::handle(const Event& event) {
   }
   Member& self = member(event.at);
   if (!self.alive || self.left) return;
+  using enum What;
+  if (event.what == kVote || event.what == kCrash || event.what == kLoss || event.what == kDeath)
+    news_ = now_;
   switch (event.what) {
     case What::kVote:
       self.voted = true;
@@ -320,7 +320,6 @@ void Round::lose(int at, int other, bool dead) {
   }
 }
 
-// Of a link that was cut, what was on its way arrives or does not.
 void Round::deliver(const Event& event) {
   if (!event.message) {
     if (member(event.at).lost.has(event.other)) return;
@@ -374,14 +373,11 @@ void Round::flush(int rank) {
       transmit(rank, to, broadcast.message);
     }
   }
-  if (auto request = self.agreement.take_request(); request && kind_.witness)
-    queue_.push({now_ + delay(),
-                 ++order_,
-                 What::kAsk,
-                 rank,
-                 0,
-                 {},
-                 std::make_shared<const WitnessRequest>(*request)});
+  if (auto request = self.agreement.take_request(); request && kind_.witness) {
+    Event asks{now_ + delay(), ++order_, What::kAsk, rank};
+    asks.request = std::make_shared<const WitnessRequest>(*request);
+    queue_.push(std::move(asks));
+  }
   const Time tick = self.agreement.next_tick();
   if (tick == Agreement::kNever || tick == self.tick) return;
   check(tick > now_, "a member wants to be told a time that has passed");
@@ -403,6 +399,7 @@ void Round::look(int rank) {
   const auto& decision = self.agreement.decision();
   if (!decision || self.decided) return;
   self.decided = decided_ = true;
+  last_decision_ = now_;
   if (fatal_ && chance(random_, 2)) end_side(rank);
   if (!kind_.quiet() && chance(random_, 6)) push(now_ + between(0, 20), What::kLeave, rank);
   for (const Member& other : members_) {
@@ -457,6 +454,9 @@ void Round::check_end() {
       kind_.calm && std::ranges::all_of(members_, [](const Member& m) { return m.alive && m.in_time; });
   check(!undisturbed || sent_ == 4 * (size_ - 1),
         "an agreement without a loss takes more messages than four each");
+  const bool prompt = std::ranges::all_of(members_, [](const Member& m) { return !m.alive || m.in_time; });
+  check(!kind_.calm || !prompt || last_decision_ <= news_ + kPrompt,
+        "an agreement takes longer than its messages, though all votes and deaths are known");
   int sides[2] = {0, 0};
   for (int side : side_) ++sides[side];
   for (int rank = 0; rank < size_; ++rank) {

@@ -91,10 +91,14 @@ def _choice(*options: str) -> Callable[[str], str]:
     return parse
 
 
-def _join(text: str) -> bool | str:
-    if text not in ("0", "1", "auto"):
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
         raise ValueError(text)
-    return text if text == "auto" else text == "1"
+    return text == "1"
+
+
+def _join(text: str) -> bool | str:
+    return text if text == "auto" else _flag(text)
 
 
 def _bytes(text: str) -> int:
@@ -152,12 +156,13 @@ LOCAL_SIZE: Variable[int | None] = Variable(
 )  # fmt: skip
 STORE: Variable[str | None] = Variable(
     "SHOAL_STORE", "a URL such as tcp://127.0.0.1:29400", str, None,
-    "Where the processes meet: `tcp://host:port`, `file:///path`, `etcd://host:port`, or a registered "
-    "scheme. Not set: a group of one.",
+    "Where the processes meet: `tcp://host:port`, `file:///path`, `etcd://host:port`, `redis://host:port`, "
+    "or a registered scheme. Not set: a group of one.",
 )  # fmt: skip
 STORE_USER: Variable[str | None] = Variable(
     "SHOAL_STORE_USER", "any text", str, None,
-    "User of a store on a server that asks for one, such as `etcd://`, where its URL names none.",
+    "User of a store on a server that asks for one, such as `etcd://` or `redis://`, where its URL names "
+    "none.",
 )  # fmt: skip
 STORE_PASSWORD: Variable[str | None] = Variable(
     "SHOAL_STORE_PASSWORD", "any text", str, None,
@@ -188,6 +193,25 @@ SECRET: Variable[str | None] = Variable(
 SECRET_FILE: Variable[str | None] = Variable(
     "SHOAL_SECRET_FILE", "the path of a readable file", str, None,
     "File that holds the job's secret; read when `SHOAL_SECRET` is not set.",
+)  # fmt: skip
+TLS: Variable[bool] = Variable(
+    "SHOAL_TLS", "0 or 1", _flag, False,
+    "1: connections to stores of shoal are encrypted, with TLS 1.3; the same for every process of the job. "
+    "`--tls` of `shoal run` and `shoal store` sets it. Tensors and calls of `shoal.rpc` are not encrypted.",
+)  # fmt: skip
+TLS_CA: Variable[str | None] = Variable(
+    "SHOAL_TLS_CA", "the path of a PEM file", str, None,
+    "With `SHOAL_TLS=1`: the authority that must have signed the certificate of whoever is at the other end. "
+    "Not set: certificates are made at the start, and the secret vouches for them.",
+)  # fmt: skip
+TLS_CERT: Variable[str | None] = Variable(
+    "SHOAL_TLS_CERT", "the path of a PEM file", str, None,
+    "With `SHOAL_TLS_CA`: the certificate of this process, for servers and clients, and what links it to the "
+    "authority.",
+)  # fmt: skip
+TLS_KEY: Variable[str | None] = Variable(
+    "SHOAL_TLS_KEY", "the path of a PEM file", str, None,
+    "With `SHOAL_TLS_CA`: the key of that certificate, without a password.",
 )  # fmt: skip
 SSH: Variable[str] = Variable(
     "SHOAL_SSH", "a program and its options, such as ssh -F file", str, "ssh",
@@ -273,10 +297,11 @@ def check_values(environ: Mapping[str, str]) -> None:
     """Look at the value of every variable.
 
     Raises:
-        ConfigurationError: the text of one is not a legal value.
+        ConfigurationError: the text of one is not a legal value, or it makes no sense beside the others.
     """
     for variable in VARIABLES:
         variable.get(environ)
+    tls_files(environ)
 
 
 def check(environ: Mapping[str, str] | None = None) -> None:
@@ -330,6 +355,35 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     if not value:
         raise ConfigurationError(f"{SECRET_FILE.name}={path!r}: the file is empty, expected a secret")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The paths of the files of an authority of one's own."""
+
+    ca: str
+    cert: str
+    key: str
+
+
+def tls_files(environ: Mapping[str, str] | None = None) -> TlsFiles | None:
+    """The certificates that the environment names, None if it names none.
+
+    Raises:
+        ConfigurationError: it names some of them only, or nothing says whether they are to be used.
+    """
+    found = {variable.name: variable.get(environ) for variable in (TLS_CA, TLS_CERT, TLS_KEY)}
+    paths = [path for path in found.values() if path]
+    if not paths:
+        return None
+    if len(paths) < len(found):
+        given = [name for name, path in found.items() if path]
+        raise ConfigurationError(f"{', '.join(given)} set without the others of {', '.join(found)}")
+    if not TLS._text(os.environ if environ is None else environ):
+        raise ConfigurationError(
+            f"{', '.join(found)} are set, but nothing is encrypted without {TLS.name}=1; set it, or to 0"
+        )
+    return TlsFiles(*paths)
 
 
 def markdown_table() -> str:

@@ -51,7 +51,8 @@ class WireTimeout(WireError, TimeoutError):
 
 
 class AuthenticationError(WireError):
-    """The other side does not hold the job's secret, or does not take a user, password or certificate.
+    """The other side does not hold the job's secret, or one does not take the other's user, password or
+    certificate.
 
     Give every process of the job the same ``SHOAL_SECRET`` (or the same file in
     ``SHOAL_SECRET_FILE``); ``shoal run`` does so by itself.
@@ -59,9 +60,10 @@ class AuthenticationError(WireError):
 
 
 class VersionMismatch(WireError):
-    """Two processes run builds that do not speak the same protocol; the message names both.
+    """Two processes do not speak the same protocol: they run other builds, or only one of them encrypts.
 
-    Install the same version of shoal everywhere.
+    Install the same version of shoal everywhere, and set ``SHOAL_TLS`` for all processes of a job and their
+    store or for none; the message names both sides.
     """
 
 

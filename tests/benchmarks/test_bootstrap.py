@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.etcd_server import needs_etcd
+from tests.support.redis_server import needs_redis
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "bootstrap.py"
 
@@ -32,13 +33,15 @@ def test_ranks_meet_in_one_process_and_their_server_is_measured(tmp_path: Path) 
     assert results["shoal, a tenth cut"]["60"]["connections cut"] > 0
 
 
-@needs_etcd
-def test_ranks_meet_in_etcd_too(tmp_path: Path) -> None:
-    options = ["--ranks", "20", "--rounds", "1", "--kinds", "etcd", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    "kind", [pytest.param("etcd", marks=needs_etcd), pytest.param("Redis", marks=needs_redis)]
+)
+def test_ranks_meet_on_other_servers_too(kind: str, tmp_path: Path) -> None:
+    options = ["--ranks", "20", "--rounds", "1", "--kinds", kind, "--out", str(tmp_path)]
     command = [sys.executable, str(SCRIPT), *options, "--picture", str(tmp_path / "bootstrap.png")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    figures = json.loads((tmp_path / "bootstrap.json").read_text())["results"]["etcd"]["20"]
+    figures = json.loads((tmp_path / "bootstrap.json").read_text())["results"][kind]["20"]
     assert 0 < figures["seconds"] < 100
     assert figures["server memory, MB"] > 1
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 from shoal import ProcessGroup
-from shoal.elastic import Samples, Session, State
-from shoal.testing import chaos
+from shoal.elastic import Samples, Session, State, growth
+from shoal.errors import StoreError
+from shoal.testing import chaos, no_leaks, processes
 
 PATIENCE = 60.0
 
@@ -54,3 +57,37 @@ def test_a_newcomer_that_comes_while_there_is_no_store_joins_when_it_is_back() -
     (seconds,) = trial.joined_after
     assert seconds is not None
     assert seconds > 0
+
+
+def growing_through(told: Path) -> tuple[list[int], int]:
+    """Join; after the first invitation, wait until the store is gone before anything is done about it."""
+    connect = growth._Meeting.connect
+
+    def late(meeting: growth._Meeting, place: Any, *args: Any) -> Any:
+        growth._Meeting.connect = connect  # type: ignore[method-assign]
+        told.touch()
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                place.store.clone(PATIENCE, anew=True).close()
+            except StoreError:
+                break
+        return connect(meeting, place, *args)
+
+    growth._Meeting.connect = late  # type: ignore[assignment, method-assign]
+    return growing(None, 3, [2, 3])
+
+
+def test_a_newcomer_whose_store_dies_after_the_invitation_is_invited_again(tmp_path: Path) -> None:
+    told = tmp_path / "invited"
+    with no_leaks(), processes(growing, 2, 3, [2, 3], mortal_store=True, timeout=PATIENCE) as ranks:
+        ranks.newcomer(growing_through, told)
+        until = time.monotonic() + PATIENCE
+        while not told.exists() and time.monotonic() < until:
+            time.sleep(0.002)
+        ranks.kill_store()
+        time.sleep(0.5)  # what is tested is that it stays away for a moment
+        ranks.restore_store()
+        outcomes = ranks.join()
+    assert all(each.ok for each in outcomes), "\n".join(each.describe() for each in outcomes)
+    assert [each.value for each in outcomes] == [([2, 3], 20)] * 3

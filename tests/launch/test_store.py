@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 from pathlib import Path
@@ -114,3 +115,27 @@ def test_a_store_without_room_for_its_log_refuses_changes_until_there_is_some(
         workshop.end(host)
         workshop.shoal("store", "--listen", url.removeprefix("tcp://"), "--log", str(tmp_path / "log"))
         assert store.multi_get(["key", "long"]) == [b"before and after", b"x" * 20_000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (
+            ["--store", "redis://h", "--size", "2", "--listen", "h:1"],
+            "--listen and --log are for one of its own",
+        ),
+        (["--store", "redis://u:pass@h"], "and --size, the number of ranks"),
+        (["--store", "tcp://u:pass@h:1", "--size", "2"], r"a store on other servers \(etcd://, .*rediss://"),
+        (["--store", "redis://u:pass@h", "--size", "2"], "needs a secret"),
+    ],
+)
+def test_a_record_in_another_store_needs_all_that_it_takes(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str
+) -> None:
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    monkeypatch.delenv("SHOAL_SECRET_FILE", raising=False)
+    code, out, err = workshop.end(workshop.shoal("store", *arguments))
+    assert code != 0
+    assert out == b""
+    assert re.search(why, " ".join(err.decode().split())), err
+    assert b"pass@" not in err

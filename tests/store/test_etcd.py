@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +12,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-import shoal
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import etcd, etcd_job, gateway, open_store
+from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
 from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
 from shoal.store.gateway import Gateway, Stream, Unclear
 from shoal.testing import linearize
@@ -26,6 +22,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 from .conformance import StoreConformance, in_background
+from .jobs import meet_by_arrival, run_a_job
 
 pytestmark = needs_etcd
 
@@ -130,7 +127,7 @@ def without_silence(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch, read: Callable[..., T], *args: Any
 ) -> T:
     """The result of a read that must not depend on a look at a watch that is silent."""
-    monkeypatch.setattr(etcd, "_SILENCE", 1000.0)
+    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
     with in_background() as call:
         reading = call(read, *args, 1000.0)
         try:
@@ -141,7 +138,7 @@ def without_silence(
 
 
 def test_a_watch_that_breaks_is_begun_again(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd, "_SILENCE", 1000.0)
+    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
     streams = store._backing._streams
     with in_background() as call:
         getting, waiting = call(store.get, "key"), call(store.wait, ["key", "other"])
@@ -358,15 +355,15 @@ def test_who_asks_for_it_gets_the_life_that_began_after(server: EtcdServer, stor
 
 
 def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, keep_once = threading.Semaphore(0), etcd_job.Job._keep_once
+    kept, keep_once = threading.Semaphore(0), etcd_job.EtcdJob._keep_once
 
     def noting(*args: Any) -> bool:
         lives = keep_once(*args)
         kept.release()
         return lives
 
-    monkeypatch.setattr(etcd_job.Job, "_keep_once", noting)
-    monkeypatch.setattr(etcd_job, "_KEEPING", 0.01)
+    monkeypatch.setattr(etcd_job.EtcdJob, "_keep_once", noting)
+    monkeypatch.setattr(outside_job, "KEEPING", 0.01)
     with EtcdStore([server.address], job, timeout=60) as store:
         for _ in range(3):
             assert kept.acquire(timeout=60)
@@ -374,7 +371,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    etcd_job._OUTLIVING = 1.0
+    outside_job.OUTLIVING = 1.0
     store = EtcdStore([address], job, timeout=60)
     store.set("key", b"value")
     ready.send(None)
@@ -409,29 +406,14 @@ def test_it_may_be_named_wherever_a_store_is(
     server: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"etcd://127.0.0.1:{free_port()},{server.address}"
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", "--no-prefix", "--store", url, "script.py"]
-    environ = {**os.environ, "SHOAL_SECRET": "secret", "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, sorted(done.stdout.split())) == (0, ["0", "0", "1", "1"]), done.stderr
+    run_a_job(url, tmp_path)
     monkeypatch.setenv("SHOAL_JOB", "third")
     with open_store(url, timeout=60) as store:
         assert isinstance(store, EtcdStore)
         assert (store.prefix, store.get("key")) == ("/shoal/third/", b"value")
 
 
-SCRIPT = """
-import os, torch, shoal
-from shoal.store import open_store
-url = os.environ["SHOAL_STORE"]
-with shoal.init(timeout=60) as group:
-    print(group.rank)
-    assert group.all_reduce(torch.ones(1)).wait().item() == 2.0
-    os.environ["SHOAL_RANK"] = str(group.rank)
-with shoal.init(url, rank=group.rank, size=2, job="other", timeout=60) as group:
-    print(group.rank)
-    group.barrier().wait()
-os.environ["SHOAL_JOB"] = "third"
-with open_store(url, timeout=60) as store:
-    store.set("key", "value")
-"""
+def test_ranks_come_as_they_arrive_where_the_record_of_their_job_is_kept(
+    server: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet_by_arrival(f"etcd://{server.address}", tmp_path, monkeypatch)

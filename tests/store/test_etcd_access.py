@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +9,18 @@ import pytest
 
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
 from shoal.store.etcd import EtcdStore
-from shoal.store.gateway import Gateway, tls_context
+from shoal.store.gateway import Gateway
+from shoal.store.outside_tls import tls_context
+from tests.support.certificates import keys
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.waiting import until
 
 from .conformance import in_background
 
+__all__ = ["keys"]  # a fixture
+
 pytestmark = needs_etcd
 
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 PASSWORD = "pass word/@:?"
 
 
@@ -105,26 +106,6 @@ def test_an_etcd_without_users_takes_everyone(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of an authority, and of a server and a client that it signed."""
-    folder = tmp_path_factory.mktemp("keys")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    for name in ("server", "client"):
-        openssl("req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl(
-            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-            "-out", f"{name}.pem", "-extfile", "names",
-        )  # fmt: skip
-    return folder
-
-
-@pytest.fixture(scope="module")
 def encrypted(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """An etcd that talks only to clients with a certificate of its own authority."""
     with EtcdServer(
@@ -135,7 +116,6 @@ def encrypted(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-@needs_openssl
 def test_certificates_of_an_authority_of_ones_own(encrypted: EtcdServer, keys: Path) -> None:
     tls = tls_context(*(str(keys / name) for name in ("ca.pem", "client.pem", "client.key")))
     with EtcdStore([encrypted.address], tls=tls, timeout=60) as store, in_background() as call:
@@ -151,7 +131,6 @@ def test_certificates_of_an_authority_of_ones_own(encrypted: EtcdServer, keys: P
             waiting.result(30)
 
 
-@needs_openssl
 def test_a_side_that_the_other_does_not_trust_is_named(encrypted: EtcdServer, keys: Path) -> None:
     with pytest.raises(AuthenticationError, match=r"certificate of etcd at 127.*ca= of the URL"):
         EtcdStore([encrypted.address], tls=tls_context(None, None, None), timeout=60)
@@ -161,7 +140,6 @@ def test_a_side_that_the_other_does_not_trust_is_named(encrypted: EtcdServer, ke
         EtcdStore([encrypted.address], tls=tls_context(str(keys / "ca.pem"), None, None), timeout=60)
 
 
-@needs_openssl
 def test_plain_against_tls_is_named(encrypted: EtcdServer, guarded: EtcdServer, keys: Path) -> None:
     with pytest.raises(StoreError, match="talks TLS: use etcds:// in place of etcd://"):
         EtcdStore([encrypted.address], timeout=60)
@@ -169,7 +147,6 @@ def test_plain_against_tls_is_named(encrypted: EtcdServer, guarded: EtcdServer, 
         EtcdStore([guarded.address], tls=tls_context(str(keys / "ca.pem"), None, None), timeout=60)
 
 
-@needs_openssl
 def test_files_that_cannot_be_used_are_named(keys: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"ca=.*nothing: no certificates.*No such file"):
         tls_context(str(tmp_path / "nothing"), None, None)

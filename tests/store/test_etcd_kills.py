@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from tests.support.etcd_server import EtcdServer, etcd_cluster, leader_of, needs
 from tests.support.waiting import until
 
 from .conformance import in_background
+from .strikes import again_and_again
 
 pytestmark = needs_etcd
 
@@ -34,25 +32,6 @@ def test_requests_go_on_when_the_server_comes_again(tmp_path: Path) -> None:
         assert adding.result(60) == 2
         store.set("key", b"value")
         assert waiting.result(60) == b"value"
-
-
-@contextmanager
-def again_and_again(strike: Callable[[], None], every: float) -> Iterator[list[None]]:
-    """Call ``strike`` in another thread; the list has as many items as it has returned."""
-    ended, struck = threading.Event(), []
-
-    def work() -> None:
-        while not ended.wait(every):
-            strike()
-            struck.append(None)
-
-    with in_background() as call:
-        working = call(work)
-        try:
-            yield struck
-        finally:
-            ended.set()
-        working.result(60)
 
 
 @pytest.mark.stress

@@ -49,7 +49,7 @@ def test_a_url_that_is_incomplete_is_a_usage_error_that_names_it(url: str) -> No
 
 @pytest.mark.parametrize("url", ["carrier-pigeon://roof", "", "127.0.0.1:5"])
 def test_an_unknown_scheme_is_a_usage_error_that_names_the_known_ones(url: str) -> None:
-    with pytest.raises(UsageError, match=r"file://, tcp://"):
+    with pytest.raises(UsageError, match=r"file://, redis://, rediss://, tcp://"):
         open_store(url)
 
 

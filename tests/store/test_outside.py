@@ -14,6 +14,8 @@ from shoal.store.outside import Outside, parse_outside, redacted
 
 def _parsed(url: str) -> Outside:
     parts = urlsplit(url)
+    if parts.scheme.startswith("redis"):
+        return parse_outside(parts, 6379, tls=parts.scheme == "rediss", databases=True)
     return parse_outside(parts, 2379, tls=parts.scheme == "etcds")
 
 
@@ -27,6 +29,9 @@ def _parsed(url: str) -> Outside:
         ("etcd://u%40:p%3Aw%2f@h1", Outside(["h1:2379"], "u@", "p:w/")),
         ("etcds://h1?ca=/a&cert=b&key=c", Outside(["h1:2379"], ca="/a", cert="b", key="c")),
         ("etcds://h1?ca=", Outside(["h1:2379"])),
+        ("redis://h1", Outside(["h1:6379"])),
+        ("redis://:p%40@h1:1/", Outside(["h1:1"], None, "p@")),
+        ("rediss://u@[::1]/15?ca=/a", Outside(["[::1]:6379"], "u", ca="/a", database=15)),
     ],
 )
 def test_urls_name_servers_users_and_certificates(url: str, parsed: Outside) -> None:
@@ -37,10 +42,14 @@ def test_urls_name_servers_users_and_certificates(url: str, parsed: Outside) -> 
 @pytest.mark.parametrize(
     "url",
     ["etcd://", "etcd://h1,", "etcd://h1:0x", "etcd://h1:99999", "etcd://h1/path", "etcd://h1#x", "etcd://h1?ca=a",
-     "etcds://h1?Ca=a", "etcds://h1?ca=a&ca=b", "etcd://u:pass@h1/path", "etcd://u:pa/ss@h1", "etcd://u:pa:ss@:1"],
+     "etcds://h1?Ca=a", "etcds://h1?ca=a&ca=b", "etcd://u:pass@h1/path", "etcd://u:pa/ss@h1", "etcd://u:pa:ss@:1",
+     "etcd://h1/0x", "etcd://h1/1", "redis://", "redis://h1/x", "redis://h1/1/2", "redis://h1/-1", "redis://h1?ca=a",
+     "redis://h1/٣", "redis://h1/1000000000", "rediss://h1?x=1", "redis://u:pass@h1,h2"],
 )  # fmt: skip
 def test_a_url_that_makes_no_sense_is_named_without_its_password(url: str) -> None:
-    with pytest.raises(UsageError, match=r"expected etcds?://\[user:password@\]host:port\[,") as raised:
+    with pytest.raises(
+        UsageError, match=r"expected (etcd|redis)s?://\[user:password@\]host:port\[[,/]"
+    ) as raised:
         _parsed(url)
     assert redacted(url) in str(raised.value)
     assert "pa" not in str(raised.value).replace("/path", "").replace("password", "")

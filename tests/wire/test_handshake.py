@@ -8,8 +8,10 @@ from shoal.errors import AuthenticationError, UsageError, VersionMismatch, WireE
 from shoal.wire import Handshake, handshake
 
 
-def _side(connecting: bool, secret: bytes = b"secret", purpose: str = "store") -> Handshake:
-    return Handshake(connecting=connecting, secret=secret, purpose=purpose)
+def _side(
+    connecting: bool, secret: bytes = b"secret", purpose: str = "store", *, tls: bool = False
+) -> Handshake:
+    return Handshake(connecting=connecting, secret=secret, purpose=purpose, tls=tls)
 
 
 def _shake(left: Handshake, right: Handshake) -> None:
@@ -63,6 +65,62 @@ def test_another_build_is_refused_by_both_and_both_are_named(monkeypatch: pytest
         assert "9.9.9" in str(failure)
     assert not left.done
     assert not right.done
+
+
+def _greeted(secret: bytes = b"secret") -> tuple[Handshake, Handshake]:
+    """A connecting and an accepting side between which TLS is to begin."""
+    left, right = _side(True, secret, tls=True), _side(False, tls=True)
+    assert left.feed(right.greeting) == b""
+    assert right.feed(left.greeting) == b""
+    assert left.encrypting
+    assert right.encrypting
+    return left, right
+
+
+def test_two_sides_that_know_one_certificate_agree() -> None:
+    left, right = _greeted()
+    assert right.bind(b"c" * 32) == b""
+    left.feed(right.feed(left.bind(b"c" * 32)))
+    assert left.done
+    assert right.done
+    assert not left.encrypting
+
+
+def test_an_accepting_side_refuses_who_has_seen_another_certificate() -> None:
+    left, right = _greeted()
+    right.bind(b"c" * 32)
+    assert right.feed(left.bind(b"d" * 32)) == bytes(32)
+    assert isinstance(right.failure, AuthenticationError)
+    assert "somebody stands in between" in str(right.failure)
+    left.feed(bytes(32))
+    assert isinstance(left.failure, AuthenticationError)
+
+
+def test_a_connecting_side_refuses_the_proof_of_who_has_shown_another_certificate() -> None:
+    left, right = _greeted()
+    left.bind(b"d" * 32)
+    right.bind(b"c" * 32)
+    left.feed(right._proof(connecting=False))  # as if it had taken the proof
+    assert not left.done
+    assert isinstance(left.failure, AuthenticationError)
+    assert "somebody stands in between" in str(left.failure)
+
+
+def test_a_proof_of_a_plain_connection_is_worth_nothing_on_an_encrypted_one() -> None:
+    left, right = _greeted()
+    right.bind(b"c" * 32)
+    assert right.feed(left._proof(connecting=True)) == bytes(32)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_a_side_that_encrypts_and_one_that_does_not_refuse_each_other(tls: bool) -> None:
+    left, right = _side(True, tls=tls), _side(False, tls=not tls)
+    assert left.feed(right.greeting) == b""
+    assert right.feed(left.greeting) == b""
+    for side in (left, right):
+        assert isinstance(side.failure, VersionMismatch)
+        assert "SHOAL_TLS=1" in str(side.failure)
+        assert not side.encrypting
 
 
 def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

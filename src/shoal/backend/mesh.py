@@ -311,6 +311,7 @@ class _Builder:
                 secret=self._me.secret,
                 purpose=_PURPOSE,
                 timeout=self._remaining(rank),
+                plain=True,
             )
             self._introduce(connection, rank)
         except (AuthenticationError, VersionMismatch):
@@ -331,6 +332,7 @@ class _Builder:
                 secret=self._me.secret,
                 purpose=_PURPOSE,
                 most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
+                plain=True,  # the core takes over the bare sockets
             ) as acceptor:
                 while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
                     if self._deadline.remaining() <= 0:

@@ -203,7 +203,8 @@ class Newcomer:
                 if isinstance(invitation, Begun):
                     self.begun = invitation.ident
                     return _alone(place, invitation.ident)
-                with contextlib.suppress(GroupError, RendezvousError):
+                # Where the store is gone, it is waited for with the next invitation.
+                with contextlib.suppress(GroupError, RendezvousError, StoreError, WireError):
                     if (group := self._met(place, invitation)) is not None:
                         failure_report.taken_in()
                         return group

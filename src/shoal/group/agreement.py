@@ -204,6 +204,11 @@ class _Following:
             raise GroupClosed(f"{where}: the group was closed before there was a decision")
         if news.outcome is Outcome.NO_QUORUM:
             raise self._undecided(where, failure) from failure
+        if news.outcome is Outcome.LEFT_OUT and not news.ranks:
+            raise Evicted(
+                f"{where}: this process was stopped for so long that the others on its host gave it up, and "
+                "go on without it"
+            )
         if news.outcome is Outcome.LEFT_OUT:
             raise Evicted(
                 f"{where}: {ranks_named(news.ranks)} decided to go on without this rank, which they had lost "

@@ -30,7 +30,6 @@ from .frames import (
     PREAMBLE,
     PROTOCOL,
     SILENCE,
-    STDIN_WINDOW,
     WINDOW,
     Beat,
     Begin,
@@ -58,6 +57,7 @@ from .guardian import Guardian
 from .link import Carrier, Descriptors, Link, OfStream
 from .process import LocalRank, Sweep
 from .source import Source
+from .stdin import StdinPipe
 
 _POLL = 0.02
 #: seconds in which the launcher reads the last frames
@@ -104,7 +104,7 @@ class Agent:
         #: output: the sources that are read, and those that are left alone until the launcher has read more
         self._sources: dict[Source, tuple[int, int]] = {}
         self._unread = 0
-        self._stdin = _Stdin(self._selector, self._stdin_taken)
+        self._stdin = StdinPipe(self._selector, self._stdin_taken)
         self._link: Link[FromLauncher] = Link(carrier, from_launcher(), self._received, self._lost)
         self._link.watch(self._selector)
         if preamble:
@@ -157,23 +157,15 @@ class Agent:
                 if was_full:
                     self._listen()
             case Close():
-                rank = self._rank(frame.index)
-                source = rank.stdout if frame.stream == 1 else rank.stderr
-                self._sources.pop(source, None)
-                source.close()
+                self._close(frame)
             case Signal():
                 self._signal(frame)
             case Stdin():
                 self._stdin.take(frame.data)
             case Release():
-                self._release(self._rank(frame.index))
+                self._release(frame.index)
             case End():
                 self._sweep = Sweep(list(self._ranks.values()), frame.linger)
-
-    def _rank(self, index: int) -> LocalRank:
-        if index not in self._ranks:
-            raise WireError(f"there is no process {index} here")
-        return self._ranks[index]
 
     def _prepare(self, begin: Begin) -> None:
         if self._begin is not None:
@@ -235,7 +227,17 @@ class Agent:
         elif rank.status is None and not self._told(frame.number):
             rank.send(frame.number)
 
-    def _release(self, rank: LocalRank) -> None:
+    def _close(self, frame: Close) -> None:
+        rank = self._ranks.get(frame.index)
+        if rank is not None:  # else it was never started
+            source = rank.stdout if frame.stream == 1 else rank.stderr
+            self._sources.pop(source, None)
+            source.close()
+
+    def _release(self, index: int) -> None:
+        rank = self._ranks.get(index)
+        if rank is None:
+            return  # it was never started
         if rank.status is None:
             raise WireError(f"process {rank.index} has not ended and cannot be released")
         if not rank.is_released:
@@ -316,63 +318,6 @@ class Agent:
 
     def _stdin_taken(self, amount: int) -> None:
         self._link.send(StdinTaken(amount))
-
-
-class _Stdin:
-    """What the launcher's stdin has, on its way into the pipe of rank 0."""
-
-    def __init__(self, selector: selectors.BaseSelector, taken: Callable[[int], None]) -> None:
-        self._selector, self._taken = selector, taken
-        self._fd = -1
-        self._waiting = bytearray()
-        self._is_over = self._listens = False
-
-    def attach(self, fd: int) -> None:
-        if self._fd >= 0:
-            os.close(fd)
-            raise WireError("a second process is to have stdin")
-        os.set_blocking(fd, False)
-        self._fd = fd
-
-    def take(self, data: bytes) -> None:
-        if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
-            raise WireError("more came for stdin than was asked for")
-        self._is_over = not data
-        self._waiting += data
-        self._write()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            if self._listens:
-                self._selector.unregister(self._fd)
-                self._listens = False
-            os.close(self._fd)
-            self._fd = -1
-
-    def _write(self) -> None:
-        if self._fd < 0:
-            written = len(self._waiting)  # nobody reads
-        else:
-            written = 0
-            try:
-                if self._waiting:
-                    written = os.write(self._fd, self._waiting)
-            except BlockingIOError:
-                pass
-            except OSError:
-                self.close()
-                written = len(self._waiting)
-        del self._waiting[:written]
-        if written:
-            self._taken(written)
-        if self._fd >= 0 and self._is_over and not self._waiting:
-            self.close()
-        if self._fd >= 0 and bool(self._waiting) != self._listens:
-            self._listens = not self._listens
-            if self._listens:
-                self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
-            else:
-                self._selector.unregister(self._fd)
 
 
 def serve(

@@ -19,6 +19,7 @@ from .allocation import allocation
 from .command import resolve
 from .cores import shares, usable
 from .crew import LocalCrew
+from .encryption import demand_tls
 from .environment import OF_RANKS, Job, ReservedPort, defaults
 from .guardian import Guardian
 from .hosts import Host, parse_hosts, read_hostfile
@@ -168,6 +169,11 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="Let the ranks meet in this store (tcp://host:port, file:///path, or a registered scheme), in "
     "the place of one that the launcher serves. Its secret is SHOAL_SECRET.",
 )
+@click.option(
+    "--tls",
+    is_flag=True,
+    help="Encrypt the connections to the store, with TLS 1.3: SHOAL_TLS=1 for the launcher and the ranks.",
+)
 @click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
 @click.option(
     "--bind",
@@ -191,6 +197,7 @@ def run(
     module: bool,
     log_dir: Path | None,
     store: str | None,
+    tls: bool,
     no_prefix: bool,
     bind: bool,
     dry_run: bool,
@@ -230,6 +237,9 @@ def run(
     # Nothing but what is passed on comes to other hosts: there the launcher's defaults hold.
     inherited = {k: v for k, v in os.environ.items() if slots is None or k == "NO_COLOR"}
     extra = defaults(size, inherited, _terminal(), prefixed=not no_prefix)
+    if tls:
+        demand_tls(store)
+        extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
     if slots is not None:
         # How the cores of a host are shared is known there.

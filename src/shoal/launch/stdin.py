@@ -1,4 +1,4 @@
-"""The launcher's stdin, on its way to rank 0 on another host."""
+"""The launcher's stdin, on its way to rank 0 on another host: the launcher's end, and the agent's."""
 
 from __future__ import annotations
 
@@ -77,3 +77,68 @@ class Stdin:
         self._send(data)
         if self._listens:
             self._listen()
+
+
+class StdinPipe:
+    """What the launcher's stdin has, on its way into the pipe of rank 0.
+
+    Args:
+        selector: of the agent's loop.
+        taken: called with the number of bytes that the rank was given, or that nobody will read.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, taken: Callable[[int], None]) -> None:
+        self._selector, self._taken = selector, taken
+        self._fd = -1
+        self._waiting = bytearray()
+        self._is_over = self._listens = False
+
+    def attach(self, fd: int) -> None:
+        """Write into ``fd`` from now on, and own it; raises WireError if there is one already."""
+        if self._fd >= 0:
+            os.close(fd)
+            raise WireError("a second process is to have stdin")
+        os.set_blocking(fd, False)
+        self._fd = fd
+
+    def take(self, data: bytes) -> None:
+        """More has come, or with no bytes the end; raises WireError if it was not asked for."""
+        if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
+            raise WireError("more came for stdin than was asked for")
+        self._is_over = not data
+        self._waiting += data
+        self._write()
+
+    def close(self) -> None:
+        """Write no more: the rank reads the end."""
+        if self._fd >= 0:
+            if self._listens:
+                self._selector.unregister(self._fd)
+                self._listens = False
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self) -> None:
+        if self._fd < 0:
+            written = len(self._waiting)  # nobody reads
+        else:
+            written = 0
+            try:
+                if self._waiting:
+                    written = os.write(self._fd, self._waiting)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.close()
+                written = len(self._waiting)
+        del self._waiting[:written]
+        if written:
+            self._taken(written)
+        if self._fd >= 0 and self._is_over and not self._waiting:
+            self.close()
+        if self._fd >= 0 and bool(self._waiting) != self._listens:
+            self._listens = not self._listens
+            if self._listens:
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
+            else:
+                self._selector.unregister(self._fd)

@@ -103,7 +103,7 @@ class Links:
             far = undo.enter_context(wire.listen(interface, secret=secret))
             self.port: int = far.getsockname()[1]
             self._acceptors = [
-                undo.enter_context(wire.Acceptor(listener, secret=secret, purpose=_PURPOSE))
+                undo.enter_context(wire.Acceptor(listener, secret=secret, purpose=_PURPOSE, plain=True))
                 for listener in (local, far)
             ]
             undo.pop_all()
@@ -232,7 +232,12 @@ class Links:
                     deadline,
                 )
         connection = wire.connect(
-            worker.address, worker.port, secret=self._secret, purpose=_PURPOSE, timeout=self._left(deadline)
+            worker.address,
+            worker.port,
+            secret=self._secret,
+            purpose=_PURPOSE,
+            timeout=self._left(deadline),
+            plain=True,  # the core takes over the bare socket
         )
         return self._introduce(connection, worker, deadline)
 

@@ -22,7 +22,6 @@ suspended while the lease ended is told so.
 
 from __future__ import annotations
 
-import random
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,15 +31,17 @@ from urllib.parse import SplitResult
 import msgspec
 
 from .. import config
-from ..errors import AuthenticationError, StoreError, StoreTimeout
+from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline
-from ..wording import counted, in_seconds
-from .backing import Backing
-from .base import Store, timed_out
-from .etcd_job import Answer, Job, KeyValue, Line, Range, at, created, modified, put, under
-from .gateway import Body, Broken, Gateway, LeaseGone, Stream, Unclear, tls_context
+from ..wording import counted
+from . import outside_client
+from .base import Store
+from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, modified, put, under
+from .gateway import Body, Broken, Gateway, LeaseGone, Unclear
 from .outside import parse_outside
-from .requests import Blocking, Request
+from .outside_client import OutsideClient
+from .outside_tls import tls_context
+from .requests import Request
 
 T = TypeVar("T")
 
@@ -58,10 +59,6 @@ _OPERATIONS = 128 - 1
 _KEYS = 2**20
 #: values that are read in one message: they may be of 1 MB
 _VALUES = 64
-#: seconds after which a silent watch is given up for a look: its server may be cut off
-_SILENCE = 5.0
-#: seconds between two tries of a change that others came before, and between a broken watch and a look
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 class _Events(msgspec.Struct):
@@ -105,7 +102,7 @@ class EtcdStore(Store):
         timeout = config.TIMEOUT.get() if timeout is None else timeout
         gateway = Gateway(servers, tls, user, password)
         try:
-            job_keys = Job(gateway, job, Deadline(timeout))
+            job_keys = EtcdJob(gateway, job, Deadline(timeout))
         except BaseException:
             gateway.close()
             raise
@@ -141,51 +138,21 @@ class _Seen(threading.local):
     revision = 0
 
 
-class _Client(Backing):
+class _Client(OutsideClient[EtcdJob]):
     """One store of a job."""
 
     longest_key = MAX_ETCD_KEY
     longest_value = MAX_ETCD_VALUE
 
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.job = job
-        self.host = job.host
+    def __init__(self, job: EtcdJob) -> None:
+        super().__init__(job)
         self._seen = _Seen()
-        self._lock = threading.Lock()
-        self._streams: set[Stream] = set()
-        self._released = False
-        job.acquire()
-
-    def __str__(self) -> str:
-        return f"store in {self.job}"
-
-    def clone(self, timeout: float) -> _Client:
-        return _Client(self.job)
-
-    def clone_anew(self, timeout: float) -> _Client:
-        return _Client(self.job.again(Deadline(timeout)))
-
-    def close(self) -> None:
-        with self._lock:
-            for stream in self._streams:
-                stream.shutdown()
-            released, self._released = self._released, True
-        if not released:
-            self.job.release()
 
     def execute(self, request: Request[T], deadline: Deadline) -> T:
         try:
             return super().execute(request, deadline)
         except LeaseGone as error:
             raise self.job.gone() from error
-        except AuthenticationError as error:  # it was another when the store was opened
-            raise StoreError(str(error)) from error
-        except StoreTimeout as error:
-            if isinstance(request, Blocking):
-                missing = timed_out(request.keys, deadline.timeout)
-                raise StoreTimeout(f"{missing} (as far as known: {error})") from None
-            raise
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -219,7 +186,7 @@ class _Client(Backing):
     def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Return when the last of ``keys`` is set, or the lease ends: with several, it is likely the last."""
         start = self._seen.revision + 1
-        silence = min(deadline.remaining(), _SILENCE)
+        silence = min(deadline.remaining(), outside_client.SILENCE)
         watched = [
             {"key": self._name(keys[-1]), "start_revision": start, "filters": ["NODELETE"]},
             {"key": self.job.life, "start_revision": start, "filters": ["NOPUT"]},
@@ -229,11 +196,9 @@ class _Client(Backing):
         except Broken:
             self._paused(deadline)
             return
-        with stream:
-            with self._lock:
-                if self.closed.is_set():
-                    return
-                self._streams.add(stream)
+        with stream, self._watching(stream) as open_still:
+            if not open_still:
+                return
             try:
                 for each in stream.documents(_Watched):
                     if each.result.events:
@@ -244,9 +209,6 @@ class _Client(Backing):
                 return
             except Broken:
                 pass
-            finally:
-                with self._lock:
-                    self._streams.discard(stream)
         self._paused(deadline)
 
     def _read(self, ranges: list[Body]) -> list[Range]:
@@ -295,16 +257,6 @@ class _Client(Backing):
             return answer.responses[0].response_delete_range.deleted
         before = {**under(name), "count_only": True, "revision": revision - 1}
         return self._read([before])[0].count
-
-    def refused(self, key: str, times: int) -> None:
-        deadline = self._calls.deadline
-        if deadline.expired:
-            raise StoreTimeout(
-                f"key {key!r} could not be changed within {in_seconds(deadline.timeout)}: other clients have "
-                f"changed it {times} times meanwhile"
-            )
-        if self._paused(deadline, times):
-            raise StoreError("closed")  # the store says which
 
     def _change(
         self, key: str, value_of: Callable[[bytes | None], bytes | None]
@@ -378,7 +330,7 @@ class _Client(Backing):
                 refusals += 1
                 self.refused(key or "", refusals)
 
-    def _take(self, line: Line, answer: Answer) -> tuple[KeyValue | None, bool]:
+    def _take(self, line: EtcdLine, answer: Answer) -> tuple[KeyValue | None, bool]:
         """What the key holds that was looked at, and whether the line's write was done."""
         before, *found = self._checked(answer)
         last = before.kvs[0] if before.kvs else KeyValue()
@@ -394,11 +346,6 @@ class _Client(Backing):
     def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
         gateway, deadline = self.job.gateway, self._calls.deadline
         return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
-
-    def _paused(self, deadline: Deadline, times: int = 4) -> bool:
-        """Pause for a moment; whether the store was closed meanwhile."""
-        longest = min(_SHORTEST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
-        return self.closed.wait(min(random.uniform(0, longest), deadline.remaining()))
 
 
 def _parts(keys: Sequence[str]) -> Iterator[Sequence[str]]:

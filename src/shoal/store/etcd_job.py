@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from collections.abc import Iterator
-from secrets import token_hex
 from urllib.parse import quote
 
 import msgspec
 
 from ..errors import AuthenticationError, StoreError, StoreTimeout
 from ..wire import Deadline
-from ..wording import in_seconds
+from . import outside_job
 from .gateway import Body, Gateway, LeaseGone, Unclear
+from .outside_job import Line, OutsideJob
 
-#: seconds that all keys outlive the last process that has the store open
-_OUTLIVING = 60.0
-#: seconds between two calls that keep the lease alive; a third of its time
-_KEEPING = 20.0
-#: seconds in which closing waits for a call that keeps the lease alive
-_CLOSING = 2.0
 #: seconds between two looks whether an earlier life of the job has ended
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
@@ -69,91 +61,53 @@ class _Kept(msgspec.Struct):
     result: _Lease = msgspec.field(default_factory=_Lease)
 
 
-class Line:
-    """Carries one write at a time.
+class EtcdLine(Line):
+    """A line, and the revision of the key where its number is; None: unknown."""
 
-    Attributes:
-        key: where the number of its last write is.
-        number: of the write.
-        revision: of the line's key; None: unknown.
-    """
+    __slots__ = ("revision",)
 
-    __slots__ = ("key", "number", "revision")
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.number = 0
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.revision: int | None = 0
 
+    @property
+    def key(self) -> bytes:
+        return self.name.encode()
 
-class Job:
+
+class EtcdJob(OutsideJob[EtcdLine]):
     """What clones share in this process: connections, lines, and the lease that it keeps alive."""
 
     def __init__(self, gateway: Gateway, name: str, deadline: Deadline) -> None:
+        super().__init__(name, str(gateway))
         self.gateway = gateway
-        self.name = name
         self.prefix = f"/shoal/{quote(name, safe='')}/".encode()
         self.life = self.prefix + b"life"
-        self._lock = threading.Lock()
-        self._idle: list[Line] = []
-        self._users = 0
-        self._ended = threading.Event()
         self.lease, self.born = self._join(deadline)
         self.host = gateway.server.rpartition(":")[0].strip("[]")
-        self._keeper = threading.Thread(target=self._keep, name="shoal-etcd-lease", daemon=True)
-        self._keeper.start()
 
-    def __str__(self) -> str:
-        return f"{self.gateway}, job {self.name!r}"
-
-    def acquire(self) -> None:
-        """One more store uses it."""
-        with self._lock:
-            self._users += 1
-
-    def release(self) -> None:
-        """One store less uses it; the last one ends it."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        self._ended.set()
-        self._keeper.join(_CLOSING)
+    def disconnect(self) -> None:
         self.gateway.close()
 
-    @contextlib.contextmanager
-    def line(self) -> Iterator[Line]:
-        """A line for one write, with its next number."""
-        with self._lock:
-            line = self._idle.pop() if self._idle else Line(self.prefix + f"op/{token_hex(12)}".encode())
-        line.number += 1
-        try:
-            yield line
-        finally:
-            with self._lock:
-                self._idle.append(line)
+    def _new_line(self, ident: str) -> EtcdLine:
+        return EtcdLine(f"{self.prefix.decode()}op/{ident}")
 
-    def again(self, deadline: Deadline) -> Job:
-        """The job as it lives now: this one, or if it has ended, one that began after it or begins here."""
+    def _lives(self, deadline: Deadline) -> bool:
         look = {"success": [{"request_range": at(self.life)}]}
         answer = self.gateway.call("kv/txn", look, Answer, deadline, self._ended)
         found = answer.responses[0].response_range.kvs
-        if found and found[0].create_revision == self.born:
-            return self
+        return bool(found) and found[0].create_revision == self.born
+
+    def _anew(self, deadline: Deadline) -> EtcdJob:
         gateway = self.gateway.clone()
         try:
-            return Job(gateway, self.name, deadline)
+            return EtcdJob(gateway, self.name, deadline)
         except BaseException:
             gateway.close()
             raise
 
-    def gone(self) -> StoreError:
-        """The error of a store whose keys have ended."""
-        return StoreError(
-            f"{self}: all its keys have ended, as no process of the job has kept them alive for "
-            f"{in_seconds(_OUTLIVING)}: this process and the others were suspended or cut off from etcd.  "
-            "Start the job again"
-        )
+    def _keep_alive(self, deadline: Deadline) -> bool:
+        return self._keep_once(self.lease, deadline)
 
     def _join(self, deadline: Deadline) -> tuple[int, int]:
         """The job's lease, and the revision of ``life``: of a job that lives, or of one that begins."""
@@ -170,7 +124,8 @@ class Job:
                     return lease, found[0].create_revision
                 self._ended.wait(random.uniform(_SHORTEST_PAUSE, _LONGEST_PAUSE))
             else:
-                mine = mine or call("lease/grant", {"TTL": int(_OUTLIVING)}, _Lease, deadline, self._ended).ID
+                wanted = {"TTL": int(outside_job.OUTLIVING)}
+                mine = mine or call("lease/grant", wanted, _Lease, deadline, self._ended).ID
                 begin = {
                     "compare": [created(self.life, 0)],
                     "success": [put(self.life, b"%d" % mine, mine)],
@@ -188,12 +143,6 @@ class Job:
         """Whether the lease lives; for its whole time from now on."""
         kept = self.gateway.call("lease/keepalive", {"ID": lease}, _Kept, deadline, self._ended)
         return kept.result.TTL > 0
-
-    def _keep(self) -> None:
-        while not self._ended.wait(_KEEPING):
-            with contextlib.suppress(StoreError, AuthenticationError):  # the next try may succeed
-                if not self._keep_once(self.lease, Deadline(_KEEPING)):
-                    return  # whoever uses the store is told
 
 
 def at(key: bytes) -> dict[str, object]:

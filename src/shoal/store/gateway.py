@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import msgspec
 from ..errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ..wire import Deadline
 from ..wording import in_seconds
+from .outside_tls import cause, talks_plain, talks_tls
 
 if TYPE_CHECKING:
     import urllib3
@@ -53,6 +53,9 @@ _DENIED, _FAILED, _UNAUTHENTICATED = 7, 9, 16
 #: those with which a write may have been done: cancelled, unknown, deadline exceeded, aborted, internal,
 #: unavailable
 _UNCLEAR = {1, 2, 4, 10, 13, 14}
+
+#: what every HTTP server answers
+_GREETING = b"GET /version HTTP/1.0\r\n\r\n"
 
 _FULL = (
     "its database is full (NOSPACE): nothing can be written before it has been compacted and defragmented "
@@ -297,27 +300,27 @@ class Gateway:
             self._answered = True
             return response
         except (errors.NewConnectionError, errors.ConnectTimeoutError) as error:
-            raise _NotSent(_cause(error)) from error
+            raise _NotSent(cause(error)) from error
         except errors.HTTPError as error:
             self._refuse_tls(at, error)
-            raise Unclear(_cause(error)) from error
+            raise Unclear(cause(error)) from error
 
     def _refuse_tls(self, at: int, error: Exception) -> None:
         """Raise if ``error`` says that no other try can do better."""
         server, text = self._urls[at].partition("//")[2], str(error)
-        if not self._answered and "RemoteDisconnected" in text and _talks_tls(server):
+        if not self._answered and "RemoteDisconnected" in text and talks_tls(server):
             raise StoreError(f"etcd at {server} talks TLS: use etcds:// in place of etcd://") from error
         if "CERTIFICATE_VERIFY_FAILED" in text:
             raise AuthenticationError(
-                f"the certificate of etcd at {server} is not one that this process trusts ({_cause(error)}); "
+                f"the certificate of etcd at {server} is not one that this process trusts ({cause(error)}); "
                 "the parameter ca= of the URL names the file of the authority that signed it"
             ) from error
         if "CERTIFICATE_REQUIRED" in text or "BAD_CERTIFICATE" in text:
             raise AuthenticationError(
                 f"etcd at {server} wants a certificate of its own authority from each client "
-                f"({_cause(error)}): give it as cert= and key= in the URL"
+                f"({cause(error)}): give it as cert= and key= in the URL"
             ) from error
-        if not self._answered and "[SSL: " in text and _talks_plain(server):
+        if not self._answered and "[SSL: " in text and talks_plain(server, _GREETING, b"HTTP/"):
             raise StoreError(f"etcd at {server} talks no TLS: use etcd:// in place of etcds://") from error
 
 
@@ -345,7 +348,7 @@ class Stream:
         except self._http.exceptions.ReadTimeoutError:
             raise TimeoutError from None
         except (self._http.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            raise Broken(_cause(error)) from error  # the last two: it was closed meanwhile
+            raise Broken(cause(error)) from error  # the last two: it was closed meanwhile
         raise Broken("the server ended it")
 
     def shutdown(self) -> None:
@@ -362,68 +365,6 @@ class Stream:
         self._response.close()
 
 
-def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    """How to talk to servers whose certificates ``ca`` signed (None: those that the system trusts).
-
-    Args:
-        ca, cert, key: paths of PEM files; ``cert`` and ``key`` show who this client is.
-
-    Raises:
-        ConfigurationError: a file cannot be used.
-    """
-    try:
-        _try_to_read(ca)
-        context = ssl.create_default_context(cafile=ca)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(f"ca={ca}: no certificates can be read from it: {_cause(error)}") from None
-    if cert is not None:
-        try:
-            _try_to_read(cert)
-            _try_to_read(key)
-            context.load_cert_chain(cert, key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(
-                f"cert={cert}, key={key}: no certificate with its key can be read: {_cause(error)}"
-            ) from None
-    elif key is not None:
-        raise ConfigurationError(f"key={key} without cert=, the certificate that it belongs to")
-    return context
-
-
-def _try_to_read(path: str | None) -> None:
-    """Raise the ``OSError`` that says why a file cannot be read: OpenSSL may give one with another reason."""
-    if path is not None:
-        with open(path, "rb") as file:
-            file.read(1)
-
-
-def _talks_tls(server: str) -> bool:
-    """Whether ``host:port`` greets a client that begins with TLS."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said to it
-    try:
-        with _connected(server) as plain, context.wrap_socket(plain):
-            return True
-    except OSError:
-        return False
-
-
-def _talks_plain(server: str) -> bool:
-    """Whether ``host:port`` answers a client that begins with HTTP."""
-    try:
-        with _connected(server) as plain:
-            plain.sendall(b"GET /version HTTP/1.0\r\n\r\n")
-            return plain.recv(5) == b"HTTP/"
-    except OSError:
-        return False
-
-
-def _connected(server: str) -> socket.socket:
-    host, _, port = server.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), _CONNECTING)
-
-
 def _urllib3() -> Any:
     try:
         import urllib3
@@ -437,15 +378,3 @@ def _decoded(raw: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(raw, type=kind, strict=False)  # numbers come as text
     except msgspec.MsgspecError as error:
         raise StoreError(f"etcd answers what cannot be read: {error}") from error
-
-
-def _cause(error: Exception) -> str:
-    """``error`` in words."""
-    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror:
-        return error.strerror
-    cause = error.__cause__ or error.__context__
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    while error.args and isinstance(error.args[-1], Exception):
-        error = error.args[-1]
-    return str(error) or type(error).__name__

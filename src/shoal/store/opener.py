@@ -104,7 +104,8 @@ def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -
     """Open the store that ``url`` names.
 
     Args:
-        url: ``tcp://host:port``, ``file:///path``, ``etcd://host:port``, or of a registered scheme.
+        url: ``tcp://host:port``, ``file:///path``, ``etcd://host:port``,
+            ``redis://host:port``, or of a registered scheme.
         secret: the job's secret, for stores behind a connection.
         timeout: the store's default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
 
@@ -142,7 +143,11 @@ def _open_file(url: SplitResult, *, secret: bytes, timeout: float | None) -> Sto
 
 def open_outside(url: SplitResult, *, job: str, timeout: float | None) -> Store:
     """Open a store on servers that hold those of several jobs: one of :data:`OUTSIDE`."""
-    from .etcd import open_etcd  # few need it
+    if url.scheme in ("redis", "rediss"):
+        from .redis import open_redis  # few need it
+
+        return open_redis(url, job=job, timeout=timeout)
+    from .etcd import open_etcd
 
     return open_etcd(url, job=job, timeout=timeout)
 
@@ -152,7 +157,7 @@ def _open_outside(url: SplitResult, *, secret: bytes, timeout: float | None) -> 
 
 
 #: the schemes of stores on servers that are not shoal's
-OUTSIDE = ("etcd", "etcds")
+OUTSIDE = ("etcd", "etcds", "redis", "rediss")
 
 register_store("tcp", _open_tcp)
 register_store("file", _open_file)

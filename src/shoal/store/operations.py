@@ -196,4 +196,9 @@ def counted(key: str, held: bytes | None, amount: int) -> int:
 def check_length(key: str, value: bytes, longest: int) -> None:
     """Raise StoreError if ``value`` is longer than a store takes."""
     if len(value) > longest:
-        raise StoreError(f"key {key!r}: {len(value)} bytes, this store takes at most {longest} in a value")
+        raise too_long(key, len(value), longest)
+
+
+def too_long(key: str, length: int, longest: int) -> StoreError:
+    """The error of a value of ``length`` bytes."""
+    return StoreError(f"key {key!r}: {length} bytes, this store takes at most {longest} in a value")

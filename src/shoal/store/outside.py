@@ -1,4 +1,7 @@
-"""URLs of stores on servers that are not shoal's: ``scheme://user:password@host:port,host:port?ca=&cert=&key=``."""
+"""URLs of stores on servers that are not shoal's: ``scheme://user:password@host:port,host:port?ca=&cert=&key=``.
+
+Where a server has databases, ``/number`` names one, and there is one server.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ class Outside:
         servers: ``host:port`` of each.
         user, password: of the URL, or ``SHOAL_STORE_USER`` and ``SHOAL_STORE_PASSWORD``.
         ca, cert, key: paths of PEM files.
+        database: its number.
     """
 
     servers: list[str]
@@ -29,25 +33,32 @@ class Outside:
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
+    database: int = 0
 
 
-def parse_outside(url: SplitResult, default_port: int, *, tls: bool) -> Outside:
+def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: bool = False) -> Outside:
     """Take a URL apart.
 
     Args:
         default_port: of servers that are named without one.
         tls: whether the URL may name certificates.
+        databases: whether it names one server, and may name a database of that.
 
     Raises:
         UsageError: the URL makes no sense.
     """
     named, at, hosts = url.netloc.rpartition("@")
     shown = redacted(url.geturl())
-    expected = f"expected {url.scheme}://[user:password@]host:port[,host:port...]" + (
-        "[?ca=FILE&cert=FILE&key=FILE]" if tls else ""
+    expected = (
+        f"expected {url.scheme}://[user:password@]host:port"
+        + ("[/number of a database]" if databases else "[,host:port...]")
+        + ("[?ca=FILE&cert=FILE&key=FILE]" if tls else "")
     )
-    if url.path not in ("", "/") or url.fragment:
+    database = url.path.removeprefix("/") or "0"
+    if url.fragment or not re.fullmatch("[0-9]{1,9}" if databases else "0", database, re.ASCII):
         raise UsageError(f"store {shown!r}: {expected}")
+    if databases and "," in hosts:
+        raise UsageError(f"store {shown!r}: {expected}, one server: of a cluster, any of its servers")
     servers = []
     for each in hosts.split(","):
         try:
@@ -69,6 +80,7 @@ def parse_outside(url: SplitResult, default_port: int, *, tls: bool) -> Outside:
         unquote(user) or config.STORE_USER.get(),
         unquote(password) if at and colon else config.STORE_PASSWORD.get(),
         **files,
+        database=int(database),
     )
 
 

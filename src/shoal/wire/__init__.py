@@ -11,6 +11,9 @@ has succeeded nothing else is read.  After it the connection carries frames (``c
     connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
     connection.send(b"hello", timeout=1)
 
+With ``SHOAL_TLS=1`` what follows the greetings is TLS (``encryption.py``), unless a side says ``plain=True``
+because its socket will be detached.
+
 A subclass of :class:`Server` serves any number of clients from one thread.
 
 Every call has one deadline for all that it does.  Every descriptor is close-on-exec, and a forked

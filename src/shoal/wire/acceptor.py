@@ -13,6 +13,7 @@ from ..errors import WireError, WireTimeout
 from ..wording import in_seconds
 from .connection import Connection
 from .deadline import Deadline
+from .encryption import encryption
 from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
@@ -34,6 +35,7 @@ class Acceptor:
         secret, purpose: as of ``accept``.
         handshake_timeout: seconds that each stranger gets to prove itself.
         most_pending: how many of them are kept at once; more than the peers that may come at one moment.
+        plain: as of ``accept``.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Acceptor:
         purpose: str,
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
         most_pending: int = MOST_PENDING,
+        plain: bool = False,
     ) -> None:
+        self._tls = None if plain else encryption(listener, connecting=False)
         listener.setblocking(False)
         self._listener = listener
         self._secret = secret
@@ -127,7 +131,7 @@ class Acceptor:
             raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
         try:
             prepare(sock)
-            pending = PendingHandshake(sock, secret=self._secret, purpose=self._purpose)
+            pending = PendingHandshake(sock, secret=self._secret, purpose=self._purpose, tls=self._tls)
         except OSError as error:
             sock.close()
             self._refused = str(error)

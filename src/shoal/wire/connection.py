@@ -11,6 +11,7 @@ from ..errors import UsageError, WireError, WireTimeout
 from ..wording import in_seconds
 from .credentials import peer_credentials
 from .deadline import Deadline
+from .encryption import EncryptedStream
 from .frames import JOIN, FrameReader, frame_header
 from .inherit import close_in_forked_child
 from .stream import Stream
@@ -122,6 +123,19 @@ class Connection:
                 view = view[self._recv_into(view) :]
         return bytes(data)
 
+    def encrypt(self, tls: EncryptedStream, deadline: Deadline) -> None:
+        """Go over to TLS on ``tls``, the stream of this connection (the handshake does)."""
+        try:
+            while not tls.encrypt():
+                if tls.clogged:
+                    self._await(self._writable, deadline, "room to send to")
+                else:
+                    self._await(self._readable, deadline, "the TLS handshake of")
+        except WireTimeout:
+            raise
+        except OSError as error:
+            raise self._lost(error) from error
+
     def shutdown(self) -> None:
         """End the connection without giving up the descriptor; wakes threads that wait in it."""
         with contextlib.suppress(OSError):
@@ -136,13 +150,14 @@ class Connection:
         """Give up the socket and return its descriptor, which is non-blocking and close-on-exec.
 
         Raises:
-            WireError: part of a frame has been read already, or the connection is closed.
+            WireError: part of a frame has been read already, or the connection is encrypted or closed.
         """
         self._check_open()
         if self._stream.pending() or not self._reader.between_frames:
             raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the socket over")
+        descriptor = self._stream.detach()
         self._closed = True
-        return self._stream.detach()
+        return descriptor
 
     def release(self) -> Stream:
         """Give up the stream and return it; raises as :meth:`detach`."""
@@ -208,6 +223,8 @@ class Connection:
             raise WireError(f"the connection to {self.peer} is closed")
 
     def _lost(self, error: OSError) -> WireError:
+        if isinstance(error, WireError):  # of a stream that knows more
+            return type(error)(f"{self.peer}: {error}")
         return WireError(f"lost the connection to {self.peer}: {error.strerror or error}")
 
 

@@ -3,15 +3,18 @@
     connecting side                        accepting side
         greeting  ------------------------>
                   <------------------------  greeting
+        (TLS, where both are to encrypt)
         proof     ------------------------>
                   <------------------------  proof, or 32 zero bytes: refused
 
-A greeting has a fixed size: magic, protocol version, build version, purpose and 32 random bytes.
-A proof is HMAC-SHA256, keyed with the job's secret, over the prover's role and both greetings. So
+A greeting has a fixed size: magic, protocol version, build version, purpose, whether TLS follows, and 32
+random bytes.  A proof is HMAC-SHA256, keyed with the job's secret, over the prover's role, both greetings
+and, with TLS, the SHA-256 of the certificate that the accepting side showed. So
 
 * a recorded proof is worth nothing: the other side's random bytes differ each time;
 * a proof sent back to its maker fails: the role differs;
-* a proof made for one purpose or version fails for another.
+* a proof made for one purpose or version fails for another;
+* whoever stands in between with a certificate of its own fails, for the two sides see different ones.
 
 The connecting side proves itself first: a stranger that scans ports learns nothing that depends on
 the secret.  Versions are compared before, because another version may prove in another way.
@@ -27,13 +30,13 @@ import struct
 from ..errors import AuthenticationError, UsageError, VersionMismatch, WireError
 
 #: counted up whenever something on the wire changes its meaning
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: seconds that a stranger gets to prove itself
 HANDSHAKE_TIMEOUT = 10.0
 
 _MAGIC = b"\x89SHOAL\r\n"
-_GREETING = struct.Struct("<8sI64s16s32s")
+_GREETING = struct.Struct("<8sI64s15sB32s")
 _PROOF_SIZE = 32
 _REFUSED = bytes(_PROOF_SIZE)
 
@@ -65,26 +68,34 @@ class Handshake:
 
     Send :attr:`greeting`, then read exactly :attr:`needed` bytes at a time and give them to
     :meth:`feed`, send what it returns, and raise :attr:`failure` if there is one, until
-    :attr:`done`.
+    :attr:`done`.  When :attr:`encrypting`, go over to TLS before anything else, and send what :meth:`bind`
+    returns.
 
     Args:
         connecting: whether this side made the connection (the other one accepted it).
         secret: the job's secret.
         purpose: what the connection is for, a short ASCII word equal on both sides.
+        tls: whether this side encrypts what follows the greetings.
     """
 
-    def __init__(self, *, connecting: bool, secret: bytes, purpose: str) -> None:
+    def __init__(self, *, connecting: bool, secret: bytes, purpose: str, tls: bool = False) -> None:
         self._connecting = connecting
         self._secret = secret
-        self._purpose = _field(purpose, 16, "purpose")
+        self._purpose = _field(purpose, 15, "purpose")
         self._build = _field(build_version()[:64], 64, "build version")
+        self._tls = tls
         self._theirs = b""
+        self._certificate = b""
         #: the first bytes to send
-        self.greeting = _GREETING.pack(_MAGIC, PROTOCOL_VERSION, self._build, self._purpose, os.urandom(32))
+        self.greeting = _GREETING.pack(
+            _MAGIC, PROTOCOL_VERSION, self._build, self._purpose, tls, os.urandom(32)
+        )
         #: how many bytes the other side sends next
         self.needed = _GREETING.size
         #: the error, to be raised after the last reply is sent
         self.failure: WireError | None = None
+        #: whether the greetings agree that TLS comes now
+        self.encrypting = False
         #: whether the other side has proved that it holds the secret
         self.done = False
 
@@ -94,10 +105,20 @@ class Handshake:
             return self._greeted(bytes(data))
         return self._proved(bytes(data))
 
+    def bind(self, certificate: bytes) -> bytes:
+        """TLS has begun: what to send, if anything.
+
+        Args:
+            certificate: SHA-256 of the one that the accepting side has shown, as this side knows it.
+        """
+        self.encrypting = False
+        self._certificate = certificate
+        return self._proof(connecting=True) if self._connecting else b""
+
     def _greeted(self, theirs: bytes) -> bytes:
         self._theirs = theirs
         self.needed = _PROOF_SIZE
-        magic, protocol, build, purpose, _ = _GREETING.unpack(theirs)
+        magic, protocol, build, purpose, tls, _ = _GREETING.unpack(theirs)
         if magic != _MAGIC:
             self.failure = WireError("the other side does not speak shoal's protocol")
         elif (protocol, build) != (PROTOCOL_VERSION, self._build):
@@ -111,6 +132,18 @@ class Handshake:
                 f"this connection is for {_readable(self._purpose)!r}, "
                 f"the other side takes it for {_readable(purpose)!r}: wrong port?"
             )
+        elif tls != self._tls:
+            with_tls, without = (
+                "encrypts its connections (SHOAL_TLS=1)",
+                "does not encrypt them (no SHOAL_TLS)",
+            )
+            self.failure = VersionMismatch(
+                f"this process {with_tls if self._tls else without}, the other side "
+                f"{without if self._tls else with_tls}: set SHOAL_TLS=1 for every process of the job and for "
+                "its store, or for none (--tls of shoal run and shoal store sets it for what they start)"
+            )
+        elif self._tls:
+            self.encrypting = True
         elif self._connecting:
             return self._proof(connecting=True)
         return b""
@@ -121,19 +154,27 @@ class Handshake:
             return b"" if self._connecting else self._proof(connecting=False)
         if not self._connecting:
             self.failure = AuthenticationError(
-                "a process that does not hold the job's secret tried to connect"
+                "a process that does not hold the job's secret tried to connect" + self._between
             )
             return _REFUSED
         self.failure = AuthenticationError(
-            "the other side refused the secret of this process"
-            if theirs == _REFUSED
-            else "the other side does not hold the job's secret"
+            (
+                "the other side refused the secret of this process"
+                if theirs == _REFUSED
+                else "the other side does not hold the job's secret"
+            )
+            + self._between
         )
         return b""
+
+    @property
+    def _between(self) -> str:
+        """What else a wrong proof may mean."""
+        return ", or somebody stands in between, with a certificate that is not the server's" * self._tls
 
     def _proof(self, *, connecting: bool) -> bytes:
         greetings = (self.greeting, self._theirs)
         if not self._connecting:
             greetings = greetings[::-1]
         role = b"connect" if connecting else b"accept_"
-        return hmac.digest(self._secret, role + b"".join(greetings), "sha256")
+        return hmac.digest(self._secret, role + b"".join(greetings) + self._certificate, "sha256")

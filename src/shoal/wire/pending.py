@@ -7,6 +7,7 @@ import socket
 
 from ..errors import WireError
 from . import stream
+from .encryption import Side
 from .handshake import Handshake
 
 
@@ -18,15 +19,25 @@ class PendingHandshake:
     Args:
         sock: owned by :attr:`stream` from now on.
         secret, purpose: what the other side must prove.
+        tls: how this side encrypts; None: it does not.
         leaves_proof: who calls :meth:`step` sends this side's proof (:meth:`unsent`) with what comes next.
     """
 
     def __init__(
-        self, sock: socket.socket, *, secret: bytes, purpose: str, leaves_proof: bool = False
+        self,
+        sock: socket.socket,
+        *,
+        secret: bytes,
+        purpose: str,
+        tls: Side | None = None,
+        leaves_proof: bool = False,
     ) -> None:
         self._leaves_proof = leaves_proof
         self.stream = stream.open_stream(sock)
-        self._handshake = Handshake(connecting=False, secret=secret, purpose=purpose)
+        self._tls = None if tls is None else tls.stream(self.stream)
+        if self._tls is not None:
+            self.stream = self._tls
+        self._handshake = Handshake(connecting=False, secret=secret, purpose=purpose, tls=tls is not None)
         self._received = bytearray()
         self._unsent = bytearray(self._handshake.greeting)
         self._flush()
@@ -34,7 +45,8 @@ class PendingHandshake:
     @property
     def events(self) -> int:
         """The events to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
-        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+        stuck = self._unsent or (self._tls is not None and self._tls.clogged)
+        return selectors.EVENT_WRITE if stuck else selectors.EVENT_READ
 
     def unsent(self) -> bytes:
         """What is to be sent before all else; the caller sees to it from now on."""
@@ -54,6 +66,12 @@ class PendingHandshake:
                 raise handshake.failure  # the other side has been told
             if handshake.done:
                 return True
+            if handshake.encrypting:
+                assert self._tls is not None
+                if not self._tls.encrypt():
+                    return False
+                self._unsent += handshake.bind(self._tls.certificate)
+                continue
             view = memoryview(bytearray(handshake.needed - len(self._received)))
             try:
                 count = self.stream.recv_into(view)

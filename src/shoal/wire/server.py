@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 
 from ..errors import OutOfResources, UsageError, WireError
 from .alarms import Alarms
+from .encryption import encryption
 from .frames import JOIN, FrameReader, frame_header, only_frame
 from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
@@ -188,6 +189,12 @@ class Server(abc.ABC, Generic[S]):
         limit: longest message in bytes.
         what: is served, for messages and the thread's name: ``"store"``.
         handshake_timeout: seconds that a client gets to prove itself.
+
+    Connections over TCP are encrypted if ``SHOAL_TLS`` says so.
+
+    Raises:
+        ConfigurationError: they are to be, and the certificates cannot be used or made.
+        OutOfResources: the process has no descriptors left.
     """
 
     def __init__(
@@ -221,6 +228,7 @@ class Server(abc.ABC, Generic[S]):
         self._accepting = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
+            self._tls = encryption(listener, connecting=False)
             try:
                 self._wake_in, self._wake_out = socket.socketpair()
                 undo.callback(self._wake_in.close)
@@ -402,7 +410,9 @@ class Server(abc.ABC, Generic[S]):
         try:
             if sock.family == socket.AF_UNIX:  # the others have what their listener has
                 prepare(sock)
-            handshake = PendingHandshake(sock, secret=self._secret, purpose=self._purpose, leaves_proof=True)
+            handshake = PendingHandshake(
+                sock, secret=self._secret, purpose=self._purpose, tls=self._tls, leaves_proof=True
+            )
         except OSError:
             sock.close()
             return

@@ -12,6 +12,7 @@ from . import stream
 from .connection import DEFAULT_LIMIT, Connection
 from .credentials import refuse_other_users
 from .deadline import Deadline
+from .encryption import encryption
 from .handshake import HANDSHAKE_TIMEOUT, Handshake
 from .inherit import close_in_forked_child
 
@@ -51,7 +52,14 @@ def listen(host: str, port: int = 0, *, secret: bytes = b"") -> socket.socket:
 
 
 def connect(
-    host: str, port: int, *, secret: bytes, purpose: str, timeout: float, limit: int = DEFAULT_LIMIT
+    host: str,
+    port: int,
+    *,
+    secret: bytes,
+    purpose: str,
+    timeout: float,
+    limit: int = DEFAULT_LIMIT,
+    plain: bool = False,
 ) -> Connection:
     """Connect to ``host:port`` and authenticate.
 
@@ -60,16 +68,19 @@ def connect(
         purpose: short ASCII word; the listener must expect the same.
         timeout: seconds for connecting and handshake together (looking up a name is not counted).
         limit: longest message of the connection in bytes.
+        plain: never encrypt it, as it will be detached; else it is as ``SHOAL_TLS`` says.  Both sides must
+            say the same.
 
     Raises:
         AuthenticationError, VersionMismatch: the handshake failed.
+        ConfigurationError: the certificates that the environment names cannot be used.
         WireTimeout: no connection or no handshake in time.
         WireError: nobody listens there, or the connection ended before both had proved themselves (its
             ``__cause__`` is an ``OSError``), or the other side is not shoal or has another purpose.
     """
     deadline = Deadline(timeout)
     sock = _connected(host, port, deadline)
-    return authenticate(sock, True, secret, purpose, deadline, limit, peer=f"{host}:{port}")
+    return authenticate(sock, True, secret, purpose, deadline, limit, plain, peer=f"{host}:{port}")
 
 
 def listens(host: str, port: int, *, timeout: float) -> bool:
@@ -84,13 +95,22 @@ def listens(host: str, port: int, *, timeout: float) -> bool:
 
 
 def accept(
-    listener: socket.socket, *, secret: bytes, purpose: str, timeout: float, limit: int = DEFAULT_LIMIT
+    listener: socket.socket,
+    *,
+    secret: bytes,
+    purpose: str,
+    timeout: float,
+    limit: int = DEFAULT_LIMIT,
+    plain: bool = False,
 ) -> Connection:
     """Accept one connection from a listener (TCP or unix) and authenticate it.
 
     A failed handshake is an exception of this call and closes that connection only: the listener
     is as good as before, so call again.  A peer that stays silent is given at most
     ``HANDSHAKE_TIMEOUT`` seconds.
+
+    Args:
+        plain: as of :func:`connect`.
 
     Raises:
         WireTimeout: nobody came within ``timeout`` seconds, or the peer stayed silent.
@@ -110,7 +130,7 @@ def accept(
         sock.close()
         raise
     handshake = Deadline(min(deadline.remaining(), HANDSHAKE_TIMEOUT))
-    return authenticate(sock, False, secret, purpose, handshake, limit)
+    return authenticate(sock, False, secret, purpose, handshake, limit, plain)
 
 
 def authenticate(
@@ -120,15 +140,27 @@ def authenticate(
     purpose: str,
     deadline: Deadline,
     limit: int,
+    plain: bool = False,
     peer: str | None = None,
 ) -> Connection:
     """Run the handshake on a connected socket, which is closed if it fails."""
-    connection = Connection(stream.open_stream(sock), limit=limit, peer=peer)
+    bare = stream.open_stream(sock)
     try:
-        handshake = Handshake(connecting=connecting, secret=secret, purpose=purpose)
+        side = None if plain else encryption(sock, connecting=connecting)
+        tls = None if side is None else side.stream(bare)
+    except BaseException:
+        bare.close()
+        raise
+    connection = Connection(tls or bare, limit=limit, peer=peer)
+    try:
+        handshake = Handshake(connecting=connecting, secret=secret, purpose=purpose, tls=tls is not None)
         connection.write(handshake.greeting, deadline)
         while not handshake.done:
             reply = handshake.feed(connection.read(handshake.needed, deadline))
+            if handshake.encrypting:
+                assert tls is not None
+                connection.encrypt(tls, deadline)
+                reply = handshake.bind(tls.certificate)
             if reply:
                 connection.write(reply, deadline)
             if handshake.failure is not None:

@@ -1,7 +1,7 @@
 """Streams: the bytes of a connection, below the handshake and the frames.  A stream never blocks.
 
 Everything in this package reads and writes through a :class:`Stream`, which :func:`open_stream` makes of a
-connected socket.  A stream that encrypts takes its place there.
+connected socket.  One that encrypts (``tls.py``) stands on such a stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Stream(Protocol):
         """
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Send the first bytes of ``data``: how many.  BlockingIOError and OSError as above."""
+        """Send the first bytes of ``data``: how many.  BlockingIOError and OSError as above.
+
+        After a BlockingIOError ``data`` must begin with the same bytes again: a stream that encrypts may have
+        begun to send them.
+        """
 
     def pending(self) -> bool:
         """Whether :meth:`recv_into` has bytes of which the descriptor knows nothing, as it gave them up."""
@@ -33,7 +37,7 @@ class Stream(Protocol):
         """The descriptor to wait for, -1 when closed."""
 
     def detach(self) -> int:
-        """Give up the descriptor and return it."""
+        """Give up the descriptor and return it.  WireError: the stream is more than its descriptor."""
 
     def shutdown(self) -> None:
         """End the stream without giving up the descriptor.  OSError if it is gone."""

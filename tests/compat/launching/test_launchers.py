@@ -74,6 +74,29 @@ def test_torchrun_starts_the_ranks_again_after_one_was_killed(stage: Stage) -> N
     stage.assert_nothing_is_left()
 
 
+def test_under_torchrun_a_rank_hears_within_a_second_that_another_one_was_killed(stage: Stage) -> None:
+    """Which torchrun itself, as it is told to here, looks for every ten seconds."""
+    script = stage.script(
+        """
+        dist.init_process_group("shoal")
+        total()
+        at = torch.tensor([time.monotonic()], dtype=torch.double)
+        dist.broadcast(at, 1)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            total()
+        except shoal.PeerLost as error:
+            say(error.ranks, time.monotonic() - at.item() < 1.0)
+        """,
+        prelude="import shoal\n" + PRELUDE,
+    )
+    ended = stage.run(*DISTRIBUTED_RUN, "--monitor-interval", "10", script)
+    assert ended.code == 1, ended
+    assert ended.out.splitlines() == ["(1,) True"], ended
+    stage.assert_nothing_is_left()
+
+
 def _lines_of_the_page() -> str:
     """What docs/launcher.md says a script needs to find its place under every launcher."""
     page = (ROOT / "docs" / "launcher.md").read_text()

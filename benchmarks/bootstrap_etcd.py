@@ -1,0 +1,74 @@
+"""An etcd for ``bootstrap.py``, and the ranks that meet there, each of which is a thread."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+
+from bootstrap_ranks import PER_HOST
+
+from shoal.rendezvous.host import Here, here
+from shoal.rendezvous.meeting import Meeting
+from shoal.store import PrefixStore, open_store
+from shoal.wire import Deadline, listens
+
+_PR_SET_PDEATHSIG = 1
+
+
+def serve() -> None:
+    """Become etcd, which ends with the process that started this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    print(ports[0], flush=True)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    clients, peers = (f"http://127.0.0.1:{port}" for port in ports)
+    os.execvp(
+        "etcd",
+        ["etcd", "--data-dir", tempfile.mkdtemp(dir=os.environ["BOOTSTRAP_FOLDER"]),
+         "--listen-client-urls", clients, "--advertise-client-urls", clients, "--listen-peer-urls", peers,
+         "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"],
+    )  # fmt: skip
+
+
+def meet(port: int, ranks: int, patience: float) -> float:
+    """Let ``ranks`` threads meet in the etcd at ``port``: the seconds until the last is through."""
+    end = time.monotonic() + patience
+    while not listens("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
+        time.sleep(0.05)
+    me, ends, failures = here(), [0.0] * ranks, []
+    url = f"etcd://127.0.0.1:{port}"
+    open_store(url, secret=b"of the benchmark", timeout=patience).close()  # it answers
+
+    def rank(number: int) -> None:
+        name = f"host {number // PER_HOST}"
+        try:
+            with open_store(url, secret=b"of the benchmark", timeout=patience) as store:
+                Meeting(
+                    PrefixStore("job/0", store), rank=number, size=ranks, job="job", epoch=0, host=name,
+                    here=Here(f"{name}/kernel", me.process), deadline=Deadline(patience),
+                ).join()  # fmt: skip
+                ends[number] = time.monotonic()
+        except Exception as error:
+            failures.append(f"rank {number}: {error!r}")
+
+    threading.stack_size(256 * 1024)
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise SystemExit(f"{len(failures)} ranks failed, the first: {failures[0]}")
+    return max(ends) - begin

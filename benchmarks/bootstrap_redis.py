@@ -1,0 +1,98 @@
+"""A Redis for ``bootstrap.py``, and the ranks of ``bootstrap_ranks`` that meet there, over other sockets."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from bootstrap_ranks import Hub, Outcome
+from bootstrap_ranks import meet as meet_in
+
+from shoal.store import redis_link
+from shoal.store.outside_job import OutsideJob
+from shoal.store.redis import RedisStore
+
+_PR_SET_PDEATHSIG = 1
+#: connections that the server takes
+CONNECTIONS = 30_000
+
+
+def serve() -> None:
+    """Become a Redis, and end with the process that started this one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    print(port, flush=True)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    command = [
+        "redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--tcp-backlog", "4096",
+        "--dir", tempfile.gettempdir(), "--maxclients", str(CONNECTIONS),
+    ]  # fmt: skip
+    os.execvp(command[0], command)
+
+
+class Socket:
+    """A socket that waits in a hub."""
+
+    def __init__(self, sock: socket.socket, hub: Hub) -> None:
+        sock.setblocking(False)
+        self._sock, self._hub = sock, hub
+        self._timeout = 60.0
+        self.fileno, self.shutdown, self.close = sock.fileno, sock.shutdown, sock.close
+
+    def settimeout(self, seconds: float) -> None:
+        self._timeout = seconds
+
+    def recv(self, count: int) -> bytes:
+        while True:
+            try:
+                return self._sock.recv(count)
+            except BlockingIOError:
+                self._await(select.EPOLLIN)
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[self._sock.send(left) :]
+            except BlockingIOError:
+                self._await(select.EPOLLOUT)
+
+    def _await(self, events: int) -> None:
+        if not self._hub.wait(self.fileno(), events, self._timeout):
+            raise TimeoutError
+
+
+@contextmanager
+def cooperative(hub: Hub) -> Iterator[None]:
+    """Let connections to Redis wait in ``hub``; no thread keeps the job's keys, which outlive a meeting."""
+
+    class Connection(redis.Connection):
+        def _connect(self) -> Any:
+            return Socket(super()._connect(), hub)
+
+    was = redis_link._connection_class, OutsideJob._keep
+    redis_link._connection_class = lambda redis, tls: Connection
+    OutsideJob._keep = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        redis_link._connection_class, OutsideJob._keep = was  # type: ignore[method-assign]
+
+
+def meet(port: int, ranks: int, patience: float) -> Outcome:
+    """Let ``ranks`` ranks meet in the Redis at ``port``."""
+    warnings.filterwarnings("ignore", "Redis at .* may lose changes")
+    return meet_in(
+        lambda: RedisStore(f"127.0.0.1:{port}", timeout=patience), ranks, 0.0, patience, cooperative
+    )
