@@ -27,7 +27,7 @@ PARTS: dict[str, Callable[[SshHosts, subprocess.Popen[bytes]], int]] = {
     "head": lambda hosts, head: head.pid,
     "ssh client": lambda hosts, head: hosts.find(HEAD, "ssh -F", " b exec "),
     "sshd session": lambda hosts, head: hosts.find("b", "sshd: root@notty"),
-    "agent": lambda hosts, head: hosts.find("b", "shoal agent"),
+    "agent": lambda hosts, head: hosts.find("b", "agent --stdio"),
 }
 
 
@@ -61,7 +61,7 @@ def test_a_job_survives_the_loss_of_a_guardian_and_ends_in_order(hosts: SshHosts
 def test_agent_and_guardian_killed_together_leave_no_rank(hosts: SshHosts) -> None:
     head = hosts.start("run", "--hosts", "a,b", script(hosts, "tell(f'told-{rank}'); time.sleep(600)"))
     hosts.await_told(0, 1)
-    guardian, agent = hosts.find("b", "guardian.py"), hosts.find("b", "shoal agent")
+    guardian, agent = hosts.find("b", "guardian.py"), hosts.find("b", "agent --stdio")
     os.kill(guardian, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
     head.communicate(timeout=60)

@@ -37,9 +37,9 @@ with shoal.init(timeout=60) as group:
         group.all_reduce(torch.ones(1)).wait(60)
 """
 
+# What the launcher has written is known to have started.
 _LASTS = """
-tell(f"agent-{rank}", os.getppid())
-tell(f"pid-{rank}", os.getpid())
+print("runs", flush=True)
 """
 
 _ELASTIC = """
@@ -116,6 +116,11 @@ class Jobs:
         until(lambda: all(file.exists() for file in files), self.said, patience=LONG)
         return [file.read_text() for file in files]
 
+    def await_all(self) -> None:
+        """Wait until the launcher, which has ``--log-dir logs``, has heard all ranks."""
+        files = [self.folder / "logs" / f"rank{rank}.log" for rank in range(4)]
+        until(lambda: all(file.exists() and file.read_text() for file in files), patience=LONG)
+
     def said(self) -> str:
         file = self.folder / "said"
         return file.read_text() if file.exists() else ""
@@ -174,8 +179,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_whose_node_is_named(jobs:
 @pytest.mark.parametrize("who", ["head", "srun", "agent"])
 def test_nothing_is_left_when_it_is_killed(jobs: Jobs, who: str) -> None:
     jobs.write(_LASTS + "await_signal()")
-    with jobs.start() as program:
-        jobs.told(*(f"pid-{rank}" for rank in range(4)))
+    with jobs.start("--log-dir", "logs") as program:
+        jobs.await_all()
         words = {"head": ("run", "--srun"), "srun": ("--kill-on-bad-exit=0",), "agent": ("--connect",)}[who]
         chosen = [each for each in jobs.processes(*words) if who != "agent" or "srun" not in each.name()]
         chosen[0].send_signal(signal.SIGKILL)
@@ -190,8 +195,8 @@ def test_nothing_is_left_when_it_is_killed(jobs: Jobs, who: str) -> None:
 
 def test_the_others_go_on_with_min_when_an_agent_is_killed(jobs: Jobs) -> None:
     jobs.write(_LASTS + "await_file('go') if rank < 2 else await_signal()")
-    with jobs.start("--min", "2") as program:
-        jobs.told(*(f"pid-{rank}" for rank in range(4)))
+    with jobs.start("--min", "2", "--log-dir", "logs") as program:
+        jobs.await_all()
         agents = [each for each in jobs.processes("--connect") if "srun" not in each.name()]
         on_b = [each for each in agents if each.environ()["SLURMD_NODENAME"] == "b"]
         on_b[0].send_signal(signal.SIGKILL)

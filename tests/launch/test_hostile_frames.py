@@ -235,6 +235,13 @@ def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
     assert abs(listener.ranks[0].ended_at - now) <= late
 
 
+def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: Listener) -> None:
+    """It knows none, and the slot gets another one."""
+    listener.hear(PREAMBLE + framed(HELLO, Ready(), NotStarted(0, "no"), Started(1, 11)))
+    assert listener.ranks[0].status == 127
+    assert listener.ranks[0].is_released
+
+
 def test_what_an_agent_says_moves_no_cursor(listener: Listener) -> None:
     assert listener.hear(PREAMBLE + framed(HELLO, Refused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
 
@@ -305,7 +312,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         (framed(start()), "process 0 cannot be started now"),
         (framed(BEGIN, BEGIN), "it begins twice"),
         (framed(BEGIN, start(), start()), "process 0 cannot be started now"),
-        (framed(BEGIN, Close(0, 1)), "there is no process 0 here"),
         (framed(BEGIN, start(), Release(0)), "process 0 has not ended and cannot be released"),
         (framed(BEGIN, Taken(1)), "it has read more output than was sent"),
         (framed(BEGIN, start(stdin=True), start(1, stdin=True)), "a second process is to have stdin"),
@@ -313,6 +319,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         (framed(BEGIN, Stdin(b""), Stdin(b"x")), "more came for stdin than"),
         (framed(BEGIN, start(), {"type": "Signal", "index": 0, "number": 0, "group": True}), "is no frame"),
         (framed(BEGIN, start(), Signal(9, 9, True)), "the connection has ended"),
+        (framed(BEGIN, start(), Release(9), Close(9, 1)), "the connection has ended"),
         (framed(BEGIN, {"type": "Taken", "amount": WINDOW + 1}), "is no frame"),
         (framed(BEGIN, start())[:-3], "the connection has ended"),
     ],

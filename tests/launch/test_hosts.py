@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from shoal.errors import UsageError
 from shoal.launch.cli import invoke
 from shoal.launch.cores import shares, usable
 from shoal.launch.hosts import Host, parse_hosts, read_hostfile
+from shoal.launch.ssh import PROGRAM
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
 
@@ -341,7 +343,10 @@ def test_a_dry_run_prints_each_hosts_command(far: Workshop) -> None:
     ssh = "-T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=2 -o ServerAliveCountMax=3"
     for host in ("h1", "me@h2"):
         line = next(line for line in out.splitlines() if line.startswith(f"host {host}: "))
-        assert line.endswith(f"{ssh} {host} exec {sys.executable} -m shoal agent --stdio")
+        assert f" {ssh} {host} exec " in line
+        _, _, there = line.partition(" exec ")
+        words = shlex.split(" ".join(shlex.split(there)))
+        assert words == [sys.executable, "-c", PROGRAM, "agent", "--stdio"]
     assert "  rank 2: " in out
     assert "SHOAL_SECRET=<secret>" in out
 
@@ -455,3 +460,23 @@ def test_a_named_store_and_its_secret_are_passed_on(far: Workshop, monkeypatch: 
     assert (code, err) == (0, "")
     assert all(line[4:].startswith(f"{url} fish ") for line in out.splitlines())
     assert len(out.splitlines()) == 2
+
+
+def test_a_named_store_is_opened_before_any_agent_starts(
+    far: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that hears nothing while the store does not answer would kill itself."""
+    monkeypatch.setenv("SHOAL_TIMEOUT", "0.5")
+    (far.path / "fake_ssh").write_text("#!/bin/sh\ntouch started\nexec sleep 600\n")
+    code, out, err = run(far, "", "--store", "tcp://127.0.0.1:1")
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert not (far.path / "started").exists()
+
+
+@pytest.mark.parametrize("host", ["h1", "localhost"])
+def test_a_projects_modules_take_no_place_of_pythons_in_the_agent(far: Workshop, host: str) -> None:
+    for name in ("secrets", "queue", "click", "msgspec"):
+        (far.path / f"{name}.py").write_text("raise SystemExit('the project has its own')")
+    (far.path / "program.sh").write_text("echo good\n")
+    launcher = [sys.executable, "-c", PROGRAM, "run", "--hosts", host, "sh", "program.sh"]
+    assert far.end(far.start_process(launcher)) == (0, b"[0] good\n", b"")

@@ -130,12 +130,20 @@ def test_rank_0_reads_what_the_launcher_reads_and_the_output_of_all_is_whole(clu
 _LASTING = """
 tell(f"pid-{rank}", os.getpid())
 tell(f"agent-{rank}", os.getppid())
+print("runs", flush=True)
 """
 
 
+def lasting(cluster: Workshop, end: str, *options: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A job of four ranks, whose numbers of processes are given once the launcher has heard them all."""
+    process = start(cluster, _LASTING + end, "--log-dir", "logs", *options)
+    files = [cluster.path / "logs" / f"rank{rank}.log" for rank in range(4)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    return process, cluster.pids("pid-0", "pid-1", "pid-2", "pid-3")
+
+
 def test_the_others_go_on_with_min_when_an_agent_is_killed(cluster: Workshop) -> None:
-    process = start(cluster, _LASTING + "await_file('go') if rank < 2 else await_signal()", "--min", "2")
-    pids = cluster.pids("pid-0", "pid-1", "pid-2", "pid-3")
+    process, pids = lasting(cluster, "await_file('go') if rank < 2 else await_signal()", "--min", "2")
     os.kill(cluster.pids("agent-2")[0], signal.SIGKILL)
     until(lambda: not alive(pids[2]) and not alive(pids[3]))
     (cluster.path / "go").touch()
@@ -146,8 +154,7 @@ def test_the_others_go_on_with_min_when_an_agent_is_killed(cluster: Workshop) ->
 
 
 def test_when_an_agent_is_killed_its_host_is_lost_and_all_ends(cluster: Workshop) -> None:
-    process = start(cluster, _LASTING + "await_signal()")
-    cluster.pids("pid-0", "pid-1", "pid-2", "pid-3")
+    process, _ = lasting(cluster, "await_signal()")
     os.kill(cluster.pids("agent-2")[0], signal.SIGKILL)
     code, _, err = cluster.end(process)
     assert code == 74, err
@@ -156,8 +163,7 @@ def test_when_an_agent_is_killed_its_host_is_lost_and_all_ends(cluster: Workshop
 
 @pytest.mark.parametrize("who", ["head", "srun"])
 def test_nothing_is_left_when_it_is_killed(cluster: Workshop, who: str) -> None:
-    process = start(cluster, _LASTING + "await_signal()")
-    pids = cluster.pids("pid-0", "pid-1", "pid-2", "pid-3")
+    process, pids = lasting(cluster, "await_signal()")
     os.kill(process.pid if who == "head" else cluster.pids("srun.pid")[0], signal.SIGKILL)
     code, _, err = cluster.end(process)
     if who == "srun":

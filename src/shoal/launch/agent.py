@@ -157,23 +157,15 @@ class Agent:
                 if was_full:
                     self._listen()
             case Close():
-                rank = self._rank(frame.index)
-                source = rank.stdout if frame.stream == 1 else rank.stderr
-                self._sources.pop(source, None)
-                source.close()
+                self._close(frame)
             case Signal():
                 self._signal(frame)
             case Stdin():
                 self._stdin.take(frame.data)
             case Release():
-                self._release(self._rank(frame.index))
+                self._release(frame.index)
             case End():
                 self._sweep = Sweep(list(self._ranks.values()), frame.linger)
-
-    def _rank(self, index: int) -> LocalRank:
-        if index not in self._ranks:
-            raise WireError(f"there is no process {index} here")
-        return self._ranks[index]
 
     def _prepare(self, begin: Begin) -> None:
         if self._begin is not None:
@@ -235,7 +227,17 @@ class Agent:
         elif rank.status is None and not self._told(frame.number):
             rank.send(frame.number)
 
-    def _release(self, rank: LocalRank) -> None:
+    def _close(self, frame: Close) -> None:
+        rank = self._ranks.get(frame.index)
+        if rank is not None:  # else it was never started
+            source = rank.stdout if frame.stream == 1 else rank.stderr
+            self._sources.pop(source, None)
+            source.close()
+
+    def _release(self, index: int) -> None:
+        rank = self._ranks.get(index)
+        if rank is None:
+            return  # it was never started
         if rank.status is None:
             raise WireError(f"process {rank.index} has not ended and cannot be released")
         if not rank.is_released:

@@ -177,12 +177,14 @@ def launch_on_hosts(
     with ExitStack() as steps:
         signals = steps.enter_context(Signals(_SETTLE if plan.by_srun else 0.0))
         try:
+            # A store may take its time, in which agents would hear nothing.
+            named = None if store is None else steps.enter_context(job_store(store, job))
             fleet = steps.enter_context(closing(_fleet(plan, signals)))
             fleet.connect()
             addresses = fleet.towards_hosts()
             counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
             fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
-            meeting_place = steps.enter_context(job_store(store, job, addresses))
+            meeting_place = named or steps.enter_context(job_store(None, job, addresses))
             notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident, job.epoch)))
             logs = None if log_dir is None else steps.enter_context(closing(Logs(log_dir, job.size)))
             hello = fleet.agencies[0].hello

@@ -182,7 +182,8 @@ class RemoteRank(Rank):
         self._end(frame.status, self._moment(frame.at))
 
     def not_started(self) -> None:
-        """The agent could not start it."""
+        """The agent could not start it, and knows nothing of it."""
+        self._released = True
         if self.status is None:
             self._end(127, time.monotonic())
         for relay in (self._relays_stdout, self._relays_stderr):

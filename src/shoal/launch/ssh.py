@@ -18,6 +18,8 @@ OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2",
     "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
+#: runs the agents; unlike with -m, the modules of the current directory are not found, whatever their names
+PROGRAM = "import sys; sys.path[0] or sys.path.pop(0); from shoal.launch.cli import main; main()"
 
 
 def command(host: Host, python: str) -> list[str]:
@@ -26,15 +28,15 @@ def command(host: Host, python: str) -> list[str]:
     Raises:
         ConfigurationError: ``SHOAL_SSH`` cannot be split into words.
     """
-    agent = ["-m", "shoal", "agent", "--stdio"]
+    agent = [python, "-c", PROGRAM, "agent", "--stdio"]
     if host.is_local:
-        return [python, *agent]
+        return agent
     try:
         program = shlex.split(config.SSH.get())
     except ValueError as error:
         raise ConfigurationError(f"SHOAL_SSH={config.SSH.get()!r}: {error}") from error
     # ssh joins the words of the command, and the other host's shell splits them.
-    return [*program, *OPTIONS, host.name, "exec", shlex.quote(python), *agent]
+    return [*program, *OPTIONS, host.name, "exec", *map(shlex.quote, agent)]
 
 
 class Client:
