@@ -480,3 +480,37 @@ def test_a_projects_modules_take_no_place_of_pythons_in_the_agent(far: Workshop,
     (far.path / "program.sh").write_text("echo good\n")
     launcher = [sys.executable, "-c", PROGRAM, "run", "--hosts", host, "sh", "program.sh"]
     assert far.end(far.start_process(launcher)) == (0, b"[0] good\n", b"")
+
+
+@pytest.mark.parametrize("end", ["fails", "is interrupted"])
+def test_a_stop_signal_ends_a_launcher_whose_output_nobody_reads(far: Workshop, end: str) -> None:
+    """The agents cannot send the rest of it, and never say Bye."""
+    launcher = start(
+        far,
+        f"""
+        tell(f"here{{rank}}", os.getpid())
+        if rank == 1:
+            await_file("full")
+            sys.exit(3) if {end == "fails"} else time.sleep(600)
+        import select
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.set_blocking(1, False)
+        while select.select([], [1], [], 1.0)[1]:
+            os.write(1, b"x" * 99 + b"\\n")
+        tell("full")
+        time.sleep(600)
+        """,
+        hosts="h1:2",
+    )
+    pids = far.pids("here0", "here1")
+    far.read("full")
+    if end == "is interrupted":
+        launcher.send_signal(signal.SIGINT)
+    until(lambda: not any(map(alive, pids)))
+    assert launcher.poll() is None
+
+    def has_ended() -> bool:
+        launcher.send_signal(signal.SIGTERM)
+        return launcher.poll() is not None
+
+    until(has_ended)

@@ -25,6 +25,7 @@ ranks at one moment.
 from __future__ import annotations
 
 import enum
+import math
 import selectors
 import signal
 import time
@@ -121,7 +122,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._control = Control(self._selector, self._scale) if scalable else None
         self._output: Output | None = None
-        self._closing = self._impatient = False
+        self._sweeping = self._closing = self._impatient = False
         crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
@@ -159,8 +160,9 @@ class Supervisor:
         output.drain()
         code = self._conclude(output)
         output.close()
-        self._closing = True
-        while not output.ended and not self._impatient:
+        end = time.monotonic() + (_SILENCE if self._impatient else math.inf)
+        self._closing, self._impatient = True, False
+        while not output.ended and not self._impatient and time.monotonic() < end:
             self._turn(_POLL)
         return code
 
@@ -400,9 +402,11 @@ class Supervisor:
     def _signalled(self) -> None:
         assert self._output is not None
         for number in self._signals.read():
-            if self._closing:
+            if number in STOP and (self._closing or self._is_insisted_on(number)):
                 # The user does not want to wait until somebody reads the last output.
-                self._impatient |= number in STOP
+                self._impatient = True
+            elif self._closing:
+                continue
             elif number not in STOP:
                 self._send(number)
             elif self._phase is _Phase.RUNNING:
@@ -415,6 +419,11 @@ class Supervisor:
                 self._spare_until = None
                 self._end_all()
         self._output.resume()
+
+    def _is_insisted_on(self, number: int) -> bool:
+        """Whether a signal tells to stop, now that all ranks have ended because of a signal or a failure."""
+        again = time.monotonic() - self._interrupted_at > _SAME_INTERRUPT or number != signal.SIGINT
+        return self._sweeping and self._phase is not _Phase.RUNNING and again
 
     def _stop(self, number: int) -> None:
         """Pass SIGINT or SIGTERM on; a second SIGINT kills."""
@@ -459,6 +468,7 @@ class Supervisor:
     def _sweep(self, output: Output) -> None:
         """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
+        self._sweeping = True
         orderly = self._phase is _Phase.RUNNING
         sweep = self._crew.sweep(self._ranks, _LINGER if orderly else 0.0)
         while not sweep.is_done() and not self._impatient:
@@ -475,6 +485,8 @@ class Supervisor:
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
+        if self._stop_signal and self._impatient:
+            return 128 + self._stop_signal  # what ranks have written last is lost
         if self._outlived:
             output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
         return 0
