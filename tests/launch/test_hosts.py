@@ -514,3 +514,9 @@ def test_a_stop_signal_ends_a_launcher_whose_output_nobody_reads(far: Workshop, 
         return launcher.poll() is not None
 
     until(has_ended)
+
+
+def test_a_host_that_is_lost_before_it_has_sent_everything_is_no_success(far: Workshop) -> None:
+    code, _, err = run(far, "", hosts="h1,cut")
+    assert code == 74
+    assert err == "shoal: host cut is lost: the connection has ended; ssh ended with exit code 9\n"

@@ -38,7 +38,7 @@ from .crew import Crew
 from .logs import Logs
 from .notes import Notes
 from .output import Output
-from .rank import Rank
+from .rank import LOST, Rank
 from .respawn import Respawn
 from .signals import STOP, Signals
 from .slots import plan
@@ -123,6 +123,8 @@ class Supervisor:
         self._control = Control(self._selector, self._scale) if scalable else None
         self._output: Output | None = None
         self._sweeping = self._closing = self._impatient = False
+        #: a host was lost before it had sent all that its ranks wrote
+        self._cut = False
         crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
@@ -232,6 +234,7 @@ class Supervisor:
     def _host_lost(self, host: str, why: str, ranks: Sequence[Rank]) -> None:
         """These ranks, whose status is ``LOST``, are gone with their host."""
         self._told(summary.host_lost(host, why, ranks))
+        self._cut |= self._sweeping
         for rank in ranks:
             self._ended(rank)
 
@@ -489,4 +492,4 @@ class Supervisor:
             return 128 + self._stop_signal  # what ranks have written last is lost
         if self._outlived:
             output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
-        return 0
+        return LOST if self._cut else 0
