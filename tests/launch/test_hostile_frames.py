@@ -239,6 +239,13 @@ def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
     assert abs(listener.ranks[0].ended_at - now) <= late
 
 
+def test_nothing_is_due_at_once_while_an_agent_takes_long_to_answer(listener: Listener) -> None:
+    late = time.monotonic() + 100.0
+    listener.agency.tick(late)
+    assert late < listener.agency.next_at()
+    assert not listener.agency.trouble
+
+
 def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: Listener) -> None:
     """It knows none, and the slot gets another one."""
     listener.hear(PREAMBLE + framed(HELLO, Ready(), NotStarted(0, "no"), Started(1, 11)))

@@ -174,7 +174,9 @@ class Agency:
             return math.inf
         if self._held and not self.is_held:
             return 0.0
-        return min(self._beat_at, self._heard + SILENCE, self._due)
+        # Until it has answered for the first time, others decide how long it may be silent.
+        silent_at = math.inf if self.hello is None else self._heard + SILENCE
+        return min(self._beat_at, silent_at, self._due)
 
     def tick(self, now: float) -> None:
         """Beat, and lose patience with an agent that is silent."""
