@@ -520,3 +520,33 @@ def test_a_host_that_is_lost_before_it_has_sent_everything_is_no_success(far: Wo
     code, _, err = run(far, "", hosts="h1,cut")
     assert code == 74
     assert err == "shoal: host cut is lost: the connection has ended; ssh ended with exit code 9\n"
+
+
+def test_a_process_that_scale_promised_starts_where_a_host_lives(
+    far: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to have the place of the first one that leaves, whose host is lost instead."""
+    monkeypatch.setenv("TMPDIR", str(far.path))  # no job but this one
+    script = """
+    if joins:
+        tell("new" + os.environ["SHOAL_HOST_ID"])
+        await_file("go")
+        sys.exit()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = os.environ["SHOAL_RANK"]
+    tell("ready" + rank, os.getpid())
+    await_file("leave" if rank == "1" else "go")
+    """
+    (far.path / "script.py").write_text(RESPAWNED + textwrap.dedent(script))
+    job = far.shoal("run", "--hosts", "h1,h2,h3", "--min", "1", "--max", "3", "script.py")
+    pids = far.pids("ready0", "ready1", "ready2")
+    assert far.end(far.shoal("scale", "1"))[1] == b"shoal: 1 rank wanted: ranks 1, 2 leave\n"
+    assert b"2 ranks wanted" in far.end(far.shoal("scale", "2"))[1]
+    os.kill(psutil.Process(pids[2]).ppid(), signal.SIGKILL)
+    assert job.stderr is not None
+    while b"rank 2 on h3 has left" not in job.stderr.readline():
+        pass
+    (far.path / "leave").touch()
+    far.read("newh2")
+    (far.path / "go").touch()
+    assert far.end(job)[0] == 0

@@ -266,19 +266,11 @@ class Supervisor:
         return summary.next_process(wait, spares=self._crew.spares > 0)
 
     def _place_of_next(self, slot: int) -> int | None:
-        """The slot of the next process after one of ``slot``: another one if its host is lost."""
-        if self._crew.can_start(slot):
-            return slot
-        assert self._respawn is not None
-        taken = {rank.slot for rank in self._ranks if rank.status is None} | self._respawn.waiting
-        return next(
-            (
-                other
-                for other in range(self._crew.slots)
-                if other not in taken and self._crew.can_start(other)
-            ),
-            None,
-        )
+        """The slot of the next process after one of ``slot``: another one if that cannot be used."""
+        waiting = set() if self._respawn is None else self._respawn.waiting
+        taken = {rank.slot for rank in self._ranks if rank.status is None} | waiting
+        slots = (slot, *range(self._crew.slots))
+        return next((each for each in slots if each not in taken and self._crew.can_start(each)), None)
 
     def _spares(self) -> list[Rank]:
         """Those that wait to take the place of another one, or are about to come."""
@@ -288,8 +280,8 @@ class Supervisor:
             rank for rank in self._ranks if rank.status is None and not rank.is_member and not rank.leaving
         ]
 
-    def _start_in(self, slot: int) -> None:
-        """Start a newcomer in ``slot``."""
+    def _start_in(self, slot: int) -> bool:
+        """Start a newcomer in ``slot``; whether that could be done."""
         assert self._output is not None
         before = self._last_of_slots().get(slot)
         if before is not None and not before.is_released:
@@ -300,9 +292,10 @@ class Supervisor:
             rank = self._crew.later(len(self._ranks), slot, restart)
         except LaunchError as error:
             self._output.say(summary.not_started(error, self._plan_restart(slot, 0.0)))
-        else:
-            self._add(rank)
-            self._output.attach(rank)
+            return False
+        self._add(rank)
+        self._output.attach(rank)
+        return True
 
     def _last_of_slots(self) -> dict[int, Rank]:
         return {rank.slot: rank for rank in self._ranks}
@@ -337,9 +330,11 @@ class Supervisor:
         """``rank``, which was asked to leave, has ended."""
         assert self._output is not None
         self._output.say(summary.left(rank))
-        if self._later > 0:
+        while self._later > 0:
+            place = self._place_of_next(rank.slot)
+            if place is None or not self._start_in(place):
+                break  # until another one has left
             self._later -= 1
-            self._start_in(rank.slot)
 
     def _runs_a_member(self) -> bool:
         return any(rank.is_member and rank.status is None for rank in self._ranks)
