@@ -139,6 +139,16 @@ def test_stdin_may_be_a_file_and_may_be_left_unread(far: Workshop) -> None:
     assert (code, out.splitlines()[0]) == (0, "[0] first")
 
 
+def test_stdin_may_be_a_terminal_of_another_session(far: Workshop) -> None:
+    ours, theirs = os.openpty()
+    os.write(ours, b"x\n")
+    try:
+        assert run(far, "print(rank)", hosts="h1", stdin=theirs, start_new_session=True) == (0, "[0] 0\n", "")
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
 def test_what_is_passed_on(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A secret of the launcher's, on no command line; and what the user names."""
     monkeypatch.setenv("SHOAL_TIMEOUT", "77")
