@@ -8,7 +8,9 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ from shoal.launch.frames import (
     Begin,
     Bye,
     Close,
+    End,
     Exited,
     Hello,
     NotStarted,
@@ -50,6 +53,7 @@ from shoal.launch.remote import RemoteRank, Turns
 from shoal.launch.source import Pipe
 from shoal.launch.ssh import Client
 from shoal.wire import build_version, frame_header
+from tests.support.waiting import until
 
 HELLO = Hello(build_version(), PROTOCOL, "", "", 1)
 #: seconds in which a frame is answered
@@ -235,6 +239,13 @@ def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
     assert abs(listener.ranks[0].ended_at - now) <= late
 
 
+def test_nothing_is_due_at_once_while_an_agent_takes_long_to_answer(listener: Listener) -> None:
+    late = time.monotonic() + 100.0
+    listener.agency.tick(late)
+    assert late < listener.agency.next_at()
+    assert not listener.agency.trouble
+
+
 def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: Listener) -> None:
     """It knows none, and the slot gets another one."""
     listener.hear(PREAMBLE + framed(HELLO, Ready(), NotStarted(0, "no"), Started(1, 11)))
@@ -328,6 +339,59 @@ def test_a_launcher_that_breaks_the_rules_is_left_with_the_reason(
     served: Served, said: bytes, words: str
 ) -> None:
     assert words in served.hear(said)
+
+
+def test_an_agent_stays_until_its_last_output_is_on_its_way(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a slow line that takes longer than the launcher has to read the farewell."""
+    monkeypatch.setattr("shoal.launch.agent._FAREWELL", 0.05)
+    script = f"head -c 2000000 /dev/zero; touch {tmp_path}/written; sleep 600"
+    served.launcher.send(framed(BEGIN, msgspec.structs.replace(start(), argv=("sh", "-c", script))))
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(served.agent.run)
+        until((tmp_path / "written").exists)
+        served.launcher.send(framed(End(0.0)))
+        came = bytearray()
+        for _ in range(10):  # slowly, while beats come
+            time.sleep(0.05)
+            served.launcher.send(framed(Beat(1.0)))
+            came += served.launcher.recv(1000)
+        while b"Bye" not in came[-1000:] and (data := served.launcher.recv(1 << 16)):
+            came += data
+        served.launcher.shutdown(socket.SHUT_RDWR)
+        assert b"Bye" in came[-1000:]
+        assert len(came) > 2_000_000
+        assert serving.result(SOON) == ""
+
+
+def test_output_that_still_comes_keeps_an_ending_agent(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.launch.agency._PATIENCE", 0.0)
+    agency = listener.agency
+    said = framed(*STARTED, Exited(0, 0, 0.0, 1.0), Exited(1, 0, 0.0, 1.0))
+
+    def turn() -> None:
+        for key, _ in listener.selector.select(0.01):
+            key.data()
+
+    def came() -> bytes:
+        turn()
+        with suppress(BlockingIOError):
+            return listener.ranks[0].stdout.read()
+        return b""
+
+    listener.client.agent.send(PREAMBLE + said)
+    until(lambda: turn() or all(rank.status == 0 for rank in listener.ranks))
+    agency.expect_bye(0.0)
+    for _ in range(3):
+        listener.client.agent.send(framed(Output(0, 1, b"x")))
+        assert until(came) == b"x"
+        agency.tick(time.monotonic())
+        assert not agency.trouble
+    agency.tick(time.monotonic())
+    assert "its agent has not ended what it was told to end" in agency.trouble
 
 
 @pytest.mark.parametrize("bad", [{"A=": "x"}, {"A": "\0"}, {"": ""}])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-#: it speaks as a login shell may; "refused" is a host that does not let anybody in
+#: it speaks as a login shell may; "refused" is a host that does not let anybody in,
+#: and "cut" one that is lost when all has ended
 _PROGRAM = """#!{python}
 import os, sys
 words = sys.argv[1:]
@@ -26,6 +27,9 @@ if host == "old":
 os.environ["SHOAL_HOST_ID"] = host
 os.environ["SSH_CONNECTION"] = "127.0.0.1 1000 127.0.0.1 22"
 os.environ.pop("SHOAL_TEST_AT_HEAD", None)
+if host == "cut":
+    program = "import os, shoal.launch.agent as a; a.Agent._leave = lambda *_: os._exit(9); "
+    os.execv(sys.executable, [sys.executable, "-c", program + "a.agent(['--stdio'])"])
 os.execv("/bin/sh", ["sh", "-c", " ".join(command)])
 """
 

@@ -128,6 +128,8 @@ class Agency:
         self._heard = self._beat_at = time.monotonic()
         self._began = self._heard
         self._due = math.inf
+        #: told to end; and whether output has come since it was due last
+        self._is_ending = self._moves = False
         self._unread = self._untold = 0
         self._clock: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._link: Link[FromAgent] = Link(
@@ -163,6 +165,7 @@ class Agency:
 
     def expect_bye(self, linger: float) -> None:
         """It was told to end."""
+        self._is_ending = True
         self._due = time.monotonic() + linger + _PATIENCE
 
     def next_at(self) -> float:
@@ -171,7 +174,9 @@ class Agency:
             return math.inf
         if self._held and not self.is_held:
             return 0.0
-        return min(self._beat_at, self._heard + SILENCE, self._due)
+        # Until it has answered for the first time, others decide how long it may be silent.
+        silent_at = math.inf if self.hello is None else self._heard + SILENCE
+        return min(self._beat_at, silent_at, self._due)
 
     def tick(self, now: float) -> None:
         """Beat, and lose patience with an agent that is silent."""
@@ -191,9 +196,9 @@ class Agency:
         if self.hello is not None and now >= self._heard + SILENCE:
             self.lose(f"nothing has come from its agent for {SILENCE:.0f} s")
         elif now >= self._due:
-            # With output that nobody has read yet, the agent waits for its reader.
-            if self._unread:
-                self._due = now + _PATIENCE
+            # With output that nobody has read yet, the agent waits; on a slow line it comes late.
+            if self._unread or (self._is_ending and self._moves):
+                self._due, self._moves = now + _PATIENCE, False
             else:
                 self.lose(f"its agent has not ended what it was told to end for {_PATIENCE:.0f} s")
 
@@ -311,6 +316,7 @@ class Agency:
 
     def _count(self, frame: FromAgent) -> None:
         if isinstance(frame, Output):
+            self._moves = True
             self._unread += len(frame.data)
             if self._unread + self._untold > WINDOW + MOST_BYTES:
                 raise WireError("it sent more output than it may")

@@ -310,11 +310,18 @@ class Agent:
 
     def _leave(self, killed: list[str]) -> str:
         self._link.send(Bye(tuple(name[:300] for name in killed[:1000])), bulk=True)
-        end = time.monotonic() + _FAREWELL
-        while not self._why and time.monotonic() < end:  # the launcher closes the connection
-            for key, _ in self._selector.select(end - time.monotonic()):
+        end = 0.0
+        while not self._why:  # the launcher closes the connection
+            now = time.monotonic()
+            if self._link.sent:
+                end = end or now + _FAREWELL
+                if now >= end:
+                    break
+            elif now >= self._heard + SILENCE:
+                return f"nothing has come from the launcher for {SILENCE:.0f} s"
+            for key, _ in self._selector.select((end or self._heard + SILENCE) - now):
                 key.data()
-        return ""
+        return "" if self._link.sent else self._why
 
     def _stdin_taken(self, amount: int) -> None:
         self._link.send(StdinTaken(amount))

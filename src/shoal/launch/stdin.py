@@ -58,8 +58,8 @@ class Stdin:
 
     def _read(self) -> None:
         data = b""
-        if os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp():
-            self._is_over = True  # in the background the terminal is not ours to read
+        if _is_in_background():
+            self._is_over = True  # the terminal is not ours to read
             self._listen()
             return
         # A job that the shell puts into the background just now would be stopped for reading.
@@ -77,6 +77,14 @@ class Stdin:
         self._send(data)
         if self._listens:
             self._listen()
+
+
+def _is_in_background() -> bool:
+    """Whether stdin is a terminal that another job reads, or none of this session's."""
+    try:
+        return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:
+        return True
 
 
 class StdinPipe:

@@ -25,6 +25,7 @@ ranks at one moment.
 from __future__ import annotations
 
 import enum
+import math
 import selectors
 import signal
 import time
@@ -37,7 +38,7 @@ from .crew import Crew
 from .logs import Logs
 from .notes import Notes
 from .output import Output
-from .rank import Rank
+from .rank import LOST, Rank
 from .respawn import Respawn
 from .signals import STOP, Signals
 from .slots import plan
@@ -121,7 +122,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._control = Control(self._selector, self._scale) if scalable else None
         self._output: Output | None = None
-        self._closing = self._impatient = False
+        self._sweeping = self._closing = self._impatient = False
+        #: a host was lost before it had sent all that its ranks wrote
+        self._cut = False
         crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
@@ -159,8 +162,9 @@ class Supervisor:
         output.drain()
         code = self._conclude(output)
         output.close()
-        self._closing = True
-        while not output.ended and not self._impatient:
+        end = time.monotonic() + (_SILENCE if self._impatient else math.inf)
+        self._closing, self._impatient = True, False
+        while not output.ended and not self._impatient and time.monotonic() < end:
             self._turn(_POLL)
         return code
 
@@ -230,6 +234,7 @@ class Supervisor:
     def _host_lost(self, host: str, why: str, ranks: Sequence[Rank]) -> None:
         """These ranks, whose status is ``LOST``, are gone with their host."""
         self._told(summary.host_lost(host, why, ranks))
+        self._cut |= self._sweeping
         for rank in ranks:
             self._ended(rank)
 
@@ -261,19 +266,11 @@ class Supervisor:
         return summary.next_process(wait, spares=self._crew.spares > 0)
 
     def _place_of_next(self, slot: int) -> int | None:
-        """The slot of the next process after one of ``slot``: another one if its host is lost."""
-        if self._crew.can_start(slot):
-            return slot
-        assert self._respawn is not None
-        taken = {rank.slot for rank in self._ranks if rank.status is None} | self._respawn.waiting
-        return next(
-            (
-                other
-                for other in range(self._crew.slots)
-                if other not in taken and self._crew.can_start(other)
-            ),
-            None,
-        )
+        """The slot of the next process after one of ``slot``: another one if that cannot be used."""
+        waiting = set() if self._respawn is None else self._respawn.waiting
+        taken = {rank.slot for rank in self._ranks if rank.status is None} | waiting
+        slots = (slot, *range(self._crew.slots))
+        return next((each for each in slots if each not in taken and self._crew.can_start(each)), None)
 
     def _spares(self) -> list[Rank]:
         """Those that wait to take the place of another one, or are about to come."""
@@ -283,8 +280,8 @@ class Supervisor:
             rank for rank in self._ranks if rank.status is None and not rank.is_member and not rank.leaving
         ]
 
-    def _start_in(self, slot: int) -> None:
-        """Start a newcomer in ``slot``."""
+    def _start_in(self, slot: int) -> bool:
+        """Start a newcomer in ``slot``; whether that could be done."""
         assert self._output is not None
         before = self._last_of_slots().get(slot)
         if before is not None and not before.is_released:
@@ -295,9 +292,10 @@ class Supervisor:
             rank = self._crew.later(len(self._ranks), slot, restart)
         except LaunchError as error:
             self._output.say(summary.not_started(error, self._plan_restart(slot, 0.0)))
-        else:
-            self._add(rank)
-            self._output.attach(rank)
+            return False
+        self._add(rank)
+        self._output.attach(rank)
+        return True
 
     def _last_of_slots(self) -> dict[int, Rank]:
         return {rank.slot: rank for rank in self._ranks}
@@ -332,9 +330,11 @@ class Supervisor:
         """``rank``, which was asked to leave, has ended."""
         assert self._output is not None
         self._output.say(summary.left(rank))
-        if self._later > 0:
+        while self._later > 0:
+            place = self._place_of_next(rank.slot)
+            if place is None or not self._start_in(place):
+                break  # until another one has left
             self._later -= 1
-            self._start_in(rank.slot)
 
     def _runs_a_member(self) -> bool:
         return any(rank.is_member and rank.status is None for rank in self._ranks)
@@ -400,9 +400,11 @@ class Supervisor:
     def _signalled(self) -> None:
         assert self._output is not None
         for number in self._signals.read():
-            if self._closing:
+            if number in STOP and (self._closing or self._is_insisted_on(number)):
                 # The user does not want to wait until somebody reads the last output.
-                self._impatient |= number in STOP
+                self._impatient = True
+            elif self._closing:
+                continue
             elif number not in STOP:
                 self._send(number)
             elif self._phase is _Phase.RUNNING:
@@ -415,6 +417,11 @@ class Supervisor:
                 self._spare_until = None
                 self._end_all()
         self._output.resume()
+
+    def _is_insisted_on(self, number: int) -> bool:
+        """Whether a signal tells to stop, now that all ranks have ended because of a signal or a failure."""
+        again = time.monotonic() - self._interrupted_at > _SAME_INTERRUPT or number != signal.SIGINT
+        return self._sweeping and self._phase is not _Phase.RUNNING and again
 
     def _stop(self, number: int) -> None:
         """Pass SIGINT or SIGTERM on; a second SIGINT kills."""
@@ -459,6 +466,7 @@ class Supervisor:
     def _sweep(self, output: Output) -> None:
         """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
+        self._sweeping = True
         orderly = self._phase is _Phase.RUNNING
         sweep = self._crew.sweep(self._ranks, _LINGER if orderly else 0.0)
         while not sweep.is_done() and not self._impatient:
@@ -475,6 +483,8 @@ class Supervisor:
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
+        if self._stop_signal and self._impatient:
+            return 128 + self._stop_signal  # what ranks have written last is lost
         if self._outlived:
             output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
-        return 0
+        return LOST if self._cut else 0
