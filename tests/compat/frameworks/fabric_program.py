@@ -26,6 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal  # noqa: F401  (where it is installed, its entry point does the same)
 
+# Lightning says so where Slurm is installed, as for the tests of srun.
+warnings.filterwarnings("ignore", "The `srun` command is available on your system")
+
 #: two processes on the CPU; a strategy says how they train
 MACHINE: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
 
