@@ -12,14 +12,16 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
-from shoal.errors import UsageError
+from shoal.errors import StoreError, UsageError
 from shoal.launch.cli import invoke
 from shoal.launch.cores import shares, usable
 from shoal.launch.hosts import Host, parse_hosts, read_hostfile
+from shoal.launch.notes import Notes
 from shoal.launch.ssh import PROGRAM
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
@@ -560,3 +562,18 @@ def test_a_process_that_scale_promised_starts_where_a_host_lives(
     far.read("newh2")
     (far.path / "go").touch()
     assert far.end(job)[0] == 0
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_every_rank_that_ends() -> None:
+    """Each question may last a second, in which no agent hears a beat."""
+    asked = []
+
+    def connect() -> NoReturn:
+        asked.append(1)
+        raise StoreError("it is gone")
+
+    notes = Notes(connect, "job")
+    for rank in range(5):
+        notes.ended(rank, "exit code 1")
+    notes.close()
+    assert asked == [1]
