@@ -349,8 +349,9 @@ def test_log_files_are_written_at_the_launchers_side(far: Workshop) -> None:
     ]
 
 
-def test_a_dry_run_prints_each_hosts_command(far: Workshop) -> None:
-    code, out, err = run(far, "", "--dry-run", hosts="h1:2,me@h2:1")
+def test_a_dry_run_prints_each_hosts_command(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TEST_TOKEN", "fish")
+    code, out, err = run(far, "", "--dry-run", "--env", "SHOAL_TEST_TOKEN", hosts="h1:2,me@h2:1")
     assert (code, err) == (0, "")
     ssh = "-T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=2 -o ServerAliveCountMax=3"
     for host in ("h1", "me@h2"):
@@ -361,6 +362,8 @@ def test_a_dry_run_prints_each_hosts_command(far: Workshop) -> None:
         assert words == [sys.executable, "-c", PROGRAM, "agent", "--stdio"]
     assert "  rank 2: " in out
     assert "SHOAL_SECRET=<secret>" in out
+    assert "  SHOAL_TEST_TOKEN=<passed on>\n" in out
+    assert "fish" not in out
 
 
 def test_hosts_meet_in_the_store_of_the_launcher(far: Workshop) -> None:

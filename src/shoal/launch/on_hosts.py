@@ -54,6 +54,7 @@ class Plan:
         environment: what ranks find beside what their host gives them.
         bind: give each slot cores of its own.
         by_srun: srun starts the agents, in the allocation whose nodes the hosts are.
+        named: those of ``environment`` that the user names, whose values may be secret.
     """
 
     hosts: Sequence[Host]
@@ -62,6 +63,7 @@ class Plan:
     environment: Mapping[str, str]
     bind: bool
     by_srun: bool = False
+    named: Sequence[str] = ()
 
 
 def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
@@ -125,8 +127,9 @@ def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> st
     """The text that ``--dry-run`` prints."""
     url, secret = (store, {}) if store else ("tcp://<address>:<port>", {"SHOAL_SECRET": "<secret>"})
     lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
-    hidden = {"SHOAL_SECRET", "SHOAL_STORE_PASSWORD"}
-    lines += [f"  {k}={'<secret>' if k in hidden else v}" for k, v in plan.environment.items()]
+    hidden = dict.fromkeys(plan.named, "<passed on>")
+    hidden |= {"SHOAL_SECRET": "<secret>", "SHOAL_STORE_PASSWORD": "<secret>"}
+    lines += [f"  {k}={hidden.get(k, v)}" for k, v in plan.environment.items()]
     if plan.by_srun:
         lines.append(shlex.join(srun.command(plan.hosts, plan.python, ":<port>")))
     for host in plan.hosts:

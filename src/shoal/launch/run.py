@@ -251,6 +251,7 @@ def run(
             {**(given.kept if given else {}), **passed_on(names, shown, store=store is not None)},
             bind,
             by_srun=srun,
+            named=names,
         )
         epoch = given.restarts if given else 0
         job = Job(size, spares, epoch=epoch) if store is None else Job(size, spares, secret="", epoch=epoch)
