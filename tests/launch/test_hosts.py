@@ -382,6 +382,8 @@ def test_hosts_meet_in_the_store_of_the_launcher(far: Workshop) -> None:
 def test_what_names_hosts(tmp_path: Path) -> None:
     assert parse_hosts("h1:4, me@h2") == [Host("h1", 4, 0), Host("me@h2", 1, 4)]
     assert parse_hosts("[fe80::1]:2,10.0.0.7:3") == [Host("[fe80::1]", 2, 0), Host("10.0.0.7", 3, 2)]
+    given = "h1,me@h2,[fe80::1],me@[fe80::1%eth0]:2"
+    assert [host.destination for host in parse_hosts(given)] == ["h1", "me@h2", "fe80::1", "me@fe80::1%eth0"]
     file = tmp_path / "hosts"
     file.write_text("# ours\nh1 slots=4\n\nh2:2   # two\nh3\n")
     assert read_hostfile(file) == [Host("h1", 4, 0), Host("h2", 2, 4), Host("h3", 1, 6)]
