@@ -349,6 +349,29 @@ def test_log_files_are_written_at_the_launchers_side(far: Workshop) -> None:
     ]
 
 
+def test_the_log_of_a_process_in_the_place_of_another_one_names_no_wrong_process(far: Workshop) -> None:
+    script = """
+    if joins:
+        tell("new")
+        sys.exit()
+    sys.exit(1) if os.environ["SHOAL_RANK"] == "1" else await_file("new")
+    """
+    (far.path / "script.py").write_text(RESPAWNED + textwrap.dedent(script))
+    options = ["--hosts", "h1:2", "--min", "1", "--respawn", "--log-dir", "logs"]
+    assert far.end(far.shoal("run", *options, "script.py"))[0] == 0
+    assert (far.path / "logs" / "rank1.log").read_text() == "--- rank 1.1 ---\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_directory_that_is_not_utf8_is_refused(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (odd := tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(odd)
+    assert invoke(["run", "--hosts", "h1", *options, "true"]) == 2
+    assert capsys.readouterr().err.endswith("caf\\udce9 is not UTF-8: name another one by --chdir\n")
+
+
 def test_a_dry_run_prints_each_hosts_command(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_TOKEN", "fish")
     code, out, err = run(far, "", "--dry-run", "--env", "SHOAL_TEST_TOKEN", hosts="h1:2,me@h2:1")

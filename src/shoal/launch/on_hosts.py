@@ -13,7 +13,7 @@ import click
 
 from .. import config
 from ..errors import LaunchError, UsageError
-from ..wording import counted
+from ..wording import counted, encodable
 from . import srun
 from .environment import Job
 from .fleet import Fleet, Stopped
@@ -91,6 +91,18 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
     for name, value in found.items():
         if not (name + value).isascii() and _undecodable(name + value):
             raise UsageError(f"the variable {name} is not UTF-8, and cannot be passed on to other hosts")
+    return found
+
+
+def directory(chdir: str | None) -> str:
+    """The directory of ranks on other hosts: this process's, or ``chdir`` from there.
+
+    Raises:
+        UsageError: other hosts cannot be told its name.
+    """
+    found = os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir)
+    if _undecodable(found):
+        raise UsageError(f"the directory {encodable(found)} is not UTF-8: name another one by --chdir")
     return found
 
 
