@@ -103,6 +103,7 @@ class Stranger(Client):
         return []
 
     def end(self, timeout: float) -> int | None:
+        self.waited = timeout
         self.stderr.close()
         return None
 
@@ -237,6 +238,15 @@ def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
     (report,) = listener.ranks[0].reports
     assert abs(report.at - now) <= late
     assert abs(listener.ranks[0].ended_at - now) <= late
+
+
+def test_of_many_hosts_that_are_lost_at_once_the_loop_waits_for_one() -> None:
+    """Beats for the others would be late."""
+    with closing(Listener()) as first, closing(Listener()) as second, closing(Listener()) as third:
+        listeners = (first, second, third)
+        for listener in listeners:
+            listener.agency.lose("the network is gone")
+        assert [listener.client.waited for listener in listeners][1:] == [0.0, 0.0]
 
 
 def test_nothing_is_due_at_once_while_an_agent_takes_long_to_answer(listener: Listener) -> None:

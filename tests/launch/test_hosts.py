@@ -347,8 +347,32 @@ def test_log_files_are_written_at_the_launchers_side(far: Workshop) -> None:
     ]
 
 
-def test_a_dry_run_prints_each_hosts_command(far: Workshop) -> None:
-    code, out, err = run(far, "", "--dry-run", hosts="h1:2,me@h2:1")
+def test_the_log_of_a_process_in_the_place_of_another_one_names_no_wrong_process(far: Workshop) -> None:
+    script = """
+    if joins:
+        tell("new")
+        sys.exit()
+    sys.exit(1) if os.environ["SHOAL_RANK"] == "1" else await_file("new")
+    """
+    (far.path / "script.py").write_text(RESPAWNED + textwrap.dedent(script))
+    options = ["--hosts", "h1:2", "--min", "1", "--respawn", "--log-dir", "logs"]
+    assert far.end(far.shoal("run", *options, "script.py"))[0] == 0
+    assert (far.path / "logs" / "rank1.log").read_text() == "--- rank 1.1 ---\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_directory_that_is_not_utf8_is_refused(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (odd := tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(odd)
+    assert invoke(["run", "--hosts", "h1", *options, "true"]) == 2
+    assert capsys.readouterr().err.endswith("caf\\udce9 is not UTF-8: name another one by --chdir\n")
+
+
+def test_a_dry_run_prints_each_hosts_command(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TEST_TOKEN", "fish")
+    code, out, err = run(far, "", "--dry-run", "--env", "SHOAL_TEST_TOKEN", hosts="h1:2,me@h2:1")
     assert (code, err) == (0, "")
     ssh = "-T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=2 -o ServerAliveCountMax=3"
     for host in ("h1", "me@h2"):
@@ -359,6 +383,8 @@ def test_a_dry_run_prints_each_hosts_command(far: Workshop) -> None:
         assert words == [sys.executable, "-c", PROGRAM, "agent", "--stdio"]
     assert "  rank 2: " in out
     assert "SHOAL_SECRET=<secret>" in out
+    assert "  SHOAL_TEST_TOKEN=<passed on>\n" in out
+    assert "fish" not in out
 
 
 def test_hosts_meet_in_the_store_of_the_launcher(far: Workshop) -> None:
@@ -377,6 +403,8 @@ def test_hosts_meet_in_the_store_of_the_launcher(far: Workshop) -> None:
 def test_what_names_hosts(tmp_path: Path) -> None:
     assert parse_hosts("h1:4, me@h2") == [Host("h1", 4, 0), Host("me@h2", 1, 4)]
     assert parse_hosts("[fe80::1]:2,10.0.0.7:3") == [Host("[fe80::1]", 2, 0), Host("10.0.0.7", 3, 2)]
+    given = "h1,me@h2,[fe80::1],me@[fe80::1%eth0]:2"
+    assert [host.destination for host in parse_hosts(given)] == ["h1", "me@h2", "fe80::1", "me@fe80::1%eth0"]
     file = tmp_path / "hosts"
     file.write_text("# ours\nh1 slots=4\n\nh2:2   # two\nh3\n")
     assert read_hostfile(file) == [Host("h1", 4, 0), Host("h2", 2, 4), Host("h3", 1, 6)]
@@ -470,93 +498,3 @@ def test_a_named_store_and_its_secret_are_passed_on(far: Workshop, monkeypatch: 
     assert (code, err) == (0, "")
     assert all(line[4:].startswith(f"{url} fish ") for line in out.splitlines())
     assert len(out.splitlines()) == 2
-
-
-def test_a_named_store_is_opened_before_any_agent_starts(
-    far: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent that hears nothing while the store does not answer would kill itself."""
-    monkeypatch.setenv("SHOAL_TIMEOUT", "0.5")
-    (far.path / "fake_ssh").write_text("#!/bin/sh\ntouch started\nexec sleep 600\n")
-    code, out, err = run(far, "", "--store", "tcp://127.0.0.1:1")
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert not (far.path / "started").exists()
-
-
-@pytest.mark.parametrize("host", ["h1", "localhost"])
-def test_a_projects_modules_take_no_place_of_pythons_in_the_agent(far: Workshop, host: str) -> None:
-    for name in ("secrets", "queue", "click", "msgspec"):
-        (far.path / f"{name}.py").write_text("raise SystemExit('the project has its own')")
-    (far.path / "program.sh").write_text("echo good\n")
-    launcher = [sys.executable, "-c", PROGRAM, "run", "--hosts", host, "sh", "program.sh"]
-    assert far.end(far.start_process(launcher)) == (0, b"[0] good\n", b"")
-
-
-@pytest.mark.parametrize("end", ["fails", "is interrupted"])
-def test_a_stop_signal_ends_a_launcher_whose_output_nobody_reads(far: Workshop, end: str) -> None:
-    """The agents cannot send the rest of it, and never say Bye."""
-    launcher = start(
-        far,
-        f"""
-        tell(f"here{{rank}}", os.getpid())
-        if rank == 1:
-            await_file("full")
-            sys.exit(3) if {end == "fails"} else time.sleep(600)
-        import select
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.set_blocking(1, False)
-        while select.select([], [1], [], 1.0)[1]:
-            os.write(1, b"x" * 99 + b"\\n")
-        tell("full")
-        time.sleep(600)
-        """,
-        hosts="h1:2",
-    )
-    pids = far.pids("here0", "here1")
-    far.read("full")
-    if end == "is interrupted":
-        launcher.send_signal(signal.SIGINT)
-    until(lambda: not any(map(alive, pids)))
-    assert launcher.poll() is None
-
-    def has_ended() -> bool:
-        launcher.send_signal(signal.SIGTERM)
-        return launcher.poll() is not None
-
-    until(has_ended)
-
-
-def test_a_host_that_is_lost_before_it_has_sent_everything_is_no_success(far: Workshop) -> None:
-    code, _, err = run(far, "", hosts="h1,cut")
-    assert code == 74
-    assert err == "shoal: host cut is lost: the connection has ended; ssh ended with exit code 9\n"
-
-
-def test_a_process_that_scale_promised_starts_where_a_host_lives(
-    far: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was to have the place of the first one that leaves, whose host is lost instead."""
-    monkeypatch.setenv("TMPDIR", str(far.path))  # no job but this one
-    script = """
-    if joins:
-        tell("new" + os.environ["SHOAL_HOST_ID"])
-        await_file("go")
-        sys.exit()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank = os.environ["SHOAL_RANK"]
-    tell("ready" + rank, os.getpid())
-    await_file("leave" if rank == "1" else "go")
-    """
-    (far.path / "script.py").write_text(RESPAWNED + textwrap.dedent(script))
-    job = far.shoal("run", "--hosts", "h1,h2,h3", "--min", "1", "--max", "3", "script.py")
-    pids = far.pids("ready0", "ready1", "ready2")
-    assert far.end(far.shoal("scale", "1"))[1] == b"shoal: 1 rank wanted: ranks 1, 2 leave\n"
-    assert b"2 ranks wanted" in far.end(far.shoal("scale", "2"))[1]
-    os.kill(psutil.Process(pids[2]).ppid(), signal.SIGKILL)
-    assert job.stderr is not None
-    while b"rank 2 on h3 has left" not in job.stderr.readline():
-        pass
-    (far.path / "leave").touch()
-    far.read("newh2")
-    (far.path / "go").touch()
-    assert far.end(job)[0] == 0

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..errors import WireError
 from ..wire import build_version
@@ -45,7 +45,7 @@ _PATIENCE = 10.0
 _WORTH_TELLING = 1 << 16
 #: beats whose answers set the agent's clock, and how many of them come one upon the other at first
 _KEPT, _QUICK = 16, 5
-#: seconds that ssh has to end when its connection has ended
+#: seconds that ssh has to end when its connection has ended, unless another one had them just now
 _SOON = 0.2
 
 
@@ -112,6 +112,9 @@ class Agency:
         killed: what it has killed in the end, None before that.
         is_held: frames on processes wait, because nobody could use what they say.
     """
+
+    #: when the loop may wait for the end of a process that leads to an agent
+    _waits_at: ClassVar[float] = 0.0
 
     def __init__(self, host: Host, client: Way) -> None:
         self.host = host
@@ -208,7 +211,10 @@ class Agency:
             return
         self.client.stderr.ignore()
         self._link.close()
-        code = self.client.end(_SOON)
+        # Of many that are lost at once the loop waits for one: the others need its beats.
+        now = time.monotonic()
+        code = self.client.end(_SOON if now >= Agency._waits_at else 0.0)
+        Agency._waits_at = now + BEAT
         parts = [why]
         if code is not None:
             parts.append(f"{self.client.name} ended with exit code {code}")

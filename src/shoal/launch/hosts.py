@@ -24,7 +24,7 @@ class Host:
     """A host of the command line.
 
     Attributes:
-        name: as ssh takes it: ``user@name``, or an address.
+        name: ``user@name``, or an address, if of IPv6 in brackets.
         slots: how many processes it takes.
         first: the number of its first slot in the job.
     """
@@ -37,6 +37,12 @@ class Host:
     def is_local(self) -> bool:
         """Whether it is this machine, which needs no ssh."""
         return self.name in LOCAL
+
+    @property
+    def destination(self) -> str:
+        """As ssh takes it, which resolves no name with brackets; it cannot be taken for an option."""
+        user, at, name = self.name.rpartition("@")
+        return user + at + name.strip("[]")
 
     def __contains__(self, slot: int) -> bool:
         return self.first <= slot < self.first + self.slots

@@ -13,7 +13,7 @@ import click
 
 from .. import config
 from ..errors import LaunchError, UsageError
-from ..wording import counted
+from ..wording import counted, encodable
 from . import srun
 from .environment import Job
 from .fleet import Fleet, Stopped
@@ -54,6 +54,7 @@ class Plan:
         environment: what ranks find beside what their host gives them.
         bind: give each slot cores of its own.
         by_srun: srun starts the agents, in the allocation whose nodes the hosts are.
+        named: those of ``environment`` that the user names, whose values may be secret.
     """
 
     hosts: Sequence[Host]
@@ -62,6 +63,7 @@ class Plan:
     environment: Mapping[str, str]
     bind: bool
     by_srun: bool = False
+    named: Sequence[str] = ()
 
 
 def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
@@ -89,6 +91,18 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
     for name, value in found.items():
         if not (name + value).isascii() and _undecodable(name + value):
             raise UsageError(f"the variable {name} is not UTF-8, and cannot be passed on to other hosts")
+    return found
+
+
+def directory(chdir: str | None) -> str:
+    """The directory of ranks on other hosts: this process's, or ``chdir`` from there.
+
+    Raises:
+        UsageError: other hosts cannot be told its name.
+    """
+    found = os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir)
+    if _undecodable(found):
+        raise UsageError(f"the directory {encodable(found)} is not UTF-8: name another one by --chdir")
     return found
 
 
@@ -125,8 +139,9 @@ def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> st
     """The text that ``--dry-run`` prints."""
     url, secret = (store, {}) if store else ("tcp://<address>:<port>", {"SHOAL_SECRET": "<secret>"})
     lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
-    hidden = {"SHOAL_SECRET", "SHOAL_STORE_PASSWORD"}
-    lines += [f"  {k}={'<secret>' if k in hidden else v}" for k, v in plan.environment.items()]
+    hidden = dict.fromkeys(plan.named, "<passed on>")
+    hidden |= {"SHOAL_SECRET": "<secret>", "SHOAL_STORE_PASSWORD": "<secret>"}
+    lines += [f"  {k}={hidden.get(k, v)}" for k, v in plan.environment.items()]
     if plan.by_srun:
         lines.append(shlex.join(srun.command(plan.hosts, plan.python, ":<port>")))
     for host in plan.hosts:

@@ -90,7 +90,8 @@ class Output:
     def attach(self, rank: Rank) -> None:
         """Take over the pipes of a rank: they are read to their end, then closed."""
         if rank.restart:
-            self._log(rank.slot, f"--- rank {rank.name} (process {rank.pid}) ---\n".encode())
+            process = f" (process {rank.pid})" if rank.pid else ""  # another host has not told it yet
+            self._log(rank.slot, f"--- rank {rank.name}{process} ---\n".encode())
         for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
             label = _label(rank, self._size, sink) if self._prefixed else b""
             stream = _Stream(source, label, sink, partial(self._log, rank.slot))

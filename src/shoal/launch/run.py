@@ -26,7 +26,7 @@ from .hosts import Host, parse_hosts, read_hostfile
 from .job_store import job_store
 from .logs import Logs
 from .notes import Notes
-from .on_hosts import Plan, describe, fitted, launch_on_hosts, passed_on
+from .on_hosts import Plan, describe, directory, fitted, launch_on_hosts, passed_on
 from .signals import Signals
 from .sink import is_terminal
 from .supervisor import Supervisor
@@ -247,10 +247,11 @@ def run(
         plan = Plan(
             slots,
             python or sys.executable,
-            os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir),
+            directory(chdir),
             {**(given.kept if given else {}), **passed_on(names, shown, store=store is not None)},
             bind,
             by_srun=srun,
+            named=names,
         )
         epoch = given.restarts if given else 0
         job = Job(size, spares, epoch=epoch) if store is None else Job(size, spares, secret="", epoch=epoch)

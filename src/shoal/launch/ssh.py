@@ -36,7 +36,7 @@ def command(host: Host, python: str) -> list[str]:
     except ValueError as error:
         raise ConfigurationError(f"SHOAL_SSH={config.SSH.get()!r}: {error}") from error
     # ssh joins the words of the command, and the other host's shell splits them.
-    return [*program, *OPTIONS, host.name, "exec", *map(shlex.quote, agent)]
+    return [*program, *OPTIONS, host.destination, "exec", *map(shlex.quote, agent)]
 
 
 class Client:
