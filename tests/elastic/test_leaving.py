@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal import ProcessGroup
-from shoal.elastic import Samples, Session, State, Step
+from shoal.elastic import Samples, Session, State, Step, signals
 from shoal.elastic.signals import Notice
 from shoal.testing import faults, no_leaks, processes, run_threads
 from tests.support.quick_launcher import QuickLauncher
@@ -149,6 +149,24 @@ def test_a_second_signal_does_what_it_did_before(handler: Any) -> None:
     assert not waiting.given
 
 
+def test_the_signal_that_comes_after_the_end_that_it_was_to_bring_is_no_second_one(
+    handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice = Notice(lambda: True)
+    notice.listen()
+    notice.close(others_were_told=True)
+    signal.raise_signal(signal.SIGTERM)  # this rank's own
+    with pytest.raises(Handled):
+        signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(signals, "_SPREADING", -1.0)
+    notice = Notice(lambda: True)
+    notice.listen()
+    notice.close(others_were_told=True)
+    with pytest.raises(Handled):  # of something else, later
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
 def test_usr1_counts_within_a_job_of_slurm(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for job in (None, "17"):
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -184,7 +202,7 @@ def test_signals_that_are_not_the_session_s_are_left_alone(handler: Any) -> None
     signal.signal(signal.SIGTERM, handler)
     notice.listen()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by the program
-    notice.restore()
+    notice.close(others_were_told=False)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

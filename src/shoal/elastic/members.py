@@ -118,7 +118,7 @@ class Members:
 
     def close(self, *, over: bool) -> None:
         """Let nobody in any more; ``over``: because the session has come to its end."""
-        self.notice.restore()
+        self.notice.close(others_were_told=self.left and not self.notice.given)
         if self._door is not None:
             self._door.close(over=over and not self._gathers, void=self._gathers)
         for each in (self._older, self._newcomer):

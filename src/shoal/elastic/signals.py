@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+#: seconds in which a signal to all processes of a job reaches the last of them
+_SPREADING = 5.0
 
 
 class Notice:
@@ -25,6 +29,8 @@ class Notice:
         self._can_wait = can_wait
         self._signalled = False
         self._former: dict[int, Any] = {}
+        #: until when a signal is that of which this process has heard from others
+        self._known_until: float | None = None
 
     def listen(self) -> None:
         """Take SIGTERM, and within a job of Slurm SIGUSR1, for the notice; in the main thread alone.
@@ -39,16 +45,32 @@ class Notice:
                 self._former[number] = former
                 signal.signal(number, self._heard)
 
-    def restore(self) -> None:
-        """Let signals do what they did before."""
+    def close(self, *, others_were_told: bool) -> None:
+        """Let signals do what they did before.
+
+        Args:
+            others_were_told: this process ends because others were told to leave.  Where all of them were,
+                its own signal may still be on its way, and is no second one.
+        """
+        if others_were_told:
+            self._known_until = time.monotonic() + _SPREADING
+        else:
+            self._restore()
+
+    def _restore(self) -> None:
         while self._former:
             number, former = self._former.popitem()
             if signal.getsignal(number) == self._heard:  # the program has not changed it meanwhile
                 signal.signal(number, former)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self._known_until is not None:
+            self._restore()
+            if time.monotonic() > self._known_until:
+                signal.raise_signal(number)
+            return
         if self._signalled or not self._can_wait():
-            self.restore()
+            self._restore()
             signal.raise_signal(number)
         self._signalled = self.given = True
 
