@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import SplitResult
 
@@ -39,7 +39,7 @@ from .base import Store
 from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, modified, put, under
 from .gateway import Body, Broken, Gateway, LeaseGone, Unclear
 from .outside import parse_outside
-from .outside_client import OutsideClient
+from .outside_client import OutsideClient, parts
 from .outside_tls import tls_context
 from .requests import Request
 
@@ -167,7 +167,7 @@ class _Client(OutsideClient[EtcdJob]):
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
         first = 0
-        for part in _parts(keys):
+        for part in parts(keys, _OPERATIONS, _KEYS):
             found = self._read([{**at(self._name(key)), "count_only": True} for key in part])
             missing += [key for key, each in zip(part, found, strict=True) if not each.count]
             first = first or self._seen.revision
@@ -346,17 +346,3 @@ class _Client(OutsideClient[EtcdJob]):
     def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
         gateway, deadline = self.job.gateway, self._calls.deadline
         return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
-
-
-def _parts(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    """``keys`` in parts that one request can name."""
-    part: list[str] = []
-    length = 0
-    for key in keys:
-        if part and (len(part) == _OPERATIONS or length + len(key.encode()) > _KEYS):
-            yield part
-            part, length = [], 0
-        part.append(key)
-        length += len(key.encode())
-    if part:
-        yield part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import AuthenticationError, StoreError, StoreTimeout
@@ -99,3 +99,18 @@ class OutsideClient(Backing, Generic[J]):
         """Pause for a moment; whether the store was closed meanwhile."""
         longest = min(_SHORTEST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
         return self.closed.wait(min(random.uniform(0, longest), deadline.remaining()))
+
+
+def parts(keys: Sequence[str], most: int, longest: int) -> Iterator[Sequence[str]]:
+    """``keys`` in parts that one request can name: so many at most, and so many bytes of them together."""
+    part: list[str] = []
+    length = 0
+    for key in keys:
+        size = len(key.encode())
+        if part and (len(part) == most or length + size > longest):
+            yield part
+            part, length = [], 0
+        part.append(key)
+        length += size
+    if part:
+        yield part

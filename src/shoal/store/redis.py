@@ -19,7 +19,7 @@ that was suspended while the hash ended is told so, and so is one whose server h
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 from urllib.parse import SplitResult
 
@@ -30,7 +30,7 @@ from . import outside_client
 from .base import Store
 from .operations import MAX_VALUE, counted, too_long
 from .outside import parse_outside
-from .outside_client import OutsideClient
+from .outside_client import OutsideClient, parts
 from .outside_tls import tls_context
 from .redis_job import RedisJob
 from .redis_link import Argument, Broken, Link
@@ -127,7 +127,7 @@ class _Client(OutsideClient[RedisJob]):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        part = next(_parts(keys))
+        part = next(parts(keys, _AT_ONCE, _KEYS))
         found = self._read(list[bytes | None], "get", MAX_VALUE, *map(_field, part))
         if not 1 <= len(found) <= len(part):
             raise self.job.unreadable(found)
@@ -135,7 +135,7 @@ class _Client(OutsideClient[RedisJob]):
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
-        for part in _parts(keys):
+        for part in parts(keys, _AT_ONCE, _KEYS):
             found = self._read(list[int], "missing", *map(_field, part))
             if any(not 0 <= place < len(part) for place in found):
                 raise self.job.unreadable(found)
@@ -253,17 +253,3 @@ def _field(key: str) -> str:
 
 def _optional(value: bytes | None) -> bytes:
     return b"n" if value is None else b"v" + value
-
-
-def _parts(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    """``keys`` in parts that one request can name."""
-    part: list[str] = []
-    length = 0
-    for key in keys:
-        if part and (len(part) == _AT_ONCE or length + len(key.encode()) > _KEYS):
-            yield part
-            part, length = [], 0
-        part.append(key)
-        length += len(key.encode())
-    if part:
-        yield part
