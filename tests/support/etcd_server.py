@@ -1,16 +1,10 @@
-"""Servers of etcd for tests, on this host alone.
-
-They end with the process that runs the tests, also if that is killed.
-"""
+"""Servers of etcd for tests, on this host alone."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import shutil
-import signal
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,15 +15,12 @@ import msgspec
 import pytest
 
 from .ports import free_port
-from .waiting import until
-
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl
+from .server_process import ServerProcess
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="there is no etcd (Debian: etcd-server)")
 
 
-class EtcdServer:
+class EtcdServer(ServerProcess):
     """One server; a context, which ends it.
 
     Args:
@@ -54,9 +45,8 @@ class EtcdServer:
         cluster = cluster or {name: f"127.0.0.1:{free_port()}"}
         self.peers = cluster[name]
         alone = len(cluster) == 1
-        self._log = folder / f"{name}.log"
         self._scheme = scheme
-        self._command = [
+        command = [
             "etcd", "--name", name, "--data-dir", str(folder / name),
             "--listen-client-urls", f"{scheme}://{self.address}",
             "--advertise-client-urls", f"{scheme}://{self.address}",
@@ -67,45 +57,7 @@ class EtcdServer:
             "--heartbeat-interval", "10" if alone else "50", "--election-timeout", "100" if alone else "500",
             *([] if durable else ["--unsafe-no-fsync"]), *options,
         ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, or start it again; returns when it answers."""
-        self.launch()
-        self.await_answer()
-
-    def launch(self) -> None:
-        """The first half of :meth:`start`."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
-            )  # fmt: skip
-
-    def await_answer(self) -> None:
-        """The second half of :meth:`start`."""
-        assert self._process is not None
-        if self._scheme == "http":
-            until(self._answers, self._log.read_text)
-        else:
-            until(lambda: "serving client requests" in self._log.read_text(), self._log.read_text)
-
-    def kill(self) -> None:
-        """End it without a warning."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let it stand still."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
+        super().__init__(command, folder / f"{name}.log")
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         """What it answers; bytes become base64."""
@@ -122,22 +74,11 @@ class EtcdServer:
         return int(self.ask("kv/range", key=first, range_end=last, count_only=True).get("count", 0))
 
     def _answers(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self._log.read_text()
+        if self._scheme != "http":
+            return "serving client requests" in self._log.read_text()
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
             return self.ask("maintenance/status").get("leader", "0") != "0"
         return False
-
-    def __enter__(self) -> EtcdServer:
-        try:
-            self.start()
-        except BaseException:
-            self.kill()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
 
 @contextlib.contextmanager
