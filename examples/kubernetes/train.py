@@ -22,7 +22,7 @@ from shoal import elastic
 
 
 def make(checkpoint: Path | None) -> tuple[nn.Module, torch.optim.Optimizer, elastic.State]:
-    """What is trained: from the checkpoint on, if there is one."""
+    """The model, its optimiser, and the state of the training: that of the checkpoint, if there is one."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
