@@ -1,7 +1,7 @@
 """Deaths, standstills, joins and leaves at random moments: what `docs/failures.md` promises, put to the test.
 
     python benchmarks/chaos.py
-    python benchmarks/chaos.py --times 10
+    python benchmarks/chaos.py --long               # 25 minutes
     python benchmarks/chaos.py --at-once 2          # in less time, with times that say less
     python benchmarks/chaos.py --only "two deaths" --seed 1234 --times 0.01
 
@@ -47,12 +47,14 @@ class Row:
 
     Attributes:
         count: of trials, in CI.
+        long: of trials with ``--long``.
         how: further arguments of :func:`shoal.testing.chaos.trials`; with a ``plan``, which makes the harms
             of a seed, of :func:`shoal.testing.chaos.play`.
     """
 
     name: str
     count: int
+    long: int
     program: Any
     how: dict[str, Any]
 
@@ -86,16 +88,16 @@ MOVES = {
 #: a store that is gone for 1 s, and is empty when it is back
 STORE = {"plan": store_dies, "ready": True, "args": (700, 0.004, 10.0), "join_within": 15.0}
 ROWS = (
-    Row("a death in collectives", 150, collectives, COLLECTIVES),
-    Row("the same with 2 GB on each rank", 15, collectives, TWO_GB),
-    Row("two deaths, close together", 40, collectives, {"most": 2, "apart": 0.03, **COLLECTIVES}),
-    Row("up to three deaths", 40, collectives, {"most": 3, "apart": 0.1, **COLLECTIVES}),
-    Row("a standstill in collectives", 40, collectives, {"kinds": ("stop",), **COLLECTIVES}),
-    Row("a death in training", 40, training, TRAINING),
-    Row("deaths and standstills in training", 40, training, STANDSTILLS),
-    Row("ranks join and leave training", 25, training, MOVES),
-    Row("the store dies while processes join training", 15, training, STORE),
-    Row("deaths, standstills, joins and leaves in training", 10, training, CHURN),
+    Row("a death in collectives", 150, 1000, collectives, COLLECTIVES),
+    Row("the same with 2 GB on each rank", 15, 100, collectives, TWO_GB),
+    Row("two deaths, close together", 40, 200, collectives, {"most": 2, "apart": 0.03, **COLLECTIVES}),
+    Row("up to three deaths", 40, 200, collectives, {"most": 3, "apart": 0.1, **COLLECTIVES}),
+    Row("a standstill in collectives", 40, 200, collectives, {"kinds": ("stop",), **COLLECTIVES}),
+    Row("a death in training", 40, 80, training, TRAINING),
+    Row("deaths and standstills in training", 40, 80, training, STANDSTILLS),
+    Row("ranks join and leave training", 25, 100, training, MOVES),
+    Row("the store dies while processes join training", 15, 50, training, STORE),
+    Row("deaths, standstills, joins and leaves in training", 10, 40, training, CHURN),
 )
 
 
@@ -190,7 +192,8 @@ def prepare() -> None:
 def main() -> int:
     """Play what the command line asks for; 1 if a trial was bad."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--times", type=float, default=1.0, help="so many times the trials of CI")
+    parser.add_argument("--long", action="store_true", help="more trials of each row, 25 minutes")
+    parser.add_argument("--times", type=float, default=1.0, help="so many times as many trials")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial of each row")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many trials at a time")
     parser.add_argument(
@@ -206,7 +209,7 @@ def main() -> int:
         for place, row in enumerate(ROWS):
             if given.only not in row.name:
                 continue
-            count, trials = max(1, math.ceil(row.count * given.times)), []
+            count, trials = max(1, math.ceil((row.long if given.long else row.count) * given.times)), []
             parts = [count * part // given.at_once for part in range(given.at_once + 1)]
             shares = [(last - first, given.seed + first) for first, last in itertools.pairwise(parts)]
             for found in pool.map(play, [place] * len(shares), *zip(*shares, strict=True)):

@@ -99,7 +99,9 @@ class Session:
         self.events = self._members.events
         self._given, self._own = group, group is None
         self._following: list[Regroupable] = []
+        #: the models that begin with what rank 0 holds, and how many of them have done so here
         self._to_synchronise: list[DistributedDataParallel] = []
+        self._synchronised = 0
         self._stragglers = Stragglers()
         self._callbacks: list[Callable[[Resize], None]] = []
         self._told = 0
@@ -346,10 +348,11 @@ class Session:
 
     def _share_state(self) -> None:
         group = self.group
-        table = torch.empty(group.size, dtype=torch.int64)
-        group.all_gather_single(table, torch.tensor([int(self._holds_state)])).wait()
-        holders = [rank for rank, holds in enumerate(table.tolist()) if holds]
-        others = [rank for rank, holds in enumerate(table.tolist()) if not holds]
+        table = torch.empty(group.size, 2, dtype=torch.int64)
+        mine = torch.tensor([[int(self._holds_state), self._synchronised]])
+        group.all_gather_single(table, mine).wait()
+        holders = [rank for rank, (holds, _) in enumerate(table.tolist()) if holds]
+        others = [rank for rank, (holds, _) in enumerate(table.tolist()) if not holds]
         if not holders:
             raise StateLost(
                 f"rank {group.rank} of {group.size} joined a session whose other ranks died before it had "
@@ -361,9 +364,10 @@ class Session:
             receive_state(self.state, group, holders)
             self._holds_state = True
         else:
-            for model in self._to_synchronise:
+            # A loss may have met some ranks in this and others behind it: all repeat what one has not done.
+            for model in self._to_synchronise[int(table[:, 1].min()) :]:
                 model.synchronise()
-        self._to_synchronise.clear()
+        self._synchronised = len(self._to_synchronise)
 
     def _grow(self) -> None:
         """Take in those that wait, unless they have gone."""
