@@ -27,7 +27,7 @@ Agreements::Entry& Agreements::at(std::uint64_t number) {
   return found->second;
 }
 
-// Who was given up has no voice: those that go on may have heard so already, or not yet.
+// A process that was given up sends nothing: the others may know already that it was, or not yet.
 void Agreements::send(std::uint64_t number, Agreement& agreement) {
   if (group_.context().given_up()) {
     agreement.take_messages();

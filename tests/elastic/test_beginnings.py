@@ -74,7 +74,7 @@ def test_a_death_before_the_first_step_costs_nothing(victim: int, point: str) ->
     assert survivors[0][2] in ({1.0} if victim else {1.0, 21.0})
 
 
-@pytest.mark.parametrize("victim, late", [(2, 0), (2, 1), (0, 2)])
+@pytest.mark.parametrize(("victim", "late"), [(2, 0), (2, 1), (0, 2)])
 def test_ranks_begin_alike_though_some_have_begun_when_a_rank_dies(victim: int, late: int) -> None:
     with no_leaks(), processes(begin, 3, victim, "in the step", late, timeout=PATIENCE) as ranks:
         outcomes = ranks.join()

@@ -16,6 +16,7 @@ import pytest
 
 from shoal.errors import ForkedProcess, ShoalError, StoreError, StoreTimeout, UsageError
 from shoal.store import MAX_VALUE, Store
+from shoal.store.requests import Add, Append, CompareSet, Delete, Get, MultiSet, Set
 
 ODD_KEYS = ["", " ", "/", "a/b//c", "new\nline", "nul\0", "käse 🧀", "\u202e", "x" * 10_000, "%s{}", "."]
 
@@ -307,6 +308,53 @@ class StoreConformance:
             assert getting.result(30) == [b"1", b"2"]
         with pytest.raises(StoreTimeout, match="c'"):
             store.multi_get(["a", "c"], 0)
+
+    @pytest.mark.parametrize("many", [2, 40])
+    def test_peek_reads_what_is_there_and_waits_for_nothing(self, store: Store, many: int) -> None:
+        keys = [f"key-{number}" for number in range(many)]
+        assert store.peek(keys) == [None] * many
+        store.multi_set(keys[::2], [b"%d" % number for number in range(many)][::2])
+        store.set(keys[0], b"")
+        found = [b"%d" % number if number % 2 == 0 else None for number in range(many)]
+        assert store.peek(keys) == [b"", *found[1:]]
+        assert store.peek([keys[1], keys[0], keys[0]]) == [None, b"", b""]
+        assert store.peek([]) == []
+        with pytest.raises(UsageError, match="sequence of keys"):
+            store.peek("key")
+
+    def test_several_calls_are_made_at_once(self, store: Store) -> None:
+        store.set("held", b"before")
+        assert store.together(
+            [
+                Set("key", b"value"), Add("counter", 5), CompareSet("held", b"before", b"after"),
+                CompareSet("held", b"before", b"never"), Append("key", b"s"), Add("counter", -7),
+                Delete("held"), Delete("held"),
+            ]
+        ) == [None, 5, b"after", b"after", None, -2, True, False]  # fmt: skip
+        assert store.peek(["key", "counter", "held"]) == [b"values", b"-2", None]
+        assert store.together([]) == []
+
+    def test_calls_that_are_made_at_once_end_with_the_first_that_fails(self, store: Store) -> None:
+        store.set("text", b"no number")
+        with pytest.raises(StoreError, match=r"text'.*no counter"):
+            store.together([Set("a", b"1"), Add("text", 1), Set("b", b"2")])
+        assert store.peek(["a", "text", "b"]) == [b"1", b"no number", None]
+
+    def test_only_short_writes_are_made_at_once(self, store: Store) -> None:
+        for call in (Get(["key"], 1.0), MultiSet([("key", b"")]), "key"):
+            with pytest.raises(UsageError, match="expected Set, Add"):
+                store.together([Set("key", b""), call])  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="key must be"):
+            store.together([Set(5, b"")])  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="value must be"):
+            store.together([CompareSet("key", b"", 5)])  # type: ignore[arg-type]
+        assert store.num_keys() == 0
+
+    def test_calls_that_are_made_at_once_wake_those_that_wait(self, store: Store) -> None:
+        with in_background() as call:
+            waiting = call(store.multi_get, ["a", "b"], 30)
+            store.together([Set("a", b"1"), Set("b", b"2")])
+            assert waiting.result(30) == [b"1", b"2"]
 
     @pytest.mark.concurrency
     def test_many_clients_count_together(self, store: Store) -> None:

@@ -15,7 +15,7 @@ import pytest
 from shoal.errors import ConfigurationError, StoreError, StoreTimeout
 from shoal.store import DurableStoreServer, Store, TCPStore, TCPStoreServer, durable, journal
 from shoal.store.protocol import Status, encode_reply, encode_request
-from shoal.store.requests import Add, Check
+from shoal.store.requests import Add, Check, CompareSet, Set
 from tests.support.folders import folder_in_memory
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -65,11 +65,13 @@ def test_data_outlives_the_server(server: DurableStoreServer, store: TCPStore, l
     assert store.add("counter", 7) == 7
     assert store.delete("b")
     store.append("a", b"2")
+    with pytest.raises(StoreError, match="no counter"):  # and that is done again, as far as it was done
+        store.together([Set("d", b""), Add("a", -1), CompareSet("c", b"", b""), Add("c", 1), Set("e", b"")])
     for _ in range(2):
         server = again(server, log)
         with server:
-            assert store.multi_get(["a", "c", "counter"]) == [b"12", b"x" * 100_000, b"7"]
-            assert store.list_keys() == ["a", "c", "counter"]
+            assert store.multi_get(["a", "c", "counter"]) == [b"11", b"x" * 100_000, b"7"]
+            assert store.list_keys() == ["a", "c", "counter", "d"]
 
 
 def test_whoever_waits_goes_on_waiting_through_a_restart(

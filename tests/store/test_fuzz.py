@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.errors import WireError
 from shoal.store import TCPStore, TCPStoreServer
 from shoal.store.protocol import PURPOSE, encode_request
-from shoal.store.requests import Add, CompareSet, Get, MultiSet, Set, Wait
+from shoal.store.requests import Add, Append, CompareSet, Get, MultiSet, Peek, Set, Together, Wait
 from shoal.wire import Connection, Deadline, connect, frame_header
 from shoal.wire.handshake import Handshake
 
@@ -27,6 +27,8 @@ _valid = [
     encode_request(Add("counter", 7)),
     encode_request(CompareSet("key", b"", b"value")),
     encode_request(MultiSet([("a", b"1"), ("b", b"2")])),
+    encode_request(Peek(["key", "never"])),
+    encode_request(Together([Set("key", b"value"), Add("counter", 7), Append("log", b".")])),
 ]
 _greeting = Handshake(connecting=True, secret=b"wrong", purpose=PURPOSE).greeting
 

@@ -13,7 +13,7 @@ from shoal.errors import StoreError, StoreTimeout, WireError
 from shoal.store import TCPStore, TCPStoreServer, tcp
 from shoal.store.protocol import Status, decode_request, encode_reply, encode_request
 from shoal.store.replies import REMEMBERED, Replies
-from shoal.store.requests import Add, CompareSet, NumKeys, Set
+from shoal.store.requests import Add, Append, CompareSet, Delete, NumKeys, Set
 from shoal.store.tcp_server import _Client
 from shoal.wire import Session
 from tests.support.waiting import until
@@ -79,13 +79,15 @@ def test_what_is_asked_for_is_done_once_however_many_answers_are_lost(
             assert store.delete(f"other/{name}") is False
             store.set(f"other/{name}", b"there")
             assert store.delete(f"other/{name}") is True
+            step = [Add(f"steps/{name}", 1), Append("log", f"{name}.{i};".encode())]
+            assert store.together(step) == [i + 1, None]
         return sums
 
     with in_background() as call:
         sums = [each.result(60) for each in [call(work, name) for name in range(4)]]
     assert sorted(itertools.chain(*sums)) == list(range(1, 161))
     assert sorted(store.get("log").split(b";")) == sorted(
-        [b"", *(f"{name}.{i}".encode() for name in range(4) for i in range(40))]
+        [b"", *(f"{name}.{i}".encode() for name in range(4) for i in range(40) for _ in range(2))]
     )
 
 
@@ -96,7 +98,7 @@ def test_a_long_reply_that_was_lost_is_given_again(store: TCPStore, monkeypatch:
         assert store.compare_set("key", b"", long) == long
         assert store.compare_set("key", long, longer) == longer
         assert store.compare_set("key", long, b"never") == longer
-        assert store.delete("key")
+        assert store.together([CompareSet("key", long, b""), Delete("key")]) == [longer, True]
 
 
 def test_a_request_that_waits_goes_on_waiting(server: TCPStoreServer, store: TCPStore) -> None:
@@ -227,7 +229,7 @@ def test_nothing_is_taken_from_a_connection_that_was_given_up() -> None:
 def test_a_reply_that_is_too_long_to_keep_is_made_again() -> None:
     replies, write = Replies(), CompareSet("key", b"", b"x" * 70_000)
     reply = encode_reply(Status.DONE, write.desired)
-    replies.keep(b"line", 1, reply)
+    replies.keep(b"line", 1, reply, write)
     assert replies.lines()[0].reply == b""
     assert replies.repeated(b"line", 1, 1, write) == reply
 

@@ -15,11 +15,12 @@ that is formed has a numbered *room*, so that a job may follow another one at th
     <room>/left       counter of members that left the world
     <room>/store/     the group's own keys
 
-A rank looks up the room, compares the record, claims its rank with one ``compare_set``, counts itself, and
-waits for the key of its host, which the last to come writes: neither the number of its store operations nor
-their bytes depend on the size of the job, but for a look now and then, while it waits, at whether a process
-of its machine died.  The count says only when it is worth looking at whether all are there.  Rank 0 looks
-too, now and then: a member on another machine may have died between its claim and its count.  The last to
+A rank looks up the room, compares the record, claims its rank with one ``compare_set`` and counts itself, and
+waits for the key of its host, which the last to come writes, four messages in all: neither the number of its
+store operations nor their bytes depend on the size of the job, but for a look now and then, while it waits,
+at whether a process of its machine died.  The count, never less than those who are there, says only when it
+is worth looking at whether all are.  Rank 0 looks too, now and then: a member on another machine may have
+died between its claim and its count, in a store that takes these one by one.  The last to
 leave opens the next room and deletes the old one's keys.
 
 A member that dies before all ranks are connected, or cannot connect, has *failed* the meeting for all:
@@ -50,18 +51,19 @@ from ..errors import (
     WireError,
 )
 from ..store import PrefixStore, Store
+from ..store.requests import Add, Call, CompareSet, Delete, Set
 from ..wire import Deadline, build_version
 from ..wording import in_seconds, ranks_named
 from .host import Here, now
 from .record import (
     PROTOCOL,
+    ROOM,
     CalledOff,
     Descriptor,
     Record,
     decode,
     decode_number,
     rank_key,
-    room_number,
 )
 from .room import Room, died, never_came
 from .summary import Met, Present, call_off, decode_met, host_key, tell_if_all_came
@@ -126,6 +128,8 @@ class Meeting:
         self.together: list[int] = []
         self.machines: list[str] = []
         self._counted = self._met = False
+        #: how many had come with this one when it claimed its rank, and the number of the room then
+        self._came, self._room_then = 0, -1
         #: the members on this machine, when all have come
         self._here: list[Present] = []
 
@@ -222,8 +226,8 @@ class Meeting:
         """
         self._room.store.timeout = timeout
         gone = msgspec.structs.replace(self._me, left=True)
-        self._room.store.set(rank_key(self.rank), msgspec.json.encode(gone))
-        if self._room.store.add("left", 1) >= self.size:
+        mine = Set(rank_key(self.rank), msgspec.json.encode(gone))
+        if self._room.store.together([mine, Add("left", 1)])[1] >= self.size:
             self._room.close()
 
     def wait_until_all_left(self, timeout: float, alone: Callable[[], bool]) -> None:
@@ -240,7 +244,8 @@ class Meeting:
     def _await_all(self) -> Met:
         """Wait until everybody has come."""
         try:
-            self._count()
+            if self._came >= self.size:  # the last one tells all
+                tell_if_all_came(self._room.store, self.size)
             return self._look_until_all_came()
         except StoreError as error:
             # It may have gone with the rank that served it, whose sockets end a moment before it does.
@@ -273,13 +278,6 @@ class Meeting:
                 raise self._missing()
             pause = min(2 * pause, longest)
 
-    def _count(self) -> None:
-        """Say that this rank has come; the last one tells all."""
-        came = self._room.store.add("came", 1)
-        self._counted = True
-        if came >= self.size:
-            tell_if_all_came(self._room.store, self.size)
-
     def _dead_now(self, ranks: Collection[int] | None) -> dict[int, Descriptor]:
         """The members known to be dead."""
         if not self._met:
@@ -293,10 +291,10 @@ class Meeting:
 
     def _enter(self) -> bool:
         """Claim a rank in the current room; False when the room is full or about to end."""
-        self._room = Room(self._root, self._me, room_number(self._root))
+        self._room, gone = Room.current(self._root, self._me)
         if (why := self._room.why_failed_before()) is not None:
             raise self._failed(why)
-        if self._room.fail_if_doomed():
+        if self._room.fail_if_doomed(gone):
             return False
         record = self._agree_on_record()
         if record is None:
@@ -304,11 +302,10 @@ class Meeting:
         self.size = record.size
         if self._rank is not None:
             self._check_rank(self._rank)
-        self._room.neighbours.append(self._rank)
         rank = self._claim()
         if rank is None:
             return False
-        if self._room.has_ended():
+        if self._room_then != self._room.number:
             # The room ended, and was cleared, between our look at its number and our claim.
             self._room.clear()
             return False
@@ -317,6 +314,9 @@ class Meeting:
         return True
 
     def _agree_on_record(self) -> Record | None:
+        """The record, None if the room is about to end; adds this process to its machine's list."""
+        appended = self._room.neighbours.append(self._rank).under(self._room.key(""))
+        calls: list[Call] = [Add(ROOM, 0), appended]  # in this order: who ends a room finds its number
         if self._size is None:
             try:
                 raw = self._room.store.get("record", self._deadline.remaining())
@@ -326,8 +326,10 @@ class Meeting:
                     "the job's record, which holds its size; start the store with `shoal run` or "
                     "`shoal store --size N`, or give every rank the size"
                 ) from None
+            self._root.together(calls)
         else:
-            raw = self._room.store.compare_set("record", b"", msgspec.json.encode(Record(self._size)))
+            mine = CompareSet(self._room.key("record"), b"", msgspec.json.encode(Record(self._size)))
+            raw = self._root.together([*calls, mine])[2]
         record = decode(raw, Record)
         if (record.protocol, record.version) != (PROTOCOL, build_version()):
             if self._room.is_ending():
@@ -365,17 +367,24 @@ class Meeting:
         return next((rank for rank in free if self._take(rank)), None)
 
     def _take(self, rank: int) -> bool:
-        mine = msgspec.json.encode(self._me)
-        return self._room.store.compare_set(rank_key(rank), b"", mine) == mine
+        """Claim a rank, and count this process; False: another one has the rank."""
+        mine, room = msgspec.json.encode(self._me), self._room
+        holder, self._room_then, self._came = self._root.together(
+            [CompareSet(room.key(rank_key(rank)), b"", mine), Add(ROOM, 0), Add(room.key("came"), 1)]
+        )
+        self._counted = holder == mine
+        if not self._counted:
+            room.store.add("came", -1)
+        return self._counted
 
     def _withdraw(self) -> None:
         """Free the rank, so that a second try can have it."""
         with contextlib.suppress(StoreError, OSError):  # the store may be what failed
-            self._room.store.set(f"gave_up/{self.rank}", b"")
-            self._room.store.delete(rank_key(self.rank))
+            calls: list[Call] = [Set(f"gave_up/{self.rank}", b""), Delete(rank_key(self.rank))]
             if self._counted:  # in this order: the count is never less than those who are there
-                self._room.store.add("came", -1)
+                calls.append(Add("came", -1))
                 self._counted = False
+            self._room.store.together(calls)
 
     def _await_next_room(self) -> None:
         """Wait while the members of this room leave it.

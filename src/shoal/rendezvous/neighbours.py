@@ -11,8 +11,8 @@ import hashlib
 
 import msgspec
 
-from ..errors import StoreTimeout
 from ..store import Store
+from ..store.requests import Append
 from .host import process_is_gone
 from .record import Arrival, Descriptor, decode
 
@@ -23,30 +23,34 @@ class Neighbours:
     Args:
         room: the room's keys.
         me: this process, which runs on that machine.
+
+    Attributes:
+        key: of the list, among the room's.
     """
 
     def __init__(self, room: Store, me: Descriptor) -> None:
         self._room = room
         self._me = me
         digest = hashlib.blake2b(me.machine.encode(), digest_size=8).hexdigest()
-        self._key = f"machine/{digest}"
+        self.key = f"machine/{digest}"
         self._known: list[Arrival] = []
 
-    def append(self, rank: int | None) -> None:
-        """Add this process, which is about to claim ``rank``."""
+    def append(self, rank: int | None) -> Append:
+        """What adds this process, which is about to claim ``rank``."""
         mine = Arrival(self._me.process, self._me.token, rank)
-        self._room.append(self._key, msgspec.json.encode(mine) + b"\n")
+        return Append(self.key, msgspec.json.encode(mine) + b"\n")
 
     def gone(self) -> list[Arrival]:
         """Those on the list that have ended.
 
         They need not be members: they may have given up, or ended before they claimed a rank.
         """
-        try:
-            lines = self._room.get(self._key, 0.0).splitlines()
-        except StoreTimeout:
-            return []  # nobody of this machine came yet
-        self._known = [decode(line, Arrival) for line in lines]
+        return self.gone_of(*self._room.peek([self.key]))
+
+    def gone_of(self, read: bytes | None) -> list[Arrival]:
+        """The same, of the list as it was just read."""
+        # Without one nobody of this machine came yet.
+        self._known = [decode(line, Arrival) for line in (read or b"").splitlines()]
         return self.gone_of_known()
 
     def gone_of_known(self) -> list[Arrival]:

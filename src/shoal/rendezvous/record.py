@@ -12,7 +12,7 @@ from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
 
 #: counts up when the protocol of ``meeting`` changes
-PROTOCOL = 4
+PROTOCOL = 5
 
 T = TypeVar("T")
 

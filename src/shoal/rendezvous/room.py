@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from ..errors import StoreTimeout
 from ..store import Store
+from ..store.requests import Add, CompareSet
 from .host import process_is_gone, started
 from .neighbours import Neighbours
 from .record import (
     EXITS,
     ROOM,
+    Arrival,
     Descriptor,
     Exit,
     Failure,
@@ -49,10 +51,25 @@ class Room:
         number: of the room.
     """
 
+    @classmethod
+    def current(cls, root: Store, me: Descriptor) -> tuple[Room, list[Arrival]]:
+        """The room in which the ranks meet now, and who of this machine came there and has ended."""
+        room = cls(root, me, 0)
+        # In most cases it is the first one: then this is the only message.
+        number, processes = root.peek([ROOM, room.key(room.neighbours.key)])
+        if number is not None and (now := decode_number(number)) != 0:
+            room = cls(root, me, now)
+            return room, room.neighbours.gone()
+        return room, room.neighbours.gone_of(processes)
+
+    def key(self, name: str) -> str:
+        """A key of the room, among the job's."""
+        return f"{self.number}/{name}"
+
     def __init__(self, root: Store, me: Descriptor, number: int) -> None:
         self._root = root
         self._me = me
-        self._number = number
+        self.number = number
         self._ended_key = f"ended/{number}"
         self.store: Store = room_of(root, number)
         self.neighbours = Neighbours(self.store, me)
@@ -61,25 +78,24 @@ class Room:
 
     def members(self) -> dict[int, Descriptor]:
         """The members that are in the room now.  Not part of the way that a rank goes when all is well."""
-        found = {}
-        for key in self.store.list_keys("rank/"):
-            with contextlib.suppress(StoreTimeout):  # it withdrew in the meantime
-                found[decode_number(key.removeprefix("rank/"))] = decode_member(self.store.get(key, 0.0))
-        return found
+        keys = self.store.list_keys("rank/")
+        return {
+            decode_number(key.removeprefix("rank/")): decode_member(value)
+            for key, value in zip(keys, self.store.peek(keys), strict=True)
+            if value is not None  # else it withdrew in the meantime
+        }
 
-    def dead(self) -> dict[int, Descriptor]:
-        """The members that died on this machine."""
-        gone = {arrival.token for arrival in self.neighbours.gone()}
-        if not gone:
+    def dead(self, gone: Sequence[Arrival] | None = None) -> dict[int, Descriptor]:
+        """The members that died on this machine; ``gone``: who has ended there, if that is known."""
+        tokens = {arrival.token for arrival in (self.neighbours.gone() if gone is None else gone)}
+        if not tokens:
             return {}
-        return {rank: each for rank, each in self.members().items() if each.token in gone and not each.left}
+        return {rank: each for rank, each in self.members().items() if each.token in tokens and not each.left}
 
     def ended_outside(self) -> dict[int, str]:
         """The ranks that are not here and will never come, as their process has ended, and how it did."""
-        try:
-            lines = self._root.get(EXITS, 0.0).splitlines()
-        except StoreTimeout:
-            return {}  # no process has ended, or no launcher says so
+        (read,) = self._root.peek([EXITS])
+        lines = (read or b"").splitlines()  # without them no process has ended, or no launcher says so
         # In this order: who ended after it came is here.
         exits = (decode(line, Exit) for line in lines)
         return {exit.rank: exit.how for exit in exits if not self.store.check([rank_key(exit.rank)])}
@@ -94,19 +110,15 @@ class Room:
 
     def record(self) -> Record | None:
         """The record that is there now."""
-        try:
-            return decode(self.store.get("record", 0.0), Record)
-        except StoreTimeout:
-            return None
+        (raw,) = self.store.peek(["record"])
+        return None if raw is None else decode(raw, Record)
 
     # -- its end -------------------------------------------------------------------------------
 
     def has_ended(self) -> bool:
         """Whether the next room is open."""
-        try:
-            return decode_number(self._root.get(ROOM, 0.0)) != self._number
-        except StoreTimeout:
-            return False  # the store was cleared by others
+        (number,) = self._root.peek([ROOM])
+        return number is not None and decode_number(number) != self.number  # None: it was cleared by others
 
     def why_failed(self) -> str | None:
         """The reason for which the meeting in this room has failed, None if it has not."""
@@ -123,9 +135,9 @@ class Room:
 
         It was if it ran already when the member came that made the meeting fail.  Else it is a new start.
         """
-        if self._number == 0:
+        if self.number == 0:
             return None
-        failure = Room(self._root, self._me, self._number - 1)._failure()
+        failure = Room(self._root, self._me, self.number - 1)._failure()
         if failure is None or failure.ident in _heard:
             return None
         if failure.machine != self._me.machine or failure.at < started():
@@ -134,11 +146,8 @@ class Room:
         return failure.reason
 
     def _failure(self) -> Failure | None:
-        try:
-            raw = self._root.get(self._ended_key, 0.0)
-        except StoreTimeout:
-            return None
-        return None if raw == _DONE else decode(raw, Failure)
+        (raw,) = self._root.peek([self._ended_key])
+        return None if raw in (None, _DONE) else decode(raw, Failure)
 
     def is_abandoned(self, members: Mapping[int, Descriptor]) -> bool:
         """Whether every member left or is dead."""
@@ -153,15 +162,17 @@ class Room:
 
     def _left(self) -> int:
         """How many members closed their group."""
-        try:
-            return decode_number(self.store.get("left", 0.0))
-        except StoreTimeout:
-            return 0
+        (left,) = self.store.peek(["left"])
+        return 0 if left is None else decode_number(left)
 
-    def fail_if_doomed(self) -> bool:
-        """Fail the room if a member died before all had come; whether the room has ended."""
+    def fail_if_doomed(self, gone: Sequence[Arrival] | None = None) -> bool:
+        """Fail the room if a member died before all had come; whether the room has ended.
+
+        Args:
+            gone: as of :meth:`dead`.
+        """
         # In this order: a room that is not complete after the death never was.
-        dead = self.dead()
+        dead = self.dead(gone)
         if dead and not self.is_complete():
             self.fail(died(dead), at=max(each.at for each in dead.values()))
             return True
@@ -186,22 +197,23 @@ class Room:
         """Open the next room and clear this one, which all members have left."""
         if self._open_next():
             self._forget_failure_before()
-            self._root.delete(f"ended/{self._number - 1}")
+            self._root.delete(f"ended/{self.number - 1}")
             self._root.compare_set(self._ended_key, b"", _DONE)
         self.clear()
 
     def _forget_failure_before(self) -> None:
         """Clear what the room before left if it failed; its reason stays until this one is closed."""
-        Room(self._root, self._me, self._number - 1).clear()
-        self._root.delete(f"ended/{self._number - 2}")
+        Room(self._root, self._me, self.number - 1).clear()
+        self._root.delete(f"ended/{self.number - 2}")
 
     def _open_next(self) -> bool:
         """Whether the room after this one is the current one now."""
-        following = self._number + 1
+        following = self.number + 1
         record = self.record()
         if record is not None and record.fixed and not self.has_ended():
             room_of(self._root, following).set("record", msgspec.json.encode(record))
-        now = self._root.compare_set(ROOM, str(self._number).encode(), str(following).encode())
+        here, there = str(self.number).encode(), str(following).encode()
+        _, now = self._root.together([Add(ROOM, 0), CompareSet(ROOM, here, there)])
         return decode_number(now) == following
 
     def clear(self) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 from .. import config
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
@@ -22,7 +22,7 @@ from ..wording import in_seconds
 from . import requests
 from .backing import Executor
 from .operations import MAX_VALUE, KeysMissing
-from .requests import Request
+from .requests import Call, Request
 
 #: a number of seconds, or a ``timedelta`` as torch's stores take it; None: the store's default
 Timeout = float | timedelta | None
@@ -139,6 +139,17 @@ class Store:
         return values
 
     @final
+    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values that ``keys`` have now, in their order; None for a key that has none."""
+        rest = self._keys(keys)
+        values: list[bytes | None] = []
+        while rest:
+            part = self._now(requests.Peek(rest))
+            values += part
+            rest = rest[len(part) :]
+        return values
+
+    @final
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store one value under each key.  All at once as far as others can see, up to 64 MB in all."""
         names = self._keys(keys)
@@ -153,6 +164,25 @@ class Store:
             items.append((key, value))
             total += len(value)
         self._now(requests.MultiSet(items))
+
+    @final
+    def together(self, calls: Sequence[Call]) -> list[Any]:
+        """Make several calls at once: one message, where the store has a server of shoal's.
+
+        Args:
+            calls: :class:`Set`, :class:`Add`, :class:`CompareSet`, :class:`Delete` and :class:`Append` of
+                ``shoal.store.requests``; done one after the other.
+
+        Returns:
+            the result of each, as of the method of the same name.
+
+        Raises:
+            StoreError: one failed.  Those before it were done, those after it were not.
+        """
+        outcome = self._now(requests.Together([self._call(each) for each in calls]))
+        if outcome.failure:
+            raise StoreError(outcome.failure)
+        return outcome.results
 
     def clone(self: _Self, timeout: float | None = None, *, anew: bool = False) -> _Self:
         """An independent connection to the same data.
@@ -240,6 +270,15 @@ class Store:
         if isinstance(keys, str):
             raise UsageError(f"expected a sequence of keys, got the single str {keys!r}")
         return [self._key(key) for key in keys]
+
+    def _call(self, call: Call) -> Call:
+        if not isinstance(call, Call):
+            raise UsageError(f"together: expected Set, Add, CompareSet, Delete or Append, got {call!r}")
+        self._key(call.key)
+        for field in ("value", "expected", "desired"):
+            if (value := getattr(call, field, None)) is not None:
+                self._value(value)
+        return call
 
     def _value(self, value: Value) -> bytes:
         return checked_value(value, self._backing.longest_value)

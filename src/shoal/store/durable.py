@@ -146,7 +146,7 @@ class DurableStoreServer(TCPStoreServer):
                 request, line, number = decode_request(message)
                 reply = encode_reply(Status.DONE, request.apply(self._table))
                 if any(line):  # not a record of the server's own
-                    self._replies.keep(line, number, reply)
+                    self._replies.keep(line, number, reply, request)
         except (StoreError, WireError) as error:
             raise StoreError(
                 f"the store's log {self._journal.path} holds a request that cannot be done again: {error}"

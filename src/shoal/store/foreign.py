@@ -125,7 +125,8 @@ class _Adapter(Backing):
         return [key for key in names if key not in absent]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        if len(keys) <= _FEW or not self._extended:
+        # multi_get waits for a key that is not there.
+        if len(keys) <= _FEW or not self._extended or not self._exist(keys):
             return super().get_many(keys)
         with self._calling() as foreign:
             return foreign.multi_get(list(keys[:_AT_ONCE]))

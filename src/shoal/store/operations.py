@@ -77,8 +77,12 @@ class Operations(abc.ABC):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return the sum; StoreError if the key holds no counter."""
-        _, total = self._change(key, lambda held: b"%d" % counted(key, held, amount))
-        return int(total or 0)
+
+        def total(held: bytes | None) -> bytes:
+            found = counted(key, held, amount)
+            return held if held is not None and amount == 0 else b"%d" % found
+
+        return int(self._change(key, total)[1] or 0)
 
     def append(self, key: str, value: bytes) -> None:
         """Add ``value`` at the end of the value of ``key``; StoreError if that gets too long."""

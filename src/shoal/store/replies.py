@@ -23,7 +23,7 @@ from .requests import CompareSet, Request
 #: seconds for which a line is remembered after its client has gone
 REMEMBERED = 600.0
 
-#: longest reply in bytes that is kept
+#: longest reply in bytes of a CompareSet that is kept; other writes have short ones
 _LONGEST = 64 * 2**10
 
 
@@ -81,17 +81,20 @@ class Replies:
             return None
         if heard.reply:
             return heard.reply
-        # No other write that changes something has a long result, and this one's is the value that it set.
+        # Of others all are kept, and when this one changes something, its result is the value that it set.
         assert isinstance(request, CompareSet)
         return encode_reply(Status.DONE, request.desired)
 
-    def keep(self, name: bytes, number: int, reply: bytes | bytearray) -> None:
-        """Note the reply of a write that changed something."""
+    def keep(
+        self, name: bytes, number: int, reply: bytes | bytearray, request: Request[object] | None = None
+    ) -> None:
+        """Note the reply of a write that changed something; ``request``: which one, if it is known."""
         heard = self._lines.get(name)
         if heard is None:
             heard = self._lines[name] = _Heard()
         heard.number = number
-        heard.reply = bytes(reply) if len(reply) <= _LONGEST else b""
+        is_known = isinstance(request, CompareSet) and len(reply) > _LONGEST
+        heard.reply = b"" if is_known else bytes(reply)
 
     def last(self, name: bytes) -> Line | None:
         """What is kept of a line; None: nothing."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from ..errors import StoreError, StoreTimeout
 from .operations import KeysMissing, Operations
 
 T = TypeVar("T")
@@ -154,15 +155,55 @@ class DeletePrefix(_Prefix[int], frozen=True, array_like=True, tag=12):
         return operations.delete_prefix(self.prefix)
 
 
+class Peek(_Keys[list[bytes | None]], frozen=True, array_like=True, tag=13):
+    """Read the values that are there now; of the first keys, as far as they fit into one message."""
+
+    def apply(self, operations: Operations) -> list[bytes | None]:
+        return list(operations.get_many(self.keys)) if self.keys else []
+
+
+#: what :class:`Together` takes: the results of these are short, but for what a CompareSet finds
+Call = Set | Add | CompareSet | Delete | Append
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What became of :class:`Together`: the results up to the first request that failed, and why it did."""
+
+    results: list[Any]
+    failure: str = ""
+
+
+class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
+    """Writes, done one after the other; a store of one process, or with a server of shoal's, lets nobody come
+    in between.  It ends with the first that fails."""
+
+    requests: list[Call]
+
+    def apply(self, operations: Operations) -> Outcome:
+        results: list[Any] = []
+        for request in self.requests:
+            try:
+                results.append(request.apply(operations))
+            except StoreTimeout:
+                raise
+            except StoreError as error:
+                return Outcome(results, str(error))
+        return Outcome(results)
+
+    def under(self, start: str) -> Together:
+        return Together([request.under(start) for request in self.requests])
+
+
 _AnyRequest = (
     Set | Get | Wait | Add | CompareSet | Delete | Check | NumKeys | ListKeys | Append | MultiSet
-    | DeletePrefix
+    | DeletePrefix | Peek | Together
 )  # fmt: skip
 
 #: the type of each request's result, with which a reply is decoded
 RESULTS: dict[type[Request[Any]], Any] = {
     Set: None, Get: list[bytes], Wait: None, Add: int, CompareSet: bytes, Delete: bool, Check: bool,
     NumKeys: int, ListKeys: list[str], Append: None, MultiSet: None, DeletePrefix: int,
+    Peek: list[bytes | None], Together: Outcome,
 }  # fmt: skip
 
 #: turn a request into msgpack and back; ``msgspec.DecodeError`` for bytes that are none

@@ -159,7 +159,7 @@ class TCPStoreServer(Server[_Client]):
             session.send(encode_reply(Status.FAILED, f"the store failed at the request: {error!r}"))
             raise WireError("an unexpected error") from error
         if len(self._table.touched) > before:
-            self._replies.keep(line, number, reply)
+            self._replies.keep(line, number, reply, request)
         return reply
 
     def overdue(self, session: _Client) -> None:

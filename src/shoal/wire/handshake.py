@@ -30,7 +30,7 @@ import struct
 from ..errors import AuthenticationError, UsageError, VersionMismatch, WireError
 
 #: counted up whenever something on the wire changes its meaning
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: seconds that a stranger gets to prove itself
 HANDSHAKE_TIMEOUT = 10.0

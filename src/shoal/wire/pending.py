@@ -87,7 +87,16 @@ class PendingHandshake:
                 self._received.clear()
                 if handshake.done and self._leaves_proof:
                     return True
+                if self._waits:
+                    return False
         return False
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing can be done before the other side sends more."""
+        handshake = self._handshake
+        can_go_on = self._unsent or handshake.failure is not None or handshake.encrypting or handshake.done
+        return not (can_go_on or self.stream.pending())
 
     def _flush(self) -> bool:
         """Send as much as the stream takes; whether that was all."""
