@@ -327,12 +327,19 @@ class StoreConformance:
         assert store.together(
             [
                 Set("key", b"value"), Add("counter", 5), CompareSet("held", b"before", b"after"),
-                CompareSet("held", b"before", b"never"), Append("key", b"s"), Add("counter", -7),
+                CompareSet("held", b"before", b"after"), Append("key", b"s"), Add("counter", -7),
                 Delete("held"), Delete("held"),
             ]
         ) == [None, 5, b"after", b"after", None, -2, True, False]  # fmt: skip
         assert store.peek(["key", "counter", "held"]) == [b"values", b"-2", None]
         assert store.together([]) == []
+
+    def test_calls_that_are_made_at_once_end_where_another_value_is_found(self, store: Store) -> None:
+        store.set("held", b"before")
+        calls = [Add("counter", 1), CompareSet("held", b"", b"mine"), Add("counter", 1)]
+        assert store.together(calls) == [1, b"before"]
+        assert store.together([CompareSet("none", b"some", b"mine"), Add("counter", 1)]) == [b"some"]
+        assert store.together([CompareSet("held", b"before", b"before"), Add("counter", 1)]) == [b"before", 2]
 
     def test_calls_that_are_made_at_once_end_with_the_first_that_fails(self, store: Store) -> None:
         store.set("text", b"no number")

@@ -66,11 +66,12 @@ def test_data_outlives_the_server(server: DurableStoreServer, store: TCPStore, l
     assert store.delete("b")
     store.append("a", b"2")
     with pytest.raises(StoreError, match="no counter"):  # and that is done again, as far as it was done
-        store.together([Set("d", b""), Add("a", -1), CompareSet("c", b"", b""), Add("c", 1), Set("e", b"")])
+        store.together([Set("d", b""), Add("a", -1), Add("c", 1), Set("e", b"")])
+    assert store.together([Add("a", 1), CompareSet("c", b"", b"x"), Set("e", b"")]) == [12, b"x" * 100_000]
     for _ in range(2):
         server = again(server, log)
         with server:
-            assert store.multi_get(["a", "c", "counter"]) == [b"11", b"x" * 100_000, b"7"]
+            assert store.multi_get(["a", "c", "counter"]) == [b"12", b"x" * 100_000, b"7"]
             assert store.list_keys() == ["a", "c", "counter", "d"]
 
 

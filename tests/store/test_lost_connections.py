@@ -37,7 +37,7 @@ def store(server: TCPStoreServer) -> Iterator[TCPStore]:
 
 def cut(server: TCPStoreServer) -> None:
     """End all connections."""
-    sessions = list(server._sessions)
+    sessions = list(server._sessions.values())
     for session in sessions:
         with contextlib.suppress(OSError):  # the client has just closed it
             session.stream.shutdown()
@@ -98,7 +98,7 @@ def test_a_long_reply_that_was_lost_is_given_again(store: TCPStore, monkeypatch:
         assert store.compare_set("key", b"", long) == long
         assert store.compare_set("key", long, longer) == longer
         assert store.compare_set("key", long, b"never") == longer
-        assert store.together([CompareSet("key", long, b""), Delete("key")]) == [longer, True]
+        assert store.together([CompareSet("key", longer, long), Delete("key")]) == [long, True]
 
 
 def test_a_request_that_waits_goes_on_waiting(server: TCPStoreServer, store: TCPStore) -> None:

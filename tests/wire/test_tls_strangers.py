@@ -251,7 +251,7 @@ def test_a_stranger_that_asks_for_new_keys_and_takes_no_answers_is_dropped(
         sock.settimeout(60)
         sock.connect(("127.0.0.1", server.port))
         updater = _updater(sock, _handshake(), tmp_path)
-        (session,) = server._sessions
+        (session,) = server._sessions.values()
         session.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         with contextlib.suppress(OSError):
             for _ in range(100):

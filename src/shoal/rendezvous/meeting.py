@@ -16,7 +16,7 @@ that is formed has a numbered *room*, so that a job may follow another one at th
     <room>/store/     the group's own keys
 
 A rank looks up the room, compares the record, claims its rank with one ``compare_set`` and counts itself, and
-waits for the key of its host, which the last to come writes, four messages in all: neither the number of its
+waits for the key of its host, which the last to come writes, three messages in all: neither the number of its
 store operations nor their bytes depend on the size of the job, but for a look now and then, while it waits,
 at whether a process of its machine died.  The count, never less than those who are there, says only when it
 is worth looking at whether all are.  Rank 0 looks too, now and then: a member on another machine may have
@@ -38,6 +38,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,7 @@ from .record import (
     Record,
     decode,
     decode_number,
+    encode,
     rank_key,
 )
 from .room import Room, died, never_came
@@ -205,7 +207,7 @@ class Meeting:
             record = self._room.record()
             members = self._room.members().values()
             for rank in range(0 if record is None else record.size):  # those that come now
-                self._room.store.compare_set(rank_key(rank), b"", msgspec.json.encode(notice))
+                self._room.store.compare_set(rank_key(rank), b"", encode(notice))
             call_off(self._room.store, notice, members)
 
     @property
@@ -226,7 +228,7 @@ class Meeting:
         """
         self._room.store.timeout = timeout
         gone = msgspec.structs.replace(self._me, left=True)
-        mine = Set(rank_key(self.rank), msgspec.json.encode(gone))
+        mine = Set(rank_key(self.rank), encode(gone))
         if self._room.store.together([mine, Add("left", 1)])[1] >= self.size:
             self._room.close()
 
@@ -291,18 +293,12 @@ class Meeting:
 
     def _enter(self) -> bool:
         """Claim a rank in the current room; False when the room is full or about to end."""
-        self._room, gone = Room.current(self._root, self._me)
+        self._room, gone, record = Room.current(self._root, self._me)
         if (why := self._room.why_failed_before()) is not None:
             raise self._failed(why)
         if self._room.fail_if_doomed(gone):
             return False
-        record = self._agree_on_record()
-        if record is None:
-            return False
-        self.size = record.size
-        if self._rank is not None:
-            self._check_rank(self._rank)
-        rank = self._claim()
+        rank = self._claim(record)
         if rank is None:
             return False
         if self._room_then != self._room.number:
@@ -313,27 +309,47 @@ class Meeting:
         failure_report.joined(self.rank, self.size)
         return True
 
-    def _agree_on_record(self) -> Record | None:
-        """The record, None if the room is about to end; adds this process to its machine's list."""
-        appended = self._room.neighbours.append(self._rank).under(self._room.key(""))
-        calls: list[Call] = [Add(ROOM, 0), appended]  # in this order: who ends a room finds its number
-        if self._size is None:
-            try:
-                raw = self._room.store.get("record", self._deadline.remaining())
-            except StoreTimeout:
-                raise RendezvousTimeout(
-                    f"rendezvous ({self._where}): within {in_seconds(self._deadline.timeout)} nobody wrote "
-                    "the job's record, which holds its size; start the store with `shoal run` or "
-                    "`shoal store --size N`, or give every rank the size"
-                ) from None
-            self._root.together(calls)
-        else:
-            mine = CompareSet(self._room.key("record"), b"", msgspec.json.encode(Record(self._size)))
-            raw = self._root.together([*calls, mine])[2]
-        record = decode(raw, Record)
+    def _claim(self, record: bytes | None) -> int | None:
+        """Claim a rank, given the record if there is one; None if there is none to have here."""
+        room, number = self._room, str(self._room.number).encode()
+        writes = record is None and self._size is not None
+        while True:
+            if record is None:
+                record = self._await_record() if self._size is None else encode(Record(self._size))
+            if not self._agrees_with(decode(record, Record)):
+                return None
+            # In this order: who is in the room finds its number, and who has a rank is in its machine's list.
+            calls: list[Call] = [Add(ROOM, 0), CompareSet(ROOM, number, number)]
+            if writes:
+                calls.append(CompareSet(room.key("record"), b"", record))
+            calls.append(room.neighbours.append(self._rank).under(room.key("")))
+            last = [Add(room.key("arrivals"), 1)] if self._rank is None else self._claiming(self._rank)
+            results = self._root.together([*calls, *last])
+            if results[1] != number:
+                return None
+            if len(results) >= len(calls):
+                break
+            record, writes = results[-1], False  # another one wrote it meanwhile
+        results = results[len(calls) :]
+        if self._rank is None:
+            return self._claim_on_arrival(results[0] - 1)
+        return self._rank if self._has_claimed(results) else None
+
+    def _await_record(self) -> bytes:
+        try:
+            return self._room.store.get("record", self._deadline.remaining())
+        except StoreTimeout:
+            raise RendezvousTimeout(
+                f"rendezvous ({self._where}): within {in_seconds(self._deadline.timeout)} nobody wrote "
+                "the job's record, which holds its size; start the store with `shoal run` or "
+                "`shoal store --size N`, or give every rank the size"
+            ) from None
+
+    def _agrees_with(self, record: Record) -> bool:
+        """Whether this rank can meet others by the record; False: the room is about to end."""
         if (record.protocol, record.version) != (PROTOCOL, build_version()):
             if self._room.is_ending():
-                return None
+                return False
             raise VersionMismatch(
                 f"rendezvous ({self._where}): the job runs shoal {record.version} (rendezvous protocol "
                 f"{record.protocol}), this process runs {build_version()} (protocol {PROTOCOL}); install the "
@@ -341,24 +357,21 @@ class Meeting:
             )
         if self._size is not None and self._size != record.size:
             if self._room.is_ending():
-                return None
+                return False
             raise self._refuse(
                 f"this process{self._as_rank()} came with size {self._size}, but the job's size is "
                 f"{record.size}; every rank must be given the same size"
             )
-        return record
-
-    def _check_rank(self, rank: int) -> None:
-        if rank >= self.size:
+        self.size = record.size
+        if self._rank is not None and self._rank >= self.size:
             raise self._refuse(
-                f"this process came as rank {rank}, but the job's size is {self.size}: ranks go from 0 to "
-                f"{self.size - 1}"
+                f"this process came as rank {self._rank}, but the job's size is {self.size}: ranks go from "
+                f"0 to {self.size - 1}"
             )
+        return True
 
-    def _claim(self) -> int | None:
-        if self._rank is not None:
-            return self._rank if self._take(self._rank) else None
-        arrival = self._room.store.add("arrivals", 1) - 1
+    def _claim_on_arrival(self, arrival: int) -> int | None:
+        """Claim the rank of who came as the ``arrival``-th, from 0; or any that is free."""
         if arrival < self.size and self._take(arrival):
             return arrival
         # Somebody gave up and came again, or died on the way: its place is free.
@@ -367,14 +380,18 @@ class Meeting:
         return next((rank for rank in free if self._take(rank)), None)
 
     def _take(self, rank: int) -> bool:
-        """Claim a rank, and count this process; False: another one has the rank."""
-        mine, room = msgspec.json.encode(self._me), self._room
-        holder, self._room_then, self._came = self._root.together(
-            [CompareSet(room.key(rank_key(rank)), b"", mine), Add(ROOM, 0), Add(room.key("came"), 1)]
-        )
-        self._counted = holder == mine
-        if not self._counted:
-            room.store.add("came", -1)
+        return self._has_claimed(self._root.together(self._claiming(rank)))
+
+    def _claiming(self, rank: int) -> list[Call]:
+        """What claims a rank, and counts this process if it has got it."""
+        mine, key = encode(self._me), self._room.key
+        return [CompareSet(key(rank_key(rank)), b"", mine), Add(key("came"), 1), Add(ROOM, 0)]
+
+    def _has_claimed(self, results: list[Any]) -> bool:
+        """What the results of these calls say."""
+        self._counted = len(results) > 1
+        if self._counted:
+            _, self._came, self._room_then = results
         return self._counted
 
     def _withdraw(self) -> None:

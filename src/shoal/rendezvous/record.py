@@ -157,6 +157,10 @@ def rank_key(rank: int) -> str:
     return f"rank/{rank}"
 
 
+#: turns what stands here into bytes
+encode = msgspec.json.Encoder().encode
+
+
 def decode(raw: bytes, kind: type[T]) -> T:
     """The :class:`Record` (or what else) that ``raw`` holds.
 

@@ -52,15 +52,16 @@ class Room:
     """
 
     @classmethod
-    def current(cls, root: Store, me: Descriptor) -> tuple[Room, list[Arrival]]:
-        """The room in which the ranks meet now, and who of this machine came there and has ended."""
-        room = cls(root, me, 0)
-        # In most cases it is the first one: then this is the only message.
-        number, processes = root.peek([ROOM, room.key(room.neighbours.key)])
-        if number is not None and (now := decode_number(number)) != 0:
-            room = cls(root, me, now)
-            return room, room.neighbours.gone()
-        return room, room.neighbours.gone_of(processes)
+    def current(cls, root: Store, me: Descriptor) -> tuple[Room, list[Arrival], bytes | None]:
+        """The room in which ranks meet now, who of this machine came there and has ended, and its record."""
+        expected = 0  # in most cases it is the first one: then there is one message
+        while True:
+            room = cls(root, me, expected)
+            keys = [ROOM, room.key(room.neighbours.key), room.key("record")]
+            number, processes, record = root.peek(keys)
+            expected = 0 if number is None else decode_number(number)
+            if expected == room.number:
+                return room, room.neighbours.gone_of(processes), record
 
     def key(self, name: str) -> str:
         """A key of the room, among the job's."""

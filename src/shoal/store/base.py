@@ -171,10 +171,11 @@ class Store:
 
         Args:
             calls: :class:`Set`, :class:`Add`, :class:`CompareSet`, :class:`Delete` and :class:`Append` of
-                ``shoal.store.requests``; done one after the other.
+                ``shoal.store.requests``; done one after the other, up to a CompareSet that finds another
+                value than it sets.
 
         Returns:
-            the result of each, as of the method of the same name.
+            the result of each that was done, as of the method of the same name.
 
         Raises:
             StoreError: one failed.  Those before it were done, those after it were not.

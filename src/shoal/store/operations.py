@@ -154,6 +154,21 @@ class Table(Operations):
             self.set(key, value)
         return True
 
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        held = self.values.get(key)
+        if (held or b"") != expected:
+            return expected if held is None else held
+        if held != desired:
+            self.set(key, desired)
+        return desired
+
+    def add(self, key: str, amount: int) -> int:
+        held = self.values.get(key)
+        total = counted(key, held, amount)
+        if amount or held is None:
+            self.set(key, b"%d" % total)
+        return total
+
     def list_keys(self, prefix: str) -> list[str]:
         return [key for key in self.values if key.startswith(prefix)]
 

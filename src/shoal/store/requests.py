@@ -167,15 +167,17 @@ Call = Set | Add | CompareSet | Delete | Append
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What became of :class:`Together`: the results up to the first request that failed, and why it did."""
+    """What became of :class:`Together`: the results, as far as it came, and why the next request failed."""
 
     results: list[Any]
     failure: str = ""
 
 
 class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
-    """Writes, done one after the other; a store of one process, or with a server of shoal's, lets nobody come
-    in between.  It ends with the first that fails."""
+    """Writes, done one after the other, up to the first that fails or finds another value than it sets.
+
+    A store of one process, or with a server of shoal's, lets nobody come in between.
+    """
 
     requests: list[Call]
 
@@ -183,11 +185,14 @@ class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
         results: list[Any] = []
         for request in self.requests:
             try:
-                results.append(request.apply(operations))
+                result = request.apply(operations)
             except StoreTimeout:
                 raise
             except StoreError as error:
                 return Outcome(results, str(error))
+            results.append(result)
+            if isinstance(request, CompareSet) and result != request.desired:
+                break
         return Outcome(results)
 
     def under(self, start: str) -> Together:
