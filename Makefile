@@ -34,17 +34,18 @@ help:  ## this list
 demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ranks
 	$(BIN)/shoal run -n 2 examples/digits.py
 
-# Two processes share the files among them, because many tests wait for processes, deadlines and the network.
+# Three processes share the files among them, also on two cores, because many tests wait for processes,
+# deadlines and the network.
 # tests/conftest.py sorts the files.
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	$(BIN)/python -m pytest -m "not stress" -n 3 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
 	for run in $$(seq $(if $(filter short,$(STRESS)),2,20)); do \
 	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m pytest -m stress -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m stress -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(CORE_TESTS) -B build/stress
 	$(TOOLS) cmake --build build/stress --target stress
 	build/stress/stress --operations $(if $(filter short,$(STRESS)),100000,1000000)

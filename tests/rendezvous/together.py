@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from shoal import Membership, MemoryStore
+from shoal import Membership, Store
 from shoal.rendezvous import Request, Venue
 from shoal.rendezvous.meet import meet
 from shoal.rendezvous.meet import meet_at as meet_at_place
@@ -62,7 +62,7 @@ def meet_at(
 
 
 def meet_in(
-    store: MemoryStore,
+    store: Store,
     rank: int | None = None,
     size: int | None = None,
     *,

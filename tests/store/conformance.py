@@ -355,7 +355,25 @@ class StoreConformance:
             store.together([Set(5, b"")])  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="value must be"):
             store.together([CompareSet("key", b"", 5)])  # type: ignore[arg-type]
+        for amount in (1.5, "1", 2**63):
+            with pytest.raises(UsageError, match="whole number of 64 bits"):
+                store.together([Add("key", amount)])  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="17 calls, at most 16"):
+            store.together([Add("key", 1)] * 17)
+        with pytest.raises(StoreError, match=r"400\d\d bytes .*: at most 32768"):
+            store.together([Set("key", b""), Append("key", bytes(40_000))])
         assert store.num_keys() == 0
+        store.set("key", bytes(40_000))
+        with pytest.raises(StoreError, match=r"a value of 40000 bytes was found: 32768 at most"):
+            store.together([Add("counter", 1), CompareSet("key", b"", b"value"), Add("counter", 1)])
+        assert store.get("counter") == b"1"
+
+    def test_values_of_calls_that_are_made_at_once_may_be_of_every_kind(self, store: Store) -> None:
+        value = bytearray(b"b")
+        store.together([Set("key", "käse"), Append("key", memoryview(b"a")), Append("key", value)])  # type: ignore[arg-type]
+        value[0] = 0
+        assert store.get("key") == "käseab".encode()
+        assert store.together([CompareSet("key", "käseab", "text"), Add("one", True)]) == [b"text", 1]  # type: ignore[arg-type]
 
     def test_calls_that_are_made_at_once_wake_those_that_wait(self, store: Store) -> None:
         with in_background() as call:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ConfigurationError, StoreError, StoreTimeout
+from shoal.errors import ConfigurationError, StoreError, StoreTimeout, WireError
 from shoal.store import DurableStoreServer, Store, TCPStore, TCPStoreServer, durable, journal
-from shoal.store.protocol import Status, encode_reply, encode_request
-from shoal.store.requests import Add, Check, CompareSet, Set
+from shoal.store.protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply, encode_request
+from shoal.store.requests import Add, Check, CompareSet, Get, Set
+from shoal.wire import connect
 from tests.support.folders import folder_in_memory
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -67,7 +68,7 @@ def test_data_outlives_the_server(server: DurableStoreServer, store: TCPStore, l
     store.append("a", b"2")
     with pytest.raises(StoreError, match="no counter"):  # and that is done again, as far as it was done
         store.together([Set("d", b""), Add("a", -1), Add("c", 1), Set("e", b"")])
-    assert store.together([Add("a", 1), CompareSet("c", b"", b"x"), Set("e", b"")]) == [12, b"x" * 100_000]
+    assert store.together([Add("a", 1), CompareSet("a", b"", b"x"), Set("e", b"")]) == [12, b"12"]
     for _ in range(2):
         server = again(server, log)
         with server:
@@ -291,6 +292,30 @@ def test_a_snapshot_that_fails_is_made_later(
     assert (log / "log").stat().st_size < 2_000
     with again(server, log):
         assert store.get("key") == b"last" * 20
+
+
+def test_a_client_that_breaks_the_rules_ends_itself_alone(
+    server: DurableStoreServer, store: TCPStore
+) -> None:
+    long = encode_request(CompareSet("long", b"", bytes(100_000)), b"a" * 16, 1)
+    for messages in (
+        [encode_request(Get(["missing"], -1.0))],
+        [encode_request(Get(["missing"], float("nan")))],
+        [long, encode_request(Add("key", 1), b"a" * 16, 1)],
+        [long, encode_request(Add("key", 1), b"b" * 16, 1)],
+    ):
+        connection = connect("127.0.0.1", server.port, secret=SECRET, purpose=PURPOSE, timeout=30)
+        connection.limit = MAX_MESSAGE
+        connection.recv(30)
+        for message in messages[:-1]:
+            connection.send(message, 30)
+            connection.recv(30)
+        connection.send(messages[-1], 30)
+        with pytest.raises(WireError):
+            connection.recv(30)
+        connection.close()
+        assert store.add("honest", 1) > 0
+    assert store.peek(["key", "honest"]) == [None, b"4"]
 
 
 def test_a_second_server_is_refused(server: DurableStoreServer, log: Path) -> None:

@@ -167,8 +167,10 @@ def test_a_record_of_another_version_is_reported(path: Path) -> None:
         store.set("key", b"value")
     with path.open("ab") as file:
         file.write(struct.pack("<II", 3, crc32(b"abc")) + b"abc")
-    with FileStore(path) as store, pytest.raises(StoreError, match="another version"):
-        store.get("key")
+    with FileStore(path) as store:
+        for _ in range(2):  # nobody goes on without what it says
+            with pytest.raises(StoreError, match="another version"):
+                store.get("key")
 
 
 def test_another_file_is_left_alone(path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from shoal.errors import StoreError, StoreTimeout, WireError
 from shoal.store import TCPStore, TCPStoreServer, tcp
-from shoal.store.protocol import Status, decode_request, encode_reply, encode_request
+from shoal.store.protocol import PURPOSE, Status, decode_request, encode_reply, encode_request
 from shoal.store.replies import REMEMBERED, Replies
-from shoal.store.requests import Add, Append, CompareSet, Delete, NumKeys, Set
+from shoal.store.requests import Add, Append, CompareSet, NumKeys, Set
 from shoal.store.tcp_server import _Client
-from shoal.wire import Session
+from shoal.wire import Session, connect
 from tests.support.waiting import until
 
 from .conformance import in_background
@@ -98,7 +98,7 @@ def test_a_long_reply_that_was_lost_is_given_again(store: TCPStore, monkeypatch:
         assert store.compare_set("key", b"", long) == long
         assert store.compare_set("key", long, longer) == longer
         assert store.compare_set("key", long, b"never") == longer
-        assert store.together([CompareSet("key", longer, long), Delete("key")]) == [long, True]
+        assert store.delete("key")
 
 
 def test_a_request_that_waits_goes_on_waiting(server: TCPStoreServer, store: TCPStore) -> None:
@@ -169,6 +169,34 @@ def test_a_write_is_not_sent_again_when_the_server_may_have_forgotten_it(
     with pytest.raises(StoreTimeout, match="it is unknown whether"):
         store.add("counter", 1)
     assert store.get("counter") == b"1"
+
+
+def test_writes_of_two_lines_on_one_connection_end_it(server: TCPStoreServer) -> None:
+    connection = connect("127.0.0.1", server.port, secret=SECRET, purpose=PURPOSE, timeout=30)
+    with contextlib.closing(connection), TCPStore("127.0.0.1", server.port, SECRET) as store:
+        connection.recv(60)
+        for number in range(2):
+            connection.send(encode_request(Add("key", 1), b"a" * 16, number), 10)
+            assert connection.recv(60)[:1] == bytes((Status.DONE,))
+        connection.send(encode_request(Add("key", 1), b"b" * 16, 0), 10)
+        with pytest.raises(WireError):
+            connection.recv(60)
+        assert store.get("key") == b"2"
+
+
+def test_a_server_that_ends_each_connection_costs_no_more_than_the_deadline(
+    server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise WireError("no")
+
+    monkeypatch.setattr(tcp, "_GRACE", 0.1)
+    with TCPStore("127.0.0.1", server.port, SECRET, timeout=0.5) as store:
+        monkeypatch.setattr(TCPStoreServer, "received", refuse)
+        with pytest.raises(StoreTimeout, match=r"did not answer: its connections are lost again and again$"):
+            store.check(["key"])
+        with pytest.raises(StoreTimeout, match="it is unknown whether the request was or will be done"):
+            store.set("key", b"")
 
 
 def test_a_server_that_began_anew_is_no_store_to_go_on_with(server: TCPStoreServer, store: TCPStore) -> None:

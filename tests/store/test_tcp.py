@@ -26,7 +26,14 @@ from shoal.errors import (
     WireError,
 )
 from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve, tcp_server
-from shoal.store.protocol import MAX_MESSAGE, PURPOSE, Status, decode_reply, decode_welcome, encode_reply
+from shoal.store.protocol import (
+    MAX_MESSAGE,
+    PURPOSE,
+    Status,
+    decode_reply,
+    decode_welcome,
+    encode_reply,
+)
 from shoal.store.requests import Add, Delete, Get, Set, Wait, encode
 from shoal.wire import Connection, Deadline, Server, connect, frame_header, listen
 from tests.support.ports import free_port

@@ -26,10 +26,13 @@ def interrupted(*numbers: int) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_program_after_what_is_undisturbed(number: int) -> None:
-    before = signal.getsignal(number)
-    with cleaning_up():
-        assert interrupted(number) == ["the block", f"SystemExit({128 + number})"]
-    assert signal.getsignal(number) is before
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup one is ignored
+    try:
+        with cleaning_up():
+            assert interrupted(number) == ["the block", f"SystemExit({128 + number})"]
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_ctrl_c_comes_after_what_is_undisturbed_and_what_was_ignored_stays_so() -> None:

@@ -130,6 +130,8 @@ class Meeting:
         self.together: list[int] = []
         self.machines: list[str] = []
         self._counted = self._met = False
+        #: the rank that this process has, or may have: its claim may have been lost with the answer
+        self._mine: int | None = None
         #: how many had come with this one when it claimed its rank, and the number of the room then
         self._came, self._room_then = 0, -1
         #: the members on this machine, when all have come
@@ -143,9 +145,9 @@ class Meeting:
             VersionMismatch: the others run another version.
             RendezvousTimeout: names the ranks that did not come.
         """
-        while not self._enter():
-            self._await_next_room()
         try:
+            while not self._enter():
+                self._await_next_room()
             met = self._await_all()
             if self.rank not in met.together:
                 raise StoreError(f"rendezvous: rank {self.rank} is not among those of its host in the store")
@@ -304,6 +306,7 @@ class Meeting:
         if self._room_then != self._room.number:
             # The room ended, and was cleared, between our look at its number and our claim.
             self._room.clear()
+            self._mine = None
             return False
         self.rank = rank
         failure_report.joined(self.rank, self.size)
@@ -326,6 +329,7 @@ class Meeting:
             last = [Add(room.key("arrivals"), 1)] if self._rank is None else self._claiming(self._rank)
             results = self._root.together([*calls, *last])
             if results[1] != number:
+                self._mine = None
                 return None
             if len(results) >= len(calls):
                 break
@@ -385,6 +389,7 @@ class Meeting:
     def _claiming(self, rank: int) -> list[Call]:
         """What claims a rank, and counts this process if it has got it."""
         mine, key = encode(self._me), self._room.key
+        self._mine = rank
         return [CompareSet(key(rank_key(rank)), b"", mine), Add(key("came"), 1), Add(ROOM, 0)]
 
     def _has_claimed(self, results: list[Any]) -> bool:
@@ -392,12 +397,18 @@ class Meeting:
         self._counted = len(results) > 1
         if self._counted:
             _, self._came, self._room_then = results
+        else:
+            self._mine = None
         return self._counted
 
     def _withdraw(self) -> None:
         """Free the rank, so that a second try can have it."""
-        with contextlib.suppress(StoreError, OSError):  # the store may be what failed
-            calls: list[Call] = [Set(f"gave_up/{self.rank}", b""), Delete(rank_key(self.rank))]
+        if self._mine is None:
+            return
+        with contextlib.suppress(StoreError, WireError, OSError):  # the store may be what failed
+            if not self._counted and self._room.store.peek([rank_key(self._mine)]) != [encode(self._me)]:
+                return
+            calls: list[Call] = [Set(f"gave_up/{self._mine}", b""), Delete(rank_key(self._mine))]
             if self._counted:  # in this order: the count is never less than those who are there
                 calls.append(Add("came", -1))
                 self._counted = False

@@ -15,6 +15,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, final
 
+from msgspec.structs import replace
+
 from .. import config
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
 from ..wire import Deadline
@@ -81,9 +83,7 @@ class Store:
         The counter is stored as decimal ASCII.  ``StoreError`` if ``key`` holds something else or
         the sum does not fit in 64 bits.
         """
-        if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
-            raise UsageError(f"cannot add {amount!r} to key {key!r}: expected a whole number of 64 bits")
-        return self._now(requests.Add(self._key(key), int(amount)))
+        return self._now(requests.Add(self._key(key), self._amount(key, amount)))
 
     @final
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
@@ -172,7 +172,7 @@ class Store:
         Args:
             calls: :class:`Set`, :class:`Add`, :class:`CompareSet`, :class:`Delete` and :class:`Append` of
                 ``shoal.store.requests``; done one after the other, up to a CompareSet that finds another
-                value than it sets.
+                value than it sets; 16 at most, with 32 KB of keys and values.
 
         Returns:
             the result of each that was done, as of the method of the same name.
@@ -180,6 +180,8 @@ class Store:
         Raises:
             StoreError: one failed.  Those before it were done, those after it were not.
         """
+        if len(calls) > requests.MOST_CALLS:
+            raise UsageError(f"together: {len(calls)} calls, at most {requests.MOST_CALLS}")
         outcome = self._now(requests.Together([self._call(each) for each in calls]))
         if outcome.failure:
             raise StoreError(outcome.failure)
@@ -275,11 +277,18 @@ class Store:
     def _call(self, call: Call) -> Call:
         if not isinstance(call, Call):
             raise UsageError(f"together: expected Set, Add, CompareSet, Delete or Append, got {call!r}")
-        self._key(call.key)
+        changed: dict[str, Any] = {"key": self._key(call.key)}
+        if isinstance(call, requests.Add):
+            changed["amount"] = self._amount(call.key, call.amount)
         for field in ("value", "expected", "desired"):
-            if (value := getattr(call, field, None)) is not None:
-                self._value(value)
-        return call
+            if hasattr(call, field):
+                changed[field] = self._value(getattr(call, field))
+        return replace(call, **changed)
+
+    def _amount(self, key: str, amount: int) -> int:
+        if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
+            raise UsageError(f"cannot add {amount!r} to key {key!r}: expected a whole number of 64 bits")
+        return int(amount)
 
     def _value(self, value: Value) -> bytes:
         return checked_value(value, self._backing.longest_value)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ShoalError, StoreError, WireError
+from ..errors import ShoalError, StoreError, UsageError, WireError
 from ..wire import HANDSHAKE_TIMEOUT
 from .journal import InDoubt, Journal, NotWritten, Snapshot
 from .operations import Table
@@ -198,10 +198,11 @@ class DurableStoreServer(TCPStoreServer):
         if line and line not in self._kept:
             self._kept[line] = self._replies.last(line)
         before = len(self._table.touched)
-        reply = self._execute(each.session, each.asked)
-        if len(self._table.touched) > before:
-            changes.append(each.message)
-        return reply
+        try:
+            return self._execute(each.session, each.asked)
+        finally:  # whatever went wrong, what others can see is in the log
+            if len(self._table.touched) > before:
+                changes.append(each.message)
 
     def _refusal(self, each: _Taken) -> bytes | bytearray | None:
         """The reply to a write while nothing can be written; None: it can, or this is no write."""
@@ -279,8 +280,11 @@ class DurableStoreServer(TCPStoreServer):
         """End the client alone whose request breaks the rules."""
         try:
             yield
-        except WireError as error:
+        except (WireError, UsageError, OSError) as error:
             self.drop(each.session, str(error))
+        except Exception:
+            logger.exception("store: dropping client %s", each.session.name)
+            self.drop(each.session, "an unexpected error")
 
     def _release(self) -> None:
         super()._release()

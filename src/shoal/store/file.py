@@ -107,6 +107,9 @@ class _File(Executor):
             for payload in self._log.read(locked=locked):
                 decode(payload).apply(self._table)
         except msgspec.MsgspecError as error:
+            # Nobody may go on without it: each call meets it again.
+            self._table = Table()
+            self._log.rewind()
             raise StoreError(f"file store {self.path} holds a record of another version: {error}") from error
         self._table.touched.clear()
 

@@ -125,11 +125,13 @@ class _Adapter(Backing):
         return [key for key in names if key not in absent]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        # multi_get waits for a key that is not there.
-        if len(keys) <= _FEW or not self._extended or not self._exist(keys):
+        if len(keys) <= _FEW or not self._extended:
             return super().get_many(keys)
         with self._calling() as foreign:
             return foreign.multi_get(list(keys[:_AT_ONCE]))
+
+    def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        return super().get_many(keys)  # torch's multi_get waits for a key that is not there
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []

@@ -14,6 +14,10 @@ MAX_VALUE = 64 * 2**20
 _MOST = 2**63
 
 
+class Refused(StoreError):
+    """A value that the key holds, or is to hold, is in the way; nothing was changed."""
+
+
 class KeysMissing(Exception):
     """A request cannot be executed before these keys exist."""
 
@@ -52,6 +56,10 @@ class Operations(abc.ABC):
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         """The values of ``keys``; or of the first ones, at least one, if more than that would be too much."""
         return [self.get_now(key) for key in keys]
+
+    def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """The same, where keys may not exist, or be removed meanwhile."""
+        return self.get_many(keys)
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """The keys among ``keys`` that do not exist."""
@@ -205,10 +213,10 @@ def counted(key: str, held: bytes | None, amount: int) -> int:
     """The counter ``held`` plus ``amount``.  StoreError if it is no counter, or the sum exceeds 64 bits."""
     held = b"0" if held is None else held
     if not held.removeprefix(b"-").isdigit() or len(held) > 20:
-        raise StoreError(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
+        raise Refused(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
     total = int(held) + amount
     if not -_MOST <= total < _MOST:
-        raise StoreError(f"cannot add {amount} to key {key!r}: {total} does not fit in 64 bits")
+        raise Refused(f"cannot add {amount} to key {key!r}: {total} does not fit in 64 bits")
     return total
 
 
@@ -218,6 +226,6 @@ def check_length(key: str, value: bytes, longest: int) -> None:
         raise too_long(key, len(value), longest)
 
 
-def too_long(key: str, length: int, longest: int) -> StoreError:
+def too_long(key: str, length: int, longest: int) -> Refused:
     """The error of a value of ``length`` bytes."""
-    return StoreError(f"key {key!r}: {length} bytes, this store takes at most {longest} in a value")
+    return Refused(f"key {key!r}: {length} bytes, this store takes at most {longest} in a value")

@@ -100,7 +100,7 @@ def encode_request(request: Request[Any], line: bytes = bytes(16), number: int =
 def decode_request(message: bytes | bytearray) -> Numbered:
     """The request that a message carries.  WireError: it carries none, or a write without its number."""
     try:
-        if message[:1] != bytes((_WRITE,)):
+        if not message or message[0] != _WRITE:
             request = decode(message)
             if request.writes:
                 raise WireError("a write came without its number")

@@ -23,7 +23,7 @@ from .requests import CompareSet, Request
 #: seconds for which a line is remembered after its client has gone
 REMEMBERED = 600.0
 
-#: longest reply in bytes of a CompareSet that is kept; other writes have short ones
+#: longest reply in bytes of a CompareSet that is kept; other writes have shorter ones
 _LONGEST = 64 * 2**10
 
 
@@ -82,7 +82,8 @@ class Replies:
         if heard.reply:
             return heard.reply
         # Of others all are kept, and when this one changes something, its result is the value that it set.
-        assert isinstance(request, CompareSet)
+        if not isinstance(request, CompareSet):
+            raise WireError("a number came again with another write")
         return encode_reply(Status.DONE, request.desired)
 
     def keep(

@@ -7,13 +7,12 @@ request.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from ..errors import StoreError, StoreTimeout
-from .operations import KeysMissing, Operations
+from .operations import KeysMissing, Operations, Refused
 
 T = TypeVar("T")
 _Self = TypeVar("_Self", bound="Request[Any]")
@@ -159,11 +158,19 @@ class Peek(_Keys[list[bytes | None]], frozen=True, array_like=True, tag=13):
     """Read the values that are there now; of the first keys, as far as they fit into one message."""
 
     def apply(self, operations: Operations) -> list[bytes | None]:
-        return list(operations.get_many(self.keys)) if self.keys else []
+        return list(operations.peek(self.keys)) if self.keys else []
 
 
-#: what :class:`Together` takes: the results of these are short, but for what a CompareSet finds
+#: what :class:`Together` takes
 Call = Set | Add | CompareSet | Delete | Append
+#: how many, and how many bytes: of their keys and values together, and of a value that a CompareSet finds.
+#: So a server keeps short replies, and others never wait long.
+MOST_CALLS, SHORT = 16, 2**15
+
+
+def _size(call: Call) -> int:
+    fields = (getattr(call, name, "") for name in ("key", "value", "expected", "desired"))
+    return sum(map(len, fields))
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -179,20 +186,22 @@ class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
     A store of one process, or with a server of shoal's, lets nobody come in between.
     """
 
-    requests: list[Call]
+    requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]
 
     def apply(self, operations: Operations) -> Outcome:
         results: list[Any] = []
+        if (size := sum(map(_size, self.requests))) > SHORT:
+            return Outcome(results, f"{size} bytes of keys and values: at most {SHORT} can be set together")
         for request in self.requests:
             try:
-                result = request.apply(operations)
-            except StoreTimeout:
-                raise
-            except StoreError as error:
+                result: Any = request.apply(operations)
+            except Refused as error:
                 return Outcome(results, str(error))
-            results.append(result)
             if isinstance(request, CompareSet) and result != request.desired:
-                break
+                if len(result) > SHORT:
+                    return Outcome(results, f"a value of {len(result)} bytes was found: {SHORT} at most")
+                return Outcome([*results, result])
+            results.append(result)
         return Outcome(results)
 
     def under(self, start: str) -> Together:

@@ -175,11 +175,12 @@ class _Client(Executor):
             line.number += 1
         message = encode_request(request, line.name, line.number)
         first = time.monotonic()
+        patience = Deadline(deadline.remaining() + _GRACE)
         losses = 0
         while True:
             connection = line.connection
             if connection is None:
-                connection = self._reconnect(line, request, deadline, losses)
+                connection = self._reconnect(line, request, deadline, patience, losses)
                 if losses and request.writes and time.monotonic() - first > _LONGEST_REPEAT:
                     raise self._silent(request, deadline)
                 if losses and isinstance(request, Blocking):
@@ -193,9 +194,10 @@ class _Client(Executor):
                 self._disconnect(line)
                 losses += 1
 
-    def _reconnect(self, line: _Line, request: Request[T], deadline: Deadline, losses: int) -> Connection:
-        """Give the line a connection, as soon as the server can be reached."""
-        patience = Deadline(deadline.remaining() + _GRACE)
+    def _reconnect(
+        self, line: _Line, request: Request[T], deadline: Deadline, patience: Deadline, losses: int
+    ) -> Connection:
+        """Give the line a connection, as soon as the server can be reached and while there is patience."""
         # The first loss may be an accident; a server that loses one after the other is left some peace.
         pause, failures = _SHORTEST_PAUSE * 2 ** min(losses, 6), max(0, losses - 1)
         why = "its connections are lost again and again"
@@ -204,8 +206,8 @@ class _Client(Executor):
                 if self.closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
                     raise StoreError("closed")  # the store says which
                 pause = min(2 * pause, _LONGEST_PAUSE)
-                if patience.expired:
-                    raise self._silent(request, deadline, why, sent=losses > 0)
+            if losses + failures and patience.expired:
+                raise self._silent(request, deadline, why, sent=losses > 0)
             try:
                 connection = self._connect(min(patience.remaining(), HANDSHAKE_TIMEOUT))
             except (AuthenticationError, VersionMismatch) as error:

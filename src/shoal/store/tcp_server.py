@@ -135,6 +135,8 @@ class TCPStoreServer(Server[_Client]):
         """Execute a request: its reply; None if it is parked."""
         request, line, number = asked
         if line:
+            if session.line not in (b"", line):
+                raise WireError("writes of two lines came on one connection")
             session.line = line
             kept = self._replies.repeated(line, session.order, number, request)
             if kept is not None:

@@ -28,7 +28,8 @@ from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_ver
 from .inherit import close_in_forked_child
 from .introduce import SharedMemory, be_introduced, introduce, share_memory
 from .pending import PendingHandshake
-from .server import Server, Session, raise_descriptor_limit
+from .server import Server, raise_descriptor_limit
+from .session import Session
 from .sockets import accept, connect, listen, listens
 from .stream import Stream
 from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds

@@ -52,6 +52,7 @@ def build_version() -> str:
         return "0.1.0"
 
 
+@functools.cache
 def _field(text: str, size: int, what: str) -> bytes:
     raw = text.encode("ascii", "replace")
     if not 0 < len(raw) <= size:

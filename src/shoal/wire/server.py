@@ -25,10 +25,10 @@ from typing import Generic, TypeVar
 from ..errors import OutOfResources, UsageError, WireError
 from .alarms import Alarms
 from .encryption import encryption
-from .frames import JOIN, FrameReader, frame_header, only_frame
 from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
+from .session import Session
 from .sockets import prepare
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,7 @@ _MOST_STRANGERS = 4096
 #: most messages of clients are shorter, and then taken with one call of the system
 _SHORT = 2**11
 
-#: most bytes taken from one client at a time, so that a large message does not hold up the others
-_SLICE = 2**20
-#: and most times that it is served before the others get their turn, where its stream holds more
+#: most times that it is served before the others get their turn, where its stream holds more
 _TURNS = 16
 
 #: most events that are taken from the kernel at once
@@ -54,140 +52,6 @@ _MASKS = {selectors.EVENT_READ: select.EPOLLIN, selectors.EVENT_WRITE: select.EP
 
 #: answers that are sent to those who waited, before the clients that ask get their turn again
 _ANSWERS_AT_ONCE = 256
-
-
-class Session:
-    """One client as its server sees it: reads whole messages and writes others, without ever blocking.
-
-    Attributes:
-        descriptor: of the stream, as long as the server has not dropped the client.
-        name: the client's address, for messages.
-        authenticated: whether its handshake has succeeded.
-        closed: whether the server has dropped it.
-        watched: the events that the server waits for.
-    """
-
-    def __init__(self, handshake: PendingHandshake, name: str, limit: int) -> None:
-        self.stream = handshake.stream
-        self.descriptor = self.stream.fileno()
-        self.name = name
-        self.authenticated = False
-        self.closed = False
-        self.watched = handshake.events
-        #: None once it has succeeded
-        self._handshake: PendingHandshake | None = handshake
-        self._reader = FrameReader(limit)
-        self._unsent: deque[memoryview] = deque()
-        #: read together with what came before
-        self._ahead = bytearray()
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are bytes of the client that do not make its descriptor readable."""
-        return bool(self._ahead) or self.stream.pending()
-
-    @property
-    def clogged(self) -> bool:
-        """Whether there are bytes that the client has not taken yet."""
-        return bool(self._unsent)
-
-    @property
-    def events(self) -> int:
-        """The events to wait for: no further message is taken while an answer is stuck."""
-        if self._handshake is not None:
-            return self._handshake.events
-        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
-
-    def shake_hands(self) -> bool:
-        """Go on with the handshake; whether it has just succeeded.  Raises as :meth:`receive`."""
-        assert self._handshake is not None
-        self.authenticated = self._handshake.step()
-        if self.authenticated:
-            if proof := self._handshake.unsent():
-                self._unsent.append(memoryview(proof))
-            self._handshake = None
-        return self.authenticated
-
-    def receive(self, short: memoryview) -> bytearray | None:
-        """Read the bytes that have arrived; a message when one is complete.
-
-        Args:
-            short: room for a message that is short, for the time of this call.
-
-        Raises:
-            WireError: the client left, broke the protocol or failed to authenticate.
-        """
-        if not self._ahead and self._reader.between_frames:
-            try:
-                count = self.stream.recv_into(short)
-            except BlockingIOError:
-                return None
-            if count == 0:
-                raise WireError("the client closed the connection")
-            message = only_frame(short[:count])
-            if message is not None and len(message) <= self._reader.limit:
-                return message
-            self._ahead += short[:count]
-        while self._ahead:
-            view = self._reader.view()
-            count = min(len(view), len(self._ahead))
-            view[:count] = self._ahead[:count]
-            del self._ahead[:count]
-            message = self._reader.advance(count)
-            if message is not None:
-                return message
-        taken = 0
-        while True:
-            view = self._reader.view()[:_SLICE]
-            try:
-                count = self.stream.recv_into(view)
-            except BlockingIOError:
-                return None
-            if count == 0:
-                raise WireError("the client closed the connection")
-            message = self._reader.advance(count)
-            taken += count
-            if message is not None or taken >= _SLICE:
-                return message
-
-    def send(self, message: bytes | bytearray) -> None:
-        """Send a message, now or when the client takes it.  OSError if it is gone."""
-        header = frame_header(len(message))
-        if len(message) > JOIN:
-            self._write(header)
-            self._write(message)
-        elif self._unsent:
-            self._write(header + message)
-        else:  # in most cases: one call of the system, and nothing is left
-            data = header + message
-            try:
-                sent = self.stream.send(data)
-            except BlockingIOError:
-                sent = 0
-            if sent < len(data):
-                self._unsent.append(memoryview(data)[sent:])
-
-    def flush(self) -> None:
-        """Send as much as the client takes now.  OSError if the client is gone."""
-        if len(self._unsent) > 1 and sum(map(len, self._unsent)) <= JOIN:
-            whole = b"".join(self._unsent)
-            self._unsent.clear()
-            self._unsent.append(memoryview(whole))
-        while self._unsent:
-            first = self._unsent[0]
-            try:
-                sent = self.stream.send(first)
-            except BlockingIOError:
-                return
-            if sent < len(first):
-                self._unsent[0] = first[sent:]
-            else:
-                self._unsent.popleft()
-
-    def _write(self, data: bytes | bytearray) -> None:
-        self._unsent.append(memoryview(data))
-        if len(self._unsent) == 1:
-            self.flush()
 
 
 S = TypeVar("S", bound=Session)
@@ -373,7 +237,8 @@ class Server(abc.ABC, Generic[S]):
         self._strangers.pop(session, None)
         self._eager.pop(session, None)
         self.alarms.cancel(session)
-        self._poll.unregister(session.descriptor)
+        with contextlib.suppress(OSError):
+            self._poll.unregister(session.descriptor)
         # Before the client can see it.
         self.dropped(session)
         session.stream.close()
