@@ -41,7 +41,10 @@ hypothesis.settings.load_profile("patient")
 #: Files of few tests that take long.  The processes of ``make test`` begin with them: a file that begins last
 #: keeps one process busy while the other has nothing to do.
 LONGEST = (
-    "compat/launching/test_launchers.py", "compat/frameworks/test_frameworks.py",
+    "compat/launching/test_launchers.py", "hosts/test_srun.py", "failure/test_cuts.py",
+    "examples/test_kubernetes.py", "hosts/test_training.py", "failure/test_standstills.py",
+    "elastic/test_alike.py", "rendezvous/test_under_slurm.py", "hosts/test_orphans.py",
+    "hosts/test_random_kills.py", "launch/test_hosts.py", "compat/frameworks/test_frameworks.py",
     "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
     "examples/test_notebook.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
     "compat/launching/test_failures.py", "examples/test_digits.py",
