@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import random
 import resource
 import socket
 from collections.abc import Iterator
@@ -63,58 +62,6 @@ def test_strangers_that_fail_are_passed_over(acceptor: Acceptor) -> None:
         connecting = pool.submit(wrong_then_right)
         acceptor.accept(30).close()
         connecting.result(30).close()
-
-
-def _hostile(acceptor: Acceptor, kind: int, chance: random.Random, recorded: list[bytes]) -> bytes:
-    """A handshake that must fail; what the other side said beyond its greeting."""
-    secret, purpose = (b"wrong" if kind == 0 else SECRET), ("other" if kind == 1 else "test")
-    mine = Handshake(connecting=True, secret=secret, purpose=purpose)
-    greeting = bytearray(mine.greeting)
-    if kind == 2:
-        place = chance.randrange(8 * (len(greeting) - 32))  # not what is random
-        greeting[place // 8] ^= 1 << place % 8
-    said = b""
-    with (
-        socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=60) as sock,
-        contextlib.suppress(OSError),  # it may be dropped at any moment
-    ):
-        if kind == 3:
-            sock.sendall(b"".join(recorded))
-        else:
-            sock.sendall(greeting)
-            theirs = sock.recv(mine.needed, socket.MSG_WAITALL)
-            proof = bytearray(mine.feed(theirs) or bytes(32))
-            if kind == 4:
-                proof[chance.randrange(32)] ^= 1 << chance.randrange(8)
-            if kind == 5:
-                proof = bytearray(chance.randbytes(2**16))
-            sock.sendall(proof)
-        sock.shutdown(socket.SHUT_WR)
-        while data := sock.recv(2**16):
-            said += data
-    return said[mine.needed :] if kind == 3 else said
-
-
-def test_a_thousand_hostile_handshakes_let_nobody_in(acceptor: Acceptor) -> None:
-    chance = random.Random(0)
-    mine = Handshake(connecting=True, secret=SECRET, purpose="test")
-    with ThreadPoolExecutor(1) as pool:
-        with socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=60) as sock:
-            accepting = pool.submit(acceptor.accept, 60)
-            sock.sendall(mine.greeting)
-            proof = mine.feed(sock.recv(len(mine.greeting), socket.MSG_WAITALL))
-            sock.sendall(proof)
-            assert sock.recv(32, socket.MSG_WAITALL) != bytes(32)
-            accepting.result(60).close()
-        accepting = pool.submit(acceptor.accept, 300)
-        for number in range(1000):
-            said = _hostile(acceptor, number % 6, chance, [mine.greeting, proof])
-            assert said in (b"", bytes(32)), number
-        assert not accepting.done()
-        with _connect(acceptor) as honest:
-            honest.send(b"honest", 30)
-            with accepting.result(60) as accepted:
-                assert accepted.recv(30) == b"honest"
 
 
 def test_a_timeout_says_why_the_last_stranger_was_refused(acceptor: Acceptor) -> None:
