@@ -244,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    limits = {"etcd": MOST_IN_ETCD} if may_look_names_up_in_files() else {"etcd": MOST_IN_ETCD, TORCH: MOST}
+    limits = {"etcd": MOST_IN_ETCD}
+    if not may_look_names_up_in_files():
+        limits[TORCH] = MOST
     record: dict[str, dict[str, Figures]] = {kind: {} for kind in options.kinds}
     for ranks in options.ranks:
         kinds = [kind for kind in options.kinds if ranks <= limits.get(kind, ranks)]

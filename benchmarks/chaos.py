@@ -1,7 +1,7 @@
 """Deaths, standstills, joins and leaves at random moments: what `docs/failures.md` promises, put to the test.
 
     python benchmarks/chaos.py
-    python benchmarks/chaos.py --long               # 25 minutes
+    python benchmarks/chaos.py --long --at-once 2   # 33 minutes
     python benchmarks/chaos.py --at-once 2          # in less time, with times that say less
     python benchmarks/chaos.py --only "two deaths" --seed 1234 --times 0.01
 
@@ -192,7 +192,7 @@ def prepare() -> None:
 def main() -> int:
     """Play what the command line asks for; 1 if a trial was bad."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--long", action="store_true", help="more trials of each row, 25 minutes")
+    parser.add_argument("--long", action="store_true", help="more trials: half an hour, two at a time")
     parser.add_argument("--times", type=float, default=1.0, help="so many times as many trials")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial of each row")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many trials at a time")

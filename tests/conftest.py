@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("patient")
 
 
 #: Files of few tests that take long.  The processes of ``make test`` begin with them: a file that begins last
-#: keeps one process busy while the other has nothing to do.
+#: keeps one process busy while the others have nothing to do.
 LONGEST = (
     "compat/launching/test_launchers.py", "hosts/test_srun.py", "failure/test_cuts.py",
     "examples/test_kubernetes.py", "hosts/test_training.py", "failure/test_standstills.py",

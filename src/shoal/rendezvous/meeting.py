@@ -387,13 +387,13 @@ class Meeting:
         return self._has_claimed(self._root.together(self._claiming(rank)))
 
     def _claiming(self, rank: int) -> list[Call]:
-        """What claims a rank, and counts this process if it has got it."""
+        """The calls that claim a rank, and count this process if it gets the rank."""
         mine, key = encode(self._me), self._room.key
         self._mine = rank
         return [CompareSet(key(rank_key(rank)), b"", mine), Add(key("came"), 1), Add(ROOM, 0)]
 
     def _has_claimed(self, results: list[Any]) -> bool:
-        """What the results of these calls say."""
+        """Whether this process has the rank, by the results of the calls that claim it."""
         self._counted = len(results) > 1
         if self._counted:
             _, self._came, self._room_then = results

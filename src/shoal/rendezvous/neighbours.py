@@ -36,7 +36,7 @@ class Neighbours:
         self._known: list[Arrival] = []
 
     def append(self, rank: int | None) -> Append:
-        """What adds this process, which is about to claim ``rank``."""
+        """The call that adds this process, which is about to claim ``rank``."""
         mine = Arrival(self._me.process, self._me.token, rank)
         return Append(self.key, msgspec.json.encode(mine) + b"\n")
 

@@ -81,7 +81,7 @@ class Replies:
             return None
         if heard.reply:
             return heard.reply
-        # Of others all are kept, and when this one changes something, its result is the value that it set.
+        # Only long replies of a CompareSet are not kept.  Its result is then the value that it has set.
         if not isinstance(request, CompareSet):
             raise WireError("a number came again with another write")
         return encode_reply(Status.DONE, request.desired)

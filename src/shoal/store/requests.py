@@ -174,7 +174,7 @@ def _size(call: Call) -> int:
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What became of :class:`Together`: the results, as far as it came, and why the next request failed."""
+    """The result of :class:`Together`: that of each request that was done, and why the next one failed."""
 
     results: list[Any]
     failure: str = ""
