@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import RpcError, WaitTimeout, WorkerLost
+from shoal.errors import CallTimeout, RpcError, WaitTimeout, WorkerLost
 from shoal.future import Future
 from shoal.rpc import Agent, Peer
 from tests.rpc.device_handlers import Table, echo, kinds
@@ -40,8 +40,8 @@ def storm(a: Agent, b: Peer, held_call: HeldCall) -> None:
         make = choose.choice(makes)
         try:
             made, more = held_call(lambda make=make, peer=peer, x=x: make(peer, x))  # type: ignore[misc]
-        except WorkerLost:
-            continue  # a post that found no room in time, or no connection
+        except (WorkerLost, CallTimeout):
+            continue  # a post that found no connection, or no room in time
         streams += more
         if made is not None:
             futures.append(made)

@@ -98,4 +98,6 @@ def test_a_call_whose_time_is_up_before_it_is_connected_is_late_and_its_worker_n
         connecting = a.links._making.setdefault("b", threading.Lock())  # as if another call were
         with connecting, pytest.raises(CallTimeout, match="was not connected to within"):
             a.peer("b").options(timeout=0.05).call(int).wait()
+        with connecting, pytest.raises(CallTimeout, match="was not connected to within"):
+            a.peer("b").options(timeout=0.05).post(int)
         assert a.peer("b").call(int, "7").wait() == 7

@@ -166,7 +166,8 @@ def post(
 
     Raises:
         UsageError: the arguments cannot be sent.
-        WorkerLost: it was not sent.
+        WorkerLost: the worker or the connection to it is lost.
+        CallTimeout: the worker took nothing in time.
     """
     message, _, ticket = _message(line, fn, args, kwargs, shown, post=True)
     try:
@@ -185,7 +186,9 @@ def post(
         endpoint.keep(LEASE, message.travellers)
     if not sent:
         why = endpoint.post.lost(line.number)
-        raise WorkerLost(f"{shown} was not sent: {why or 'it took nothing in time'}", line.worker.name)
+        if why:
+            raise WorkerLost(f"{shown} was not sent: {why}", line.worker.name)
+        raise CallTimeout(f"{shown} was not sent: it took nothing in time")
 
 
 def _message(

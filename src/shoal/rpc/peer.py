@@ -119,6 +119,8 @@ class Peer(WorkerInfo):
         Raises:
             UsageError: the arguments cannot be sent.
             WorkerLost: the worker cannot be reached.
+            CallTimeout: it could not be reached in time.
+            CallTimeout: it could not be reached in time, or took nothing.
         """
         shown = self._shown(fn, args)
         line = self._agent.line(self.name, self.timeout)
@@ -132,6 +134,7 @@ class Peer(WorkerInfo):
         Raises:
             UsageError: the arguments cannot be sent.
             WorkerLost: the worker cannot be reached.
+            CallTimeout: it could not be reached in time.
         """
         return self._make(create, fn, args, kwargs)[0]
 
