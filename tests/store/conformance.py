@@ -36,6 +36,8 @@ class StoreConformance:
     longest_key = 10_000
     #: what it takes in one multi_set, in bytes; None: more is set in several steps
     largest_at_once: int | None = None
+    #: whether it does in one step what is done together
+    one_step = True
 
     def test_what_was_set_can_be_got(self, store: Store) -> None:
         store.set("key", b"value")
@@ -67,6 +69,9 @@ class StoreConformance:
         with pytest.raises(StoreError, match=f"{self.largest_value + 1} bytes"):
             store.set("key", bytes(self.largest_value + 1))
         store.set("key", bytes(self.largest_value))
+        with pytest.raises(StoreError, match=f"{self.largest_value + 1} bytes"):
+            store.together([Add("before", 1), Append("key", b"x"), Add("after", 1)])
+        assert store.list_keys() == ["before", "key"]
         with pytest.raises(StoreError, match=f"{self.largest_value + 1} bytes"):
             store.append("key", b"x")
         assert len(store.get("key")) == self.largest_value
@@ -346,6 +351,32 @@ class StoreConformance:
         with pytest.raises(StoreError, match=r"text'.*no counter"):
             store.together([Set("a", b"1"), Add("text", 1), Set("b", b"2")])
         assert store.peek(["a", "text", "b"]) == [b"1", b"no number", None]
+
+    def test_a_counter_that_begins_with_zeros_counts(self, store: Store) -> None:
+        store.set("counter", b"007")
+        assert store.together([Set("a", b""), Add("counter", 1), Add("after", 1)]) == [None, 8, 1]
+        store.set("counter", b"-007")
+        assert store.add("counter", 1) == -6
+
+    @pytest.mark.concurrency
+    def test_nobody_sees_half_of_what_is_done_together(self, store: Store) -> None:
+        rounds = 20
+
+        def count() -> None:
+            with store.clone() as mine:
+                for _ in range(rounds):
+                    one, two, there = mine.together([Add("one", 1), Add("two", -1), Set("there", b"")])
+                    assert (one + two == 0 or not self.one_step) and there is None
+                    assert mine.together([Delete("there")]) in ([True], [False])
+
+        with in_background() as call:
+            counting = [call(count) for _ in range(3)]
+            while not all(each.done() for each in counting):
+                one, two = (int(each or 0) for each in store.peek(["one", "two"]))
+                assert one + two == 0 or not self.one_step
+            for each in counting:
+                each.result()
+        assert store.add("one", 0) == 3 * rounds
 
     def test_only_short_writes_are_made_at_once(self, store: Store) -> None:
         for call in (Get(["key"], 1.0), MultiSet([("key", b"")]), "key"):

@@ -23,6 +23,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestDictionaryStore(StoreConformance):
+    one_step = False
+
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         with dictionary_store.dictionary_store("name", 30) as store:

@@ -15,7 +15,9 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
 from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
+from shoal.store.etcd_job import at
 from shoal.store.gateway import Gateway, Stream, Unclear
+from shoal.store.requests import Add, Append, CompareSet, Set
 from shoal.testing import linearize
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.ports import free_port
@@ -232,6 +234,20 @@ def test_many_keys_are_read_in_several_messages(store: EtcdStore) -> None:
     assert store.list_keys() == keys
     with pytest.raises(StoreTimeout, match="and 244 more"):
         store.wait([key + "x" for key in keys], 0)
+
+
+def test_values_too_long_for_one_step_are_appended_to_one_by_one(store: EtcdStore) -> None:
+    for key in ("a", "b"):
+        store.set(key, bytes(MAX_ETCD_VALUE - 1))
+    assert store.together([Append("a", b"x"), Append("b", b"x"), Add("counter", 1)]) == [None, None, 1]
+    assert [len(each) for each in store.multi_get(["a", "b"])] == [MAX_ETCD_VALUE] * 2
+
+
+def test_what_is_done_together_is_one_transaction(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = store._backing._read([at(store._backing._name("a"))]) and store._backing._seen.revision
+    store.together([Set("a", b""), Add("b", 1), Append("c", b"x"), CompareSet("d", b"", b"x")])
+    assert store.check(["a", "b", "c", "d"])
+    assert store._backing._seen.revision == before + 1
 
 
 def test_the_longest_key_may_have_the_longest_value(store: EtcdStore) -> None:

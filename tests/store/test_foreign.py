@@ -47,6 +47,7 @@ class Adopted(StoreConformance):
 
     largest_value = MAX_FOREIGN_VALUE
     longest_key = MAX_FOREIGN_KEY
+    one_step = False
     kind: str
 
     # A view with a prefix calls the store below it, so that alone is for `make stress`.

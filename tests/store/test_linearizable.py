@@ -117,12 +117,29 @@ class _Careless(Backing):
         return [key for key in [*self._values] if key.startswith(prefix)]
 
     def clone(self, timeout: float) -> _Careless:
-        return _Careless(self._values)
+        return type(self)(self._values)
 
 
 def test_a_store_whose_changes_overlap_is_found_out() -> None:
     with Store(_Careless({}), 60) as store, pytest.raises(AssertionError, match="no order of its"):
-        linearize.play(store)
+        linearize.play(store, together=False)
+
+
+class _OneByOne(_Careless):
+    """Does each operation in one step, and those of ``together`` in several."""
+
+    _lock = threading.Lock()
+
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        with self._lock:
+            return super().swap(key, held, value)
+
+
+def test_a_store_that_does_what_is_done_together_in_several_steps_is_found_out() -> None:
+    with Store(_OneByOne({}), 60) as store:
+        linearize.play(store, together=False)
+        with pytest.raises(AssertionError, match="no order of its"):
+            linearize.play(store)
 
 
 #: client, name, arguments, call, return, result

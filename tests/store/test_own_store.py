@@ -36,6 +36,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 class TestStoreOfThePage(StoreConformance):
     largest_value = 2**20
+    one_step = False
 
     @pytest.fixture
     def store(self, module: types.ModuleType, tmp_path: Path) -> Iterator[Store]:

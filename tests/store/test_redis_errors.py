@@ -13,6 +13,7 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import redis_link
 from shoal.store.redis import RedisStore
+from shoal.store.requests import Add, Delete, Set
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.waiting import until
@@ -31,6 +32,7 @@ def test_a_full_memory_is_named_and_nothing_is_done(tmp_path: Path) -> None:
             lambda: store.append("key", b"more"),
             lambda: store.add("counter", 1),
             lambda: store.compare_set("key", "value", "new"),
+            lambda: store.together([Add("counter", 1), Set("key", b"new")]),
         ):
             with pytest.raises(StoreError, match=r"Redis at 127.*memory is full.*maxmemory"):
                 change()
@@ -157,6 +159,10 @@ def test_what_no_redis_answers_is_an_error_in_words(answer: bytes) -> None:
         (lambda store: store.set("key", b""), b"*1\r\n$9\r\nunchanged\r\n"),
         (lambda store: store.append("key", b""), b"*1\r\n$9\r\nunchanged\r\n"),
         (lambda store: store.delete_prefix("key"), b"*2\r\n$4\r\ndone\r\n$2\r\n-1\r\n"),
+        (lambda store: store.together([Add("key", 1)]), b"*2\r\n$4\r\ndone\r\n$0\r\n\r\n"),
+        (lambda store: store.together([Add("key", 1)]), b"*2\r\n$4\r\ndone\r\n$8\r\ndone 1 x\r\n"),
+        (lambda store: store.together([Add("key", 1)]), b"*2\r\n$4\r\ndone\r\n$9\r\ndone -1 5\r\n"),
+        (lambda store: store.together([Delete("key")]), b"*2\r\n$4\r\ndone\r\n$7\r\nheld 0 \r\n"),
     ],
 )
 def test_an_answer_that_does_not_fit_the_question_is_an_error_in_words(

@@ -34,7 +34,7 @@ from shoal.store.protocol import (
     decode_welcome,
     encode_reply,
 )
-from shoal.store.requests import Add, Delete, Get, Set, Wait, encode
+from shoal.store.requests import Get, Set, Wait, encode
 from shoal.wire import Connection, Deadline, Server, connect, frame_header, listen
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -255,26 +255,12 @@ def test_a_client_that_does_not_wait_for_its_answer_is_dropped(server: TCPStoreS
         assert store.num_keys() == 0
 
 
-@pytest.mark.concurrency
-def test_nobody_comes_between_calls_that_are_made_at_once(server: TCPStoreServer) -> None:
-    def count(other: Store) -> None:
-        for _ in range(100):
-            one, two, there = other.together([Add("counter", 1), Add("counter", 1), Set("there", b"")])
-            assert two == one + 1
-            assert there is None
-            assert other.together([Delete("there")]) in ([True], [False])
-
+def test_who_waits_sees_all_that_is_done_together(server: TCPStoreServer) -> None:
     with _client(server) as store, in_background() as call:
         waiting = call(store.multi_get, ["a", "b"], 30)
         until(lambda: len(server._waiting) == 1)
         store.together([Set("a", b"1"), Set("b", b"2"), Set("a", b"3")])
         assert waiting.result(30) == [b"3", b"2"]
-        clones = [store.clone() for _ in range(4)]
-        for each in [call(count, clone) for clone in clones]:
-            each.result(60)
-        for clone in clones:
-            clone.close()
-        assert store.add("counter", 0) == 800
 
 
 def test_a_deadline_without_end_does_not_stop_the_server(server: TCPStoreServer) -> None:

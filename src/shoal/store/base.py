@@ -167,7 +167,9 @@ class Store:
 
     @final
     def together(self, calls: Sequence[Call]) -> list[Any]:
-        """Make several calls at once: one message, where the store has a server of shoal's.
+        """Make several calls in one step, which no other client comes between.
+
+        In torch's stores, and in stores of one's own that do not say how, each is a step by itself.
 
         Args:
             calls: :class:`Set`, :class:`Add`, :class:`CompareSet`, :class:`Delete` and :class:`Append` of

@@ -11,7 +11,7 @@ All that a job writes lies under ``/shoal/<job>/``::
 that the line's key is as it was before.  When an answer is lost, the line's key says whether the write was
 done.  If it was not, the write is sent again with the same demand, so only one of the two can succeed,
 whichever comes first.  The result of the write needs no place in etcd: the transaction also demands that the
-changed key is as it was when the result was computed.
+keys are as they were when the result was computed from them.
 
 *A blocking read* looks at revision r and then watches from r + 1; whatever ends the watch, it looks again.
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 from urllib.parse import SplitResult
 
@@ -38,6 +38,7 @@ from . import outside_client
 from .base import Store
 from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, modified, put, under
 from .gateway import Body, Broken, Gateway, LeaseGone, Unclear
+from .operations import C, Operations, R, Table
 from .outside import parse_outside
 from .outside_client import OutsideClient, parts
 from .outside_tls import tls_context
@@ -130,6 +131,10 @@ def open_etcd(url: SplitResult, *, job: str, timeout: float | None) -> EtcdStore
         password=named.password,
         timeout=timeout,
     )
+
+
+class _TooMuch(Exception):
+    """Values are too long to be written in one step."""
 
 
 class _Seen(threading.local):
@@ -245,8 +250,14 @@ class _Client(OutsideClient[EtcdJob]):
             self._write(lambda _: changes)
 
     def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
-        before, _ = self._change(key, lambda found: value if found == held else found)
-        return before == held
+        return self._step([key], lambda table: table.swap(key, held, value))
+
+    def together(self, calls: Sequence[C], one_by_one: Callable[[Operations, Sequence[C]], R]) -> R:
+        keys = list(dict.fromkeys(call.key for call in calls))  # type: ignore[attr-defined]
+        try:
+            return self._step(keys, lambda table: one_by_one(table, calls))
+        except _TooMuch:  # appended to values that are long
+            return one_by_one(self, calls)
 
     def delete_prefix(self, prefix: str) -> int:
         name = self._name(prefix)
@@ -261,50 +272,61 @@ class _Client(OutsideClient[EtcdJob]):
     def _change(
         self, key: str, value_of: Callable[[bytes | None], bytes | None]
     ) -> tuple[bytes | None, bytes | None]:
-        name = self._name(key)
-        held: bytes | None = None
-        value: bytes | None = None
+        return self._step([key], lambda table: table._change(key, value_of))
 
-        def changes(found: KeyValue | None) -> list[Body] | None:
-            nonlocal held, value
-            held = None if found is None else found.value
-            value = value_of(held)
-            if value == held:
-                return None
-            if value is None:
-                return [{"request_delete_range": {"key": name}}]
-            return [put(name, value, self.job.lease)]
+    def _step(self, keys: Sequence[str], work: Callable[[Table], R]) -> R:
+        """Do ``work`` on the values of ``keys``, and write what it has changed, in one step.
 
-        self._write(changes, key)
-        return held, value
+        Raises:
+            _TooMuch: of several values, for one step.
+        """
+        results: list[R] = []
+
+        def changes(held: Mapping[str, bytes]) -> list[Body]:
+            table = Table()
+            table.longest_value = self.longest_value
+            table.values.update(held)
+            results.append(work(table))
+            changed = [key for key in keys if table.values.get(key) != held.get(key)]
+            if len(changed) > 1 and sum(len(table.values.get(key, b"")) for key in changed) > MAX_ETCD_BATCH:
+                raise _TooMuch
+            return [
+                put(self._name(key), table.values[key], self.job.lease)
+                if key in table.values
+                else {"request_delete_range": {"key": self._name(key)}}
+                for key in changed
+            ]
+
+        self._write(changes, keys)
+        return results[-1]
 
     def _write(
-        self, changes_of: Callable[[KeyValue | None], list[Body] | None], key: str | None = None
+        self, changes_of: Callable[[Mapping[str, bytes]], list[Body]], keys: Sequence[str] = ()
     ) -> tuple[Answer | None, int]:
-        """Do the changes once, that ``changes_of`` makes of what ``key`` holds, in one step.
+        """Do the changes once, that ``changes_of`` makes of the values that ``keys`` have, in one step.
 
         Args:
-            changes_of: its result is None if nothing is to be done.  What it is called for last counts.
-            key: None: what it holds does not matter.
+            changes_of: its result is empty if nothing is to be done.  What it is called for last counts.
 
         Returns:
             The answer (None: it was lost, or nothing was to be done), and the revision that they made.
         """
         with self.job.line() as line:
-            looked = None if key is None else self._name(key)
-            looks = self._looks([at(each) for each in (line.key, looked) if each is not None])
-            found, refusals = None, 0
-            if looked is not None or line.revision is None:
+            looks = self._looks([at(each) for each in (line.key, *map(self._name, keys))])
+            found: list[KeyValue] = []
+            refusals = 0
+            if keys or line.revision is None:
                 found, done = self._take(line, self._ask({"success": looks}))
                 assert not done
             while True:
-                changes = changes_of(found)
-                if changes is None:
+                pairs = list(zip(keys, found, strict=True))
+                # A key that does not exist has no revision.
+                changes = changes_of({key: each.value for key, each in pairs if each.mod_revision})
+                if not changes:
                     return None, 0
                 assert line.revision is not None
                 demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
-                if looked is not None:
-                    demands.append(modified(looked, 0 if found is None else found.mod_revision))
+                demands += [modified(self._name(key), each.mod_revision) for key, each in pairs]
                 number = put(line.key, b"%d" % line.number, self.job.lease)
                 # A thread that leaves this in any way but with an answer does not know the revision.
                 line.revision = None
@@ -323,20 +345,19 @@ class _Client(OutsideClient[EtcdJob]):
                     if answer.succeeded:
                         line.revision = answer.header.revision
                         return answer, line.revision
+                before = found
                 found, done = self._take(line, answer)
                 if done:
                     assert line.revision is not None
                     return None, line.revision
                 refusals += 1
-                self.refused(key or "", refusals)
+                self.refused(_between(keys, before, found), refusals)
 
-    def _take(self, line: EtcdLine, answer: Answer) -> tuple[KeyValue | None, bool]:
-        """What the key holds that was looked at, and whether the line's write was done."""
-        before, *found = self._checked(answer)
-        last = before.kvs[0] if before.kvs else KeyValue()
+    def _take(self, line: EtcdLine, answer: Answer) -> tuple[list[KeyValue], bool]:
+        """What the keys hold that were looked at, and whether the line's write was done."""
+        last, *found = [each.kvs[0] if each.kvs else KeyValue() for each in self._checked(answer)]
         line.revision = last.mod_revision
-        held = found[0].kvs[0] if found and found[0].kvs else None
-        return held, last.value == b"%d" % line.number
+        return found, last.value == b"%d" % line.number
 
     # ------------------------------------------------------------------------------------------
 
@@ -346,3 +367,13 @@ class _Client(OutsideClient[EtcdJob]):
     def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
         gateway, deadline = self.job.gateway, self._calls.deadline
         return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
+
+
+def _between(keys: Sequence[str], before: Sequence[KeyValue], found: Sequence[KeyValue]) -> str:
+    """The key that others have changed."""
+    changed = (
+        key
+        for key, was, held in zip(keys, before, found, strict=True)
+        if was.mod_revision != held.mod_revision
+    )
+    return next(changed, "")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..errors import StoreError
+
+C = TypeVar("C")
+R = TypeVar("R")
 
 #: longest value in bytes
 MAX_VALUE = 64 * 2**20
@@ -110,6 +114,15 @@ class Operations(abc.ABC):
     def delete_prefix(self, prefix: str) -> int:
         """Remove the keys that start with ``prefix``; how many there were."""
         return sum(self.delete(key) for key in self.list_keys(prefix))
+
+    def together(self, calls: Sequence[C], one_by_one: Callable[[Operations, Sequence[C]], R]) -> R:
+        """Make several calls; in one step where the store can do that.
+
+        Args:
+            calls: requests to change one key each, in ``key``.
+            one_by_one: makes them, of the operations that it is given.
+        """
+        return one_by_one(self, calls)
 
     def _change(
         self, key: str, value_of: Callable[[bytes | None], bytes | None]

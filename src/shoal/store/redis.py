@@ -19,8 +19,8 @@ that was suspended while the hash ended is told so, and so is one whose server h
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 from urllib.parse import SplitResult
 
 from .. import config
@@ -28,13 +28,14 @@ from ..errors import AuthenticationError, StoreTimeout
 from ..wire import Deadline
 from . import outside_client
 from .base import Store
-from .operations import MAX_VALUE, counted, too_long
+from .operations import MAX_VALUE, Refused, counted, too_long
 from .outside import parse_outside
 from .outside_client import OutsideClient, parts
 from .outside_tls import tls_context
 from .redis_job import RedisJob
 from .redis_link import Argument, Broken, Link
 from .redis_scripts import READ, WRITE
+from .requests import SHORT, Add, Append, Call, CompareSet, Delete, Outcome, Set, Together, too_long_found
 
 T = TypeVar("T")
 
@@ -191,37 +192,80 @@ class _Client(OutsideClient[RedisJob]):
         return word == b"done"
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        word, held = self._write("compare", _field(key), expected, desired)
-        if word == b"done":
-            return desired
-        return expected if word == b"unchanged" else held
+        held: bytes = self._one(CompareSet(key, expected, desired))
+        return held
 
     def add(self, key: str, amount: int) -> int:
-        word, found = self._write("add", _field(key), amount)
-        if word == b"done":
-            try:
-                return int(found)
-            except ValueError:
-                raise self.job.unreadable(found) from None
-        counted(key, found, amount)  # Redis adds to fewer numbers: why this is none, or
-        return super().add(key, amount)  # as with one that begins with zeros
+        total: int = self._one(Add(key, amount))
+        return total
 
     def append(self, key: str, value: bytes) -> None:
-        word, length = self._write("append", _field(key), value, MAX_VALUE)
-        if word == b"long":
-            raise too_long(key, int(length) if length.isdigit() else MAX_VALUE + 1, MAX_VALUE)
+        self._one(Append(key, value))
 
     def delete(self, key: str) -> bool:
-        word, _ = self._write("delete", _field(key))
-        return word == b"done"
+        existed: bool = self._one(Delete(key))
+        return existed
+
+    def together(self, calls: Sequence[Any], one_by_one: object) -> Any:
+        changes = [_change(call) for call in calls]
+        _, reply = self._write("together", SHORT, *(each for change in changes for each in change))
+        answers = self._answers(reply)
+        results: list[Any] = []
+        for call, (what, *_) in zip(calls, changes, strict=True):
+            word, value = next(answers, (b"", b""))
+            if word not in _ANSWERS[what]:
+                raise self.job.unreadable(reply)
+            try:
+                results.append(self._result(call, word, value))
+            except Refused as error:
+                return Outcome(results, str(error))
+            if isinstance(call, CompareSet) and results[-1] != call.desired:
+                break
+            if isinstance(call, Add) and word == b"held":  # the script has ended there
+                rest = Together(list(calls[len(results) :])).apply(self)
+                return Outcome([*results, *rest.results], rest.failure)
+        return Outcome(results)
+
+    def _one(self, call: Call) -> Any:
+        return self._result(call, *self._write(*_change(call)))
+
+    def _result(self, call: Call, word: bytes, value: bytes) -> Any:
+        """What the script's answer to a call means."""
+        if isinstance(call, Add):
+            if word == b"held":
+                counted(call.key, value, call.amount)  # Redis adds to fewer numbers: why this is none, or
+                return super().add(call.key, call.amount)  # as with one that begins with zeros
+            try:
+                return int(value)
+            except ValueError:
+                raise self.job.unreadable(value) from None
+        if isinstance(call, CompareSet):
+            if word == b"long":
+                raise Refused(too_long_found(self._length(value)))
+            return {b"done": call.desired, b"unchanged": call.expected}.get(word, value)
+        if isinstance(call, Delete):
+            return word == b"done"
+        if word == b"long":
+            raise too_long(call.key, self._length(value), MAX_VALUE)
+        return None
+
+    def _answers(self, reply: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """The word and the value of each change that the script has made at once."""
+        while reply:
+            word, _, rest = reply.partition(b" ")
+            length, _, rest = rest.partition(b" ")
+            cut = self._length(length)
+            yield word, rest[:cut]
+            reply = rest[cut:]
+
+    def _length(self, text: bytes) -> int:
+        if not text.isdigit():
+            raise self.job.unreadable(text)
+        return int(text)
 
     def delete_prefix(self, prefix: str) -> int:
         word, number = self._write("deletes", _field(prefix))
-        if word == b"unchanged":
-            return 0
-        if not number.isdigit():
-            raise self.job.unreadable(number)
-        return int(number)
+        return 0 if word == b"unchanged" else self._length(number)
 
     def _write(self, what: str, *arguments: Argument) -> tuple[bytes, bytes]:
         """The word that the script answers, and the value that comes with it."""
@@ -239,11 +283,27 @@ _ANSWERS = {
     "set": (b"done",),
     "add": (b"done", b"held"),
     "append": (b"done", b"long"),
-    "compare": (b"done", b"held", b"unchanged"),
+    "compare": (b"done", b"held", b"unchanged", b"long"),
     "swap": (b"done", b"unchanged"),
     "delete": (b"done", b"unchanged"),
     "deletes": (b"done", b"unchanged"),
+    "together": (b"done",),
 }
+
+
+def _change(call: Call) -> tuple[str, str, Argument, Argument]:
+    """A call as the script takes it."""
+    match call:
+        case Set(key, value):
+            return "set", _field(key), value, b""
+        case Add(key, amount):
+            return "add", _field(key), amount, b""
+        case CompareSet(key, expected, desired):
+            return "compare", _field(key), expected, desired
+        case Append(key, value):
+            return "append", _field(key), value, MAX_VALUE
+        case Delete(key):
+            return "delete", _field(key), b"", b""
 
 
 def _field(key: str) -> str:

@@ -101,9 +101,14 @@ end
 return {'done', found}
 """)
 
-#: ATTEMPT WHAT LIFE LINE NUMBER ..., with: set KEY VALUE KEY VALUE..., compare KEY EXPECTED DESIRED,
-#: add KEY AMOUNT, append KEY VALUE LONGEST, swap KEY HELD VALUE (each a letter, n for none, and the value),
-#: delete KEY, deletes PREFIX
+#: ATTEMPT WHAT LIFE LINE NUMBER ..., with: set KEY VALUE KEY VALUE..., deletes PREFIX, or one of
+#:
+#: compare KEY EXPECTED DESIRED, add KEY AMOUNT, append KEY VALUE LONGEST, delete KEY, swap KEY HELD VALUE
+#: (each a letter, n for none, and the value)
+#:
+#: or together LONGEST and several changes of one key, each with its name and three arguments, done one after
+#: the other up to the first that cannot be done, or a compare that finds another value than it sets.  The
+#: reply has the word, length and value of each; a compare says "long" of a value of more than LONGEST bytes.
 #:
 #: The change comes before the number: what the server refuses (for want of memory, or of a permission) it
 #: refuses at the first command that writes.  What a later attempt has looked at and not done, an earlier one
@@ -128,11 +133,63 @@ local function not_done(...)
     end
     return {...}
 end
-local changed, reply = {}, ''
+local changed = {}
+local function put(key, value)
+    redis.call('HSET', hash, key, value)
+    changed[#changed + 1] = key
+end
+-- Each gives its word, and a value or nothing; no word, and an error of the server.
+local change = {}
+function change.set(key, value)
+    put(key, value)
+    return 'done', ''
+end
+function change.delete(key)
+    if redis.call('HDEL', hash, key) == 0 then
+        return 'unchanged'
+    end
+    return 'done', ''
+end
+function change.append(key, value, longest)
+    local length = redis.call('HSTRLEN', hash, key) + #value
+    if length > tonumber(longest) then
+        return 'long', tostring(length)
+    end
+    put(key, (redis.call('HGET', hash, key) or '') .. value)
+    return 'done', ''
+end
+function change.add(key, amount)
+    local sum = redis.pcall('HINCRBY', hash, key, amount)
+    if type(sum) ~= 'number' then
+        local held = redis.call('HGET', hash, key)
+        return held and 'held', held or sum
+    end
+    changed[#changed + 1] = key
+    return 'done', redis.call('HGET', hash, key)  -- the number has lost digits
+end
+function change.compare(key, expected, desired)
+    local held = redis.call('HGET', hash, key)
+    if (held or '') ~= expected then
+        return held and 'held' or 'unchanged', held or nil
+    end
+    put(key, desired)
+    return 'done', ''
+end
+function change.swap(key, held, value)
+    local holds = redis.call('HGET', hash, key)
+    if (holds and 'v' .. holds or 'n') ~= held then
+        return 'unchanged'
+    elseif value == 'n' then
+        redis.call('HDEL', hash, key)
+    else
+        put(key, string.sub(value, 2))
+    end
+    return 'done', ''
+end
+local reply = ''
 if what == 'set' then
     for i = 6, #ARGV, 2 do
-        redis.call('HSET', hash, ARGV[i], ARGV[i + 1])
-        changed[#changed + 1] = ARGV[i]
+        put(ARGV[i], ARGV[i + 1])
     end
 elseif what == 'deletes' then
     local found = {}
@@ -148,41 +205,38 @@ elseif what == 'deletes' then
         redis.call('HDEL', hash, unpack(found, i, math.min(i + 999, #found)))
     end
     reply = tostring(#found)
-elseif what == 'delete' then
-    if redis.call('HDEL', hash, key) == 0 then
-        return not_done('unchanged')
+elseif what == 'together' then
+    local longest, answers, done = tonumber(ARGV[6]), {}, false
+    for i = 7, #ARGV, 4 do
+        local name, first, second = ARGV[i], ARGV[i + 2], ARGV[i + 3]
+        local word, value = change[name](ARGV[i + 1], first, second)
+        if not word then
+            return value
+        end
+        done = done or word == 'done'
+        local as_set = name == 'compare' and (value or first) == second
+        if name == 'compare' and value and #value > longest then
+            word, value, as_set = 'long', tostring(#value), false
+        elseif name == 'add' then
+            value = string.sub(value, 1, longest)
+        end
+        value = value or ''
+        answers[#answers + 1] = word .. ' ' .. #value .. ' ' .. value
+        if word ~= 'done' and name ~= 'delete' and not as_set then
+            break
+        end
     end
-elseif what == 'append' then
-    local length = redis.call('HSTRLEN', hash, key) + #ARGV[7]
-    if length > tonumber(ARGV[8]) then
-        return not_done('long', tostring(length))
+    reply = table.concat(answers)
+    if not done then
+        return not_done('done', reply)
     end
-    redis.call('HSET', hash, key, (redis.call('HGET', hash, key) or '') .. ARGV[7])
-    changed[1] = key
 else
-    local held = redis.call('HGET', hash, key)
-    if what == 'add' then
-        local sum = redis.pcall('HINCRBY', hash, key, ARGV[7])
-        if type(sum) ~= 'number' then
-            return held and not_done('held', held) or sum
-        end
-        reply = redis.call('HGET', hash, key)  -- the number has lost digits
-        changed[1] = key
-    elseif what == 'compare' then
-        if (held or '') ~= ARGV[7] then
-            return held and not_done('held', held) or not_done('unchanged')
-        end
-        redis.call('HSET', hash, key, ARGV[8])
-        changed[1] = key
-    else
-        if (held and 'v' .. held or 'n') ~= ARGV[7] then
-            return not_done('unchanged')
-        elseif ARGV[8] == 'n' then
-            redis.call('HDEL', hash, key)
-        else
-            redis.call('HSET', hash, key, string.sub(ARGV[8], 2))
-            changed[1] = key
-        end
+    local word
+    word, reply = change[what](key, ARGV[7], ARGV[8])
+    if not word then
+        return reply
+    elseif word ~= 'done' then
+        return not_done(word, reply)
     end
 end
 redis.call('HSET', hash, line, number .. ' ' .. attempt .. '=' .. reply)

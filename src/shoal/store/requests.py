@@ -7,6 +7,7 @@ request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -180,29 +181,38 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""
 
 
+def too_long_found(length: int) -> str:
+    """The failure of a CompareSet that has found a value of ``length`` bytes."""
+    return f"a value of {length} bytes was found: {SHORT} at most"
+
+
+def _one_by_one(operations: Operations, calls: Sequence[Call]) -> Outcome:
+    results: list[Any] = []
+    for call in calls:
+        try:
+            result: Any = call.apply(operations)
+        except Refused as error:
+            return Outcome(results, str(error))
+        if isinstance(call, CompareSet) and result != call.desired:
+            if len(result) > SHORT:
+                return Outcome(results, too_long_found(len(result)))
+            return Outcome([*results, result])
+        results.append(result)
+    return Outcome(results)
+
+
 class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
     """Writes, done one after the other, up to the first that fails or finds another value than it sets.
 
-    A store of one process, or with a server of shoal's, lets nobody come in between.
+    Nobody comes in between, but in a torch store, in which each of them is a step.
     """
 
     requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]
 
     def apply(self, operations: Operations) -> Outcome:
-        results: list[Any] = []
         if (size := sum(map(_size, self.requests))) > SHORT:
-            return Outcome(results, f"{size} bytes of keys and values: at most {SHORT} can be set together")
-        for request in self.requests:
-            try:
-                result: Any = request.apply(operations)
-            except Refused as error:
-                return Outcome(results, str(error))
-            if isinstance(request, CompareSet) and result != request.desired:
-                if len(result) > SHORT:
-                    return Outcome(results, f"a value of {len(result)} bytes was found: {SHORT} at most")
-                return Outcome([*results, result])
-            results.append(result)
-        return Outcome(results)
+            return Outcome([], f"{size} bytes of keys and values: at most {SHORT} can be set together")
+        return operations.together(self.requests, _one_by_one) if self.requests else Outcome([])
 
     def under(self, start: str) -> Together:
         return Together([request.under(start) for request in self.requests])

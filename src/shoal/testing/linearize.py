@@ -19,7 +19,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import groupby
@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 from ..errors import StoreError, StoreTimeout
 from ..store import Store
 from ..store.operations import Table
+from ..store.requests import Append, Call, CompareSet, Together
 
 #: seconds for which ``play`` waits for a key that is missing
 _PATIENCE = 0.01
 #: how often it chooses each kind of operation
-_KINDS = {"set": 3, "get": 6, "add": 6, "compare_set": 5, "append": 3, "delete": 2, "check": 2}
+_KINDS = {"set": 3, "get": 6, "add": 6, "compare_set": 5, "append": 3, "delete": 2, "check": 2, "together": 3}
 #: the lines and bytes of a value that an error shows at most
 _LINES, _BYTES = 12, 60
 
@@ -100,6 +101,12 @@ class Recorder:
         result: bool = self._note("check", key, (), lambda: self._store.check([key]))
         return result
 
+    def together(self, key: str, calls: Sequence[Call]) -> list[Any]:
+        """``store.together(calls)``, all of which change ``key``, and none of which the store can refuse."""
+        assert all(call.key == key for call in calls)
+        result: list[Any] = self._note("together", key, (tuple(calls),), lambda: self._store.together(calls))
+        return result
+
     def _note(self, name: str, key: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         called, returned = time.monotonic_ns(), None
         result: object = None
@@ -116,11 +123,20 @@ class Recorder:
 
 
 def play(
-    store: Store, *, clients: int = 5, operations: int = 60, keys: int = 3, seed: int = 0
+    store: Store,
+    *,
+    clients: int = 5,
+    operations: int = 60,
+    keys: int = 3,
+    seed: int = 0,
+    together: bool = True,
 ) -> list[Operation]:
     """Have ``clients`` threads call random methods on a few keys at once, and check what they returned.
 
     Each client has a clone of ``store``.  What is called follows from ``seed``, when it is called does not.
+
+    Args:
+        together: also call :meth:`~shoal.store.Store.together`, which not every store does in one step.
 
     Returns:
         the history, which passed.
@@ -133,12 +149,13 @@ def play(
     for name in names:
         store.delete(name)
     history: list[Operation] = []
-    together = threading.Barrier(clients)
+    ready = threading.Barrier(clients)
+    kinds = {kind: often for kind, often in _KINDS.items() if together or kind != "together"}
 
     def work(number: int, own: Store) -> None:
         client = Recorder(own, f"client {number}", history)
-        together.wait()
-        _work(client, names, operations, number, random.Random(f"{seed}/{number}"))
+        ready.wait()
+        _work(client, names, kinds, operations, number, random.Random(f"{seed}/{number}"))
 
     with ExitStack() as stack, ThreadPoolExecutor(clients) as pool:
         clones = [stack.enter_context(store.clone()) for _ in range(clients)]
@@ -148,12 +165,19 @@ def play(
     return history
 
 
-def _work(client: Recorder, keys: list[str], operations: int, number: int, chance: random.Random) -> None:
+def _work(
+    client: Recorder,
+    keys: list[str],
+    kinds: Mapping[str, int],
+    operations: int,
+    number: int,
+    chance: random.Random,
+) -> None:
     seen = dict.fromkeys(keys, b"")
     for step in range(operations):
         key = chance.choice(keys)
         value = b"%d" % (1000 * (step + 1) + number)  # no two are equal, and all are counters
-        (kind,) = chance.choices([*_KINDS], [*_KINDS.values()])
+        (kind,) = chance.choices([*kinds], [*kinds.values()])
         try:
             if kind == "set":
                 client.set(key, value)
@@ -167,6 +191,13 @@ def _work(client: Recorder, keys: list[str], operations: int, number: int, chanc
                 client.append(key, b"," + value)
             elif kind == "delete":
                 client.delete(key)
+            elif kind == "together":
+                calls: list[Call] = [
+                    CompareSet(key, seen[key], value),
+                    Append(key, b",1"),
+                    Append(key, b",2"),
+                ]
+                seen[key] = client.together(key, calls[chance.choice([0, 1]) :])[0] or seen[key]
             else:
                 client.check(key)
         except StoreTimeout:
@@ -245,17 +276,19 @@ def _alone(held: bytes | None, operation: Operation) -> tuple[bool, bytes | None
     """Do one operation on a key that holds ``held``: whether it returns the result, and what is held then."""
     table = Table()
     if held is not None:
-        table.values["key"] = held
+        table.values[operation.key] = held
     try:
         if operation.name == "get":
             result: object = held
         elif operation.name == "check":
             result = held is not None
+        elif operation.name == "together":
+            result = Together(list(*operation.arguments)).apply(table).results
         else:
-            result = getattr(table, operation.name)("key", *operation.arguments)
+            result = getattr(table, operation.name)(operation.key, *operation.arguments)
     except StoreError:
         return operation.returned is None or isinstance(operation.result, Refused), held
-    return operation.returned is None or result == operation.result, table.values.get("key")
+    return operation.returned is None or result == operation.result, table.values.get(operation.key)
 
 
 def _explained(key: str, operations: list[Operation], number: int, states: set[_State]) -> str:
