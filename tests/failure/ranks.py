@@ -46,6 +46,12 @@ class Report:
     left: list[str] = field(default_factory=list)
 
 
+def begin(group: ProcessGroup) -> None:
+    """Wait for all ranks; one that is through the barrier may die before it has ended here."""
+    with contextlib.suppress(PeerLost):
+        group.barrier().wait()
+
+
 def work_until_lost(group: ProcessGroup, seed: int, workers: bool) -> Report:
     """Collectives at random until one fails; ``workers``: beside a forked child, as a DataLoader's."""
     worker = fork_worker(group) if workers else 0

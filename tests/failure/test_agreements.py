@@ -34,7 +34,7 @@ from shoal.testing import faults, no_leaks, processes, run_threads
 from shoal.world import World
 from tests.group.null_backend import null_group
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, begin
 
 #: seconds until a decision that cannot come has been waited for
 SHORT = 1.0
@@ -343,7 +343,7 @@ def test_who_believes_every_loss_goes_on_in_both_halves(monkeypatch: pytest.Monk
 def agree_until_lost(group: ProcessGroup, victim: int, seed: int) -> list[Agreement[int]]:
     """Agreements one after another, in some of which ``victim`` dies; all whose ranks were fewer, and one."""
     choose = random.Random(seed + group.rank)
-    group.barrier().wait()
+    begin(group)
     if group.rank == victim:
         threading.Timer(choose.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
     results: list[Agreement[int]] = []

@@ -18,7 +18,7 @@ from shoal import Evicted, GroupClosed, GroupError, PeerLost, ProcessGroup, TooF
 from shoal.group.rebuild import Rebuilt, new_ranks
 from shoal.testing import faults, no_leaks, processes, run_threads
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, begin
 
 
 def on_ranks(fn: Any, size: int, *args: Any, **how: Any) -> list[Any]:
@@ -289,7 +289,7 @@ def die() -> None:
 def outlive(group: ProcessGroup, victims: tuple[int, ...]) -> tuple[int, int, int]:
     """Work; ranks die one after another, and the others go on.  ``victims`` are ranks of the first group."""
     me = group.rank
-    group.barrier().wait()
+    begin(group)
     for victim in victims:
         if me == victim:
             die()
@@ -324,7 +324,7 @@ def check_survivors(work: Any, dead: tuple[int, ...], *args: Any, **how: Any) ->
 def outlive_two(group: ProcessGroup, first: int, second: int, point: str) -> tuple[int, int, int]:
     """One dies, and another one at a point of the rebuild."""
     me = group.rank
-    group.barrier().wait()
+    begin(group)
     if me == first:
         die()
     until_lost(group)
@@ -343,7 +343,7 @@ def outlive_a_stopped_one(group: ProcessGroup, seed: int) -> str:
     choose = random.Random(seed)
     victim, delay = choose.randrange(group.size), choose.uniform(0.0, 0.02)
     x = group.empty(choose.choice((1_000, 300_000)))
-    group.barrier().wait()
+    begin(group)
     if group.rank == victim:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     try:

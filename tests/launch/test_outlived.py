@@ -21,10 +21,10 @@ import shoal
 group = shoal.init()
 me = group.rank
 for who in sys.argv[1].split(","):
-    group.barrier().wait()
-    if me == int(who):
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        group.barrier().wait()
+        if me == int(who):
+            os.kill(os.getpid(), signal.SIGKILL)
         while True:
             group.all_reduce(torch.ones(1000)).wait()
     except shoal.PeerLost:
