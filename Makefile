@@ -38,7 +38,7 @@ demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ran
 # deadlines and the network.
 # tests/conftest.py sorts the files.
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" -n 3 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	$(BIN)/python -m pytest -m "not stress" -n 4 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
 stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
