@@ -7,7 +7,6 @@ import itertools
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,26 +16,17 @@ from shoal.testing import no_leaks
 from shoal.wire import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
 from shoal.wire.sockets import authenticate
 
-SECRET = b"secret"
+from .acceptors import SECRET, acceptor, port
 
-
-@pytest.fixture
-def acceptor() -> Iterator[Acceptor]:
-    with Acceptor(listen("127.0.0.1", secret=SECRET), secret=SECRET, purpose="test") as acceptor:
-        yield acceptor
-
-
-def _port(acceptor: Acceptor) -> int:
-    port: int = acceptor._listener.getsockname()[1]
-    return port
+__all__ = ["acceptor"]  # a fixture
 
 
 def _connect(acceptor: Acceptor, secret: bytes = SECRET) -> Connection:
-    return connect("127.0.0.1", _port(acceptor), secret=secret, purpose="test", timeout=30)
+    return connect("127.0.0.1", port(acceptor), secret=secret, purpose="test", timeout=30)
 
 
 def test_a_silent_stranger_delays_nobody(acceptor: Acceptor) -> None:
-    silent = [socket.create_connection(("127.0.0.1", _port(acceptor))) for _ in range(5)]
+    silent = [socket.create_connection(("127.0.0.1", port(acceptor))) for _ in range(5)]
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(_connect, acceptor) for _ in range(3)]
         accepted = [acceptor.accept(30) for _ in range(3)]
@@ -51,7 +41,7 @@ def test_a_silent_stranger_delays_nobody(acceptor: Acceptor) -> None:
 def test_strangers_that_fail_are_passed_over(acceptor: Acceptor) -> None:
     with ThreadPoolExecutor(1) as pool:
         for noise in (b"", b"x", os.urandom(1000)):
-            with socket.create_connection(("127.0.0.1", _port(acceptor))) as stranger:
+            with socket.create_connection(("127.0.0.1", port(acceptor))) as stranger:
                 stranger.sendall(noise)
 
         def wrong_then_right() -> Connection:
@@ -82,7 +72,7 @@ def test_a_stranger_that_stays_silent_is_dropped() -> None:
     listener = listen("127.0.0.1", secret=SECRET)
     with (
         Acceptor(listener, secret=SECRET, purpose="test", handshake_timeout=0.01) as acceptor,
-        socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=30) as silent,
+        socket.create_connection(("127.0.0.1", port(acceptor)), timeout=30) as silent,
     ):
         with pytest.raises(WireTimeout, match="refused: it stayed silent"):
             acceptor.accept(0.5)
@@ -92,7 +82,7 @@ def test_a_stranger_that_stays_silent_is_dropped() -> None:
 
 def test_closing_drops_those_that_were_not_given_out() -> None:
     acceptor = Acceptor(listen("127.0.0.1", secret=SECRET), secret=SECRET, purpose="test")
-    silent = socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=30)
+    silent = socket.create_connection(("127.0.0.1", port(acceptor)), timeout=30)
     with pytest.raises(WireTimeout):
         acceptor.accept(0.01)
     acceptor.close()
@@ -109,7 +99,7 @@ def test_of_too_many_strangers_the_oldest_are_dropped() -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         silent = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=30))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port(acceptor)), timeout=30))
             for _ in range(20)
         ]
         before = len(os.listdir("/proc/self/fd"))
@@ -128,9 +118,9 @@ def test_strangers_that_hold_all_descriptors_are_dropped(acceptor: Acceptor) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", _port(acceptor)))) for _ in range(9)
+            stack.enter_context(socket.create_connection(("127.0.0.1", port(acceptor)))) for _ in range(9)
         ]
-        honest = stack.enter_context(socket.create_connection(("127.0.0.1", _port(acceptor))))
+        honest = stack.enter_context(socket.create_connection(("127.0.0.1", port(acceptor))))
         used = max(map(int, os.listdir("/proc/self/fd")))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, hard))
         try:
@@ -147,7 +137,7 @@ def test_a_stranger_that_says_a_byte_at_a_time_has_one_deadline_for_all() -> Non
     listener = listen("127.0.0.1", secret=SECRET)
     with (
         Acceptor(listener, secret=SECRET, purpose="test", handshake_timeout=0.05) as acceptor,
-        socket.create_connection(("127.0.0.1", _port(acceptor)), timeout=30) as slow,
+        socket.create_connection(("127.0.0.1", port(acceptor)), timeout=30) as slow,
     ):
         deadline = Deadline(30)
         with contextlib.suppress(OSError):  # the end that this test waits for

@@ -5,25 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
+from shoal.wire import Acceptor, Handshake, connect
 
-from shoal.wire import Acceptor, Handshake, connect, listen
+from .acceptors import SECRET, acceptor, port
 
-SECRET = b"secret"
-
-
-@pytest.fixture
-def acceptor() -> Iterator[Acceptor]:
-    with Acceptor(listen("127.0.0.1", secret=SECRET), secret=SECRET, purpose="test") as acceptor:
-        yield acceptor
-
-
-def port(acceptor: Acceptor) -> int:
-    port: int = acceptor._listener.getsockname()[1]
-    return port
+__all__ = ["acceptor"]  # a fixture
 
 
 def exactly(sock: socket.socket, count: int) -> bytes:

@@ -129,25 +129,14 @@ class Store:
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
         """The values of ``keys``, in their order, as soon as all exist."""
         deadline = self._deadline(timeout)
-        rest = self._keys(keys)
-        values: list[bytes] = []
-        while rest:
-            # A reply holds as many values as fit into a message.
-            part = self._execute(requests.Get(rest, deadline.remaining()), deadline)
-            values += part
-            rest = rest[len(part) :]
-        return values
+        return self._in_parts(
+            keys, lambda rest: self._execute(requests.Get(rest, deadline.remaining()), deadline)
+        )
 
     @final
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values that ``keys`` have now, in their order; None for a key that has none."""
-        rest = self._keys(keys)
-        values: list[bytes | None] = []
-        while rest:
-            part = self._now(requests.Peek(rest))
-            values += part
-            rest = rest[len(part) :]
-        return values
+        return self._in_parts(keys, lambda rest: self._now(requests.Peek(rest)))
 
     @final
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
@@ -226,6 +215,16 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _in_parts(self, keys: Sequence[str], read: Callable[[list[str]], list[T]]) -> list[T]:
+        """What ``read`` gives for ``keys``: for the first ones, as many values as fit into a message."""
+        rest = self._keys(keys)
+        values: list[T] = []
+        while rest:
+            part = read(rest)
+            values += part
+            rest = rest[len(part) :]
+        return values
 
     def _now(self, request: Request[T]) -> T:
         return self._execute(request, Deadline(self.timeout))
