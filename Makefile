@@ -34,7 +34,7 @@ help:  ## this list
 demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ranks
 	$(BIN)/shoal run -n 2 examples/digits.py
 
-# Three processes share the files among them, also on two cores, because many tests wait for processes,
+# Four processes share the files among them, also on two cores, because many tests wait for processes,
 # deadlines and the network.
 # tests/conftest.py sorts the files.
 test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
