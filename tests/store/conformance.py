@@ -54,7 +54,9 @@ class StoreConformance:
         store.set("key", value)
         assert store.get("key") == b"ab"
 
-    @pytest.mark.parametrize("value", [b"", b"\0", bytes(range(256)), b"\n" * 3, b"x" * 100_000])
+    @pytest.mark.parametrize(
+        "value", [b"", b"\0", b"\0=", b"\0+1 5", bytes(range(256)), b"\n" * 3, b"x" * 100_000]
+    )
     def test_values_are_binary(self, store: Store, value: bytes) -> None:
         store.set("key", value)
         assert store.get("key") == value
@@ -357,6 +359,27 @@ class StoreConformance:
         assert store.together([Set("a", b""), Add("counter", 1), Add("after", 1)]) == [None, 8, 1]
         store.set("counter", b"-007")
         assert store.add("counter", 1) == -6
+
+    def test_a_counter_is_a_value_like_others(self, store: Store) -> None:
+        for total in range(1, 4):
+            assert store.add("counter", 1) == total
+        assert store.get("counter") == b"3"
+        assert store.add("counter", -2) == 1
+        assert store.add("counter", -2) == -1
+        assert store.compare_set("counter", b"1", b"7") == b"-1"
+        assert store.compare_set("counter", b"-1", b"7") == b"7"
+        assert store.add("counter", 1) == 8
+        assert store.together([Add("counter", 1), Append("counter", b"0"), Add("counter", 1)]) == [
+            9,
+            None,
+            91,
+        ]
+        store.append("counter", b"!")
+        with pytest.raises(StoreError, match=r"91!.*no counter"):
+            store.add("counter", 1)
+        assert store.delete("counter")
+        assert store.add("counter", 1) == 1
+        assert store.peek(["counter"]) == [b"1"]
 
     @pytest.mark.concurrency
     def test_nobody_sees_half_of_what_is_done_together(self, store: Store) -> None:

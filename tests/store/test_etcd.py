@@ -15,7 +15,7 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
 from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
-from shoal.store.etcd_job import at
+from shoal.store.etcd_job import at, put
 from shoal.store.gateway import Gateway, Stream, Unclear
 from shoal.store.requests import Add, Append, CompareSet, Set
 from shoal.testing import linearize
@@ -248,6 +248,43 @@ def test_what_is_done_together_is_one_transaction(store: EtcdStore, monkeypatch:
     store.together([Set("a", b""), Add("b", 1), Append("c", b"x"), CompareSet("d", b"", b"x")])
     assert store.check(["a", "b", "c", "d"])
     assert store._backing._seen.revision == before + 1
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_those_who_count_do_not_come_between_each_other(
+    every: int, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.add("counter", 5) == 5
+    store.add("counter", -4)
+    store.add("counter", 1)
+    if every:
+        lose_answers(monkeypatch, every)
+    refused: list[str] = []
+    monkeypatch.setattr(etcd._Client, "refused", lambda self, key, times: refused.append(key))
+
+    def count(number: int) -> list[int]:
+        totals = []
+        with store.clone() as mine:
+            for _ in range(10):
+                totals.append(mine.add("counter", 1))
+                totals.append(mine.together([Set(f"here/{number}", b""), Add("counter", 1)])[1])
+        return totals
+
+    with in_background() as call:
+        found = [total for each in [call(count, number) for number in range(6)] for total in each.result(60)]
+    assert sorted(found) == list(range(3, 123))
+    assert store.get("counter") == b"122"
+    assert every or not refused
+
+
+def test_what_cannot_be_counted_up_is_changed_as_other_values(store: EtcdStore) -> None:
+    for amount in (2**62, 1, 2**62 - 2, -(2**40), 2**40):
+        store.add("counter", amount)
+    assert store.get("counter") == b"%d" % (2**63 - 1)
+    with pytest.raises(StoreError, match="does not fit in 64 bits"):
+        store.add("counter", 1)
+    store._backing._write(lambda _: etcd._Changes([put(store._backing._name("odd"), b"\0+x", 0)]))
+    assert store.get("odd") == b"\0+x"  # nobody of ours has written that
 
 
 def test_the_longest_key_may_have_the_longest_value(store: EtcdStore) -> None:

@@ -11,7 +11,8 @@ All that a job writes lies under ``/shoal/<job>/``::
 that the line's key is as it was before.  When an answer is lost, the line's key says whether the write was
 done.  If it was not, the write is sent again with the same demand, so only one of the two can succeed,
 whichever comes first.  The result of the write needs no place in etcd: the transaction also demands that the
-keys are as they were when the result was computed from them.
+keys are as they were when the result was computed from them.  Only those that are counted up may have been
+counted up by others meanwhile (``etcd_values``): etcd says how often.
 
 *A blocking read* looks at revision r and then watches from r + 1; whatever ends the watch, it looks again.
 
@@ -24,8 +25,9 @@ from __future__ import annotations
 
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult
 
 import msgspec
@@ -36,13 +38,14 @@ from ..wire import Deadline
 from ..wording import counted
 from . import outside_client
 from .base import Store
-from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, modified, put, under
+from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, holds, modified, put, under
+from .etcd_values import stored, stored_counter, value_of
 from .gateway import Body, Broken, Gateway, LeaseGone, Unclear
 from .operations import C, Operations, R, Table
 from .outside import parse_outside
 from .outside_client import OutsideClient, parts
 from .outside_tls import tls_context
-from .requests import Request
+from .requests import Add, Request
 
 T = TypeVar("T")
 
@@ -137,6 +140,17 @@ class _TooMuch(Exception):
     """Values are too long to be written in one step."""
 
 
+class _Changes(NamedTuple):
+    """What a write is to do.
+
+    Attributes:
+        counters: keys that are put again as they are, to be counted up, and what they hold.
+    """
+
+    operations: list[Body]
+    counters: Mapping[str, bytes] = {}
+
+
 class _Seen(threading.local):
     """The revision at which a thread has looked last."""
 
@@ -162,12 +176,11 @@ class _Client(OutsideClient[EtcdJob]):
     # -- reading -------------------------------------------------------------------------------
 
     def get_now(self, key: str) -> bytes | None:
-        (found,) = self._read([at(self._name(key))])
-        return found.kvs[0].value if found.kvs else None
+        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         found = self._read([at(self._name(key)) for key in keys[:_VALUES]])
-        return [each.kvs[0].value if each.kvs else None for each in found]
+        return [value_of(_only(each)) for each in found]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
@@ -246,16 +259,20 @@ class _Client(OutsideClient[EtcdJob]):
                 f"{_OPERATIONS} keys and {MAX_ETCD_BATCH} bytes in one step; set them in several calls"
             )
         if values:
-            changes = [put(self._name(key), value, self.job.lease) for key, value in values.items()]
-            self._write(lambda _: changes)
+            puts = [put(self._name(key), stored(value), self.job.lease) for key, value in values.items()]
+            self._write(lambda _: _Changes(puts))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._step([key], lambda table: table.add(key, amount), {key: amount})
 
     def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
         return self._step([key], lambda table: table.swap(key, held, value))
 
     def together(self, calls: Sequence[C], one_by_one: Callable[[Operations, Sequence[C]], R]) -> R:
-        keys = list(dict.fromkeys(call.key for call in calls))  # type: ignore[attr-defined]
+        times = Counter(call.key for call in calls)  # type: ignore[attr-defined]
+        adds = {call.key: call.amount for call in calls if isinstance(call, Add) and times[call.key] == 1}
         try:
-            return self._step(keys, lambda table: one_by_one(table, calls))
+            return self._step(list(times), lambda table: one_by_one(table, calls), adds)
         except _TooMuch:  # appended to values that are long
             return one_by_one(self, calls)
 
@@ -263,7 +280,7 @@ class _Client(OutsideClient[EtcdJob]):
         name = self._name(prefix)
         if not self.count(prefix):
             return 0
-        answer, revision = self._write(lambda _: [{"request_delete_range": under(name)}])
+        answer, revision = self._write(lambda _: _Changes([{"request_delete_range": under(name)}]))
         if answer is not None:
             return answer.responses[0].response_delete_range.deleted
         before = {**under(name), "count_only": True, "revision": revision - 1}
@@ -274,42 +291,72 @@ class _Client(OutsideClient[EtcdJob]):
     ) -> tuple[bytes | None, bytes | None]:
         return self._step([key], lambda table: table._change(key, value_of))
 
-    def _step(self, keys: Sequence[str], work: Callable[[Table], R]) -> R:
+    def _step(self, keys: Sequence[str], work: Callable[[Table], R], adds: Mapping[str, int] = {}) -> R:
         """Do ``work`` on the values of ``keys``, and write what it has changed, in one step.
+
+        Args:
+            work: may be done several times; what the last one returns is returned.
+            adds: the keys to which it does no more than to add an amount.
 
         Raises:
             _TooMuch: of several values, for one step.
         """
+        before: dict[str, bytes] = {}
+        changes = _Changes([])
         results: list[R] = []
 
-        def changes(held: Mapping[str, bytes]) -> list[Body]:
+        def done() -> Table:
             table = Table()
             table.longest_value = self.longest_value
-            table.values.update(held)
+            table.values.update(before)
             results.append(work(table))
-            changed = [key for key in keys if table.values.get(key) != held.get(key)]
-            if len(changed) > 1 and sum(len(table.values.get(key, b"")) for key in changed) > MAX_ETCD_BATCH:
-                raise _TooMuch
-            return [
-                put(self._name(key), table.values[key], self.job.lease)
-                if key in table.values
-                else {"request_delete_range": {"key": self._name(key)}}
-                for key in changed
-            ]
+            return table
 
-        self._write(changes, keys)
+        def changes_of(found: Sequence[KeyValue]) -> _Changes:
+            nonlocal before, changes
+            pairs = list(zip(keys, found, strict=True))
+            before = {key: value for key, each in pairs if (value := value_of(each)) is not None}
+            after = done().values
+            changed = [(key, each) for key, each in pairs if after.get(key) != before.get(key)]
+            if len(changed) > 1 and sum(len(after.get(key, b"")) for key, _ in changed) > MAX_ETCD_BATCH:
+                raise _TooMuch
+            operations: list[Body] = []
+            counters: dict[str, bytes] = {}
+            for key, each in changed:
+                if key not in after:
+                    operations.append({"request_delete_range": {"key": self._name(key)}})
+                    continue
+                value = stored_counter(each, after[key], adds[key]) if key in adds else None
+                if value is not None and value == each.value:
+                    counters[key] = value
+                operations.append(put(self._name(key), value or stored(after[key]), self.job.lease))
+            changes = _Changes(operations, counters)
+            return changes
+
+        answer, revision = self._write(changes_of, keys)
+        if changes.counters:
+            if answer is None:
+                counted = self._read(
+                    [{**at(self._name(key)), "revision": revision} for key in changes.counters]
+                )
+            else:
+                counted = [each.response_range for each in answer.responses[-len(changes.counters) :]]
+            for key, each in zip(changes.counters, counted, strict=True):
+                before[key] = b"%d" % (int(value_of(_only(each)) or 0) - adds[key])
+            done()
         return results[-1]
 
     def _write(
-        self, changes_of: Callable[[Mapping[str, bytes]], list[Body]], keys: Sequence[str] = ()
+        self, changes_of: Callable[[Sequence[KeyValue]], _Changes], keys: Sequence[str] = ()
     ) -> tuple[Answer | None, int]:
-        """Do the changes once, that ``changes_of`` makes of the values that ``keys`` have, in one step.
+        """Do the changes once, that ``changes_of`` makes of what ``keys`` hold, in one step.
 
         Args:
             changes_of: its result is empty if nothing is to be done.  What it is called for last counts.
 
         Returns:
-            The answer (None: it was lost, or nothing was to be done), and the revision that they made.
+            The answer, in which the counters come last (None: it was lost, or nothing was to be done), and
+            the revision that they made.
         """
         with self.job.line() as line:
             looks = self._looks([at(each) for each in (line.key, *map(self._name, keys))])
@@ -319,20 +366,25 @@ class _Client(OutsideClient[EtcdJob]):
                 found, done = self._take(line, self._ask({"success": looks}))
                 assert not done
             while True:
-                pairs = list(zip(keys, found, strict=True))
-                # A key that does not exist has no revision.
-                changes = changes_of({key: each.value for key, each in pairs if each.mod_revision})
-                if not changes:
+                operations, counters = changes_of(found)
+                if not operations:
                     return None, 0
                 assert line.revision is not None
                 demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
-                demands += [modified(self._name(key), each.mod_revision) for key, each in pairs]
+                demands += [
+                    holds(self._name(key), counters[key])
+                    if key in counters
+                    else modified(self._name(key), each.mod_revision)
+                    for key, each in zip(keys, found, strict=True)
+                ]
+                counted = [{"request_range": at(self._name(key))} for key in counters]
                 number = put(line.key, b"%d" % line.number, self.job.lease)
                 # A thread that leaves this in any way but with an answer does not know the revision.
                 line.revision = None
                 try:
                     answer = self._ask(
-                        {"compare": demands, "success": [*changes, number], "failure": looks}, writes=True
+                        {"compare": demands, "success": [*operations, number, *counted], "failure": looks},
+                        writes=True,
                     )
                 except Unclear as unclear:
                     try:
@@ -355,7 +407,7 @@ class _Client(OutsideClient[EtcdJob]):
 
     def _take(self, line: EtcdLine, answer: Answer) -> tuple[list[KeyValue], bool]:
         """What the keys hold that were looked at, and whether the line's write was done."""
-        last, *found = [each.kvs[0] if each.kvs else KeyValue() for each in self._checked(answer)]
+        last, *found = map(_only, self._checked(answer))
         line.revision = last.mod_revision
         return found, last.value == b"%d" % line.number
 
@@ -367,6 +419,11 @@ class _Client(OutsideClient[EtcdJob]):
     def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
         gateway, deadline = self.job.gateway, self._calls.deadline
         return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
+
+
+def _only(found: Range) -> KeyValue:
+    """The one key of a range; without a version and a revision if it does not exist."""
+    return found.kvs[0] if found.kvs else KeyValue()
 
 
 def _between(keys: Sequence[str], before: Sequence[KeyValue], found: Sequence[KeyValue]) -> str:

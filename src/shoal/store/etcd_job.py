@@ -22,6 +22,7 @@ class KeyValue(msgspec.Struct):
     value: bytes = b""
     create_revision: int = 0
     mod_revision: int = 0
+    version: int = 0
     key: bytes = b""
 
 
@@ -164,3 +165,7 @@ def created(key: bytes, revision: int) -> Body:
 
 def modified(key: bytes, revision: int) -> Body:
     return {"key": key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+
+
+def holds(key: bytes, value: bytes) -> Body:
+    return {"key": key, "target": "VALUE", "result": "EQUAL", "value": value}

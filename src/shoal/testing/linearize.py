@@ -184,7 +184,7 @@ def _work(
             elif kind == "get":
                 seen[key] = client.get(key, chance.choice([0.0, _PATIENCE]))
             elif kind == "add":
-                client.add(key, 1 + number)
+                client.add(key, 1 + number % 2)  # some add the same
             elif kind == "compare_set":
                 seen[key] = client.compare_set(key, seen[key], value)
             elif kind == "append":
