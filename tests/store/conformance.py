@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
 
 from shoal.errors import ForkedProcess, ShoalError, StoreError, StoreTimeout, UsageError
 from shoal.store import MAX_VALUE, Store
-from shoal.store.requests import Add, Append, CompareSet, Delete, Get, MultiSet, Set
+from shoal.store.requests import Add, Append
+
+from .made_together import MadeTogether, in_background
 
 ODD_KEYS = ["", " ", "/", "a/b//c", "new\nline", "nul\0", "käse 🧀", "\u202e", "x" * 10_000, "%s{}", "."]
 
 
-@contextmanager
-def in_background() -> Iterator[Callable[..., Future[Any]]]:
-    """Call functions in threads that are joined at the end."""
-    with ThreadPoolExecutor(32) as pool:
-        yield pool.submit
-
-
-class StoreConformance:
+class StoreConformance(MadeTogether):
     """The contract of :class:`shoal.store.Store`."""
 
     #: what the store takes, in bytes
@@ -36,8 +30,6 @@ class StoreConformance:
     longest_key = 10_000
     #: what it takes in one multi_set, in bytes; None: more is set in several steps
     largest_at_once: int | None = None
-    #: whether it does in one step what is done together
-    one_step = True
 
     def test_what_was_set_can_be_got(self, store: Store) -> None:
         store.set("key", b"value")
@@ -329,37 +321,6 @@ class StoreConformance:
         with pytest.raises(UsageError, match="sequence of keys"):
             store.peek("key")
 
-    def test_several_calls_are_made_at_once(self, store: Store) -> None:
-        store.set("held", b"before")
-        assert store.together(
-            [
-                Set("key", b"value"), Add("counter", 5), CompareSet("held", b"before", b"after"),
-                CompareSet("held", b"before", b"after"), Append("key", b"s"), Add("counter", -7),
-                Delete("held"), Delete("held"),
-            ]
-        ) == [None, 5, b"after", b"after", None, -2, True, False]  # fmt: skip
-        assert store.peek(["key", "counter", "held"]) == [b"values", b"-2", None]
-        assert store.together([]) == []
-
-    def test_calls_that_are_made_at_once_end_where_another_value_is_found(self, store: Store) -> None:
-        store.set("held", b"before")
-        calls = [Add("counter", 1), CompareSet("held", b"", b"mine"), Add("counter", 1)]
-        assert store.together(calls) == [1, b"before"]
-        assert store.together([CompareSet("none", b"some", b"mine"), Add("counter", 1)]) == [b"some"]
-        assert store.together([CompareSet("held", b"before", b"before"), Add("counter", 1)]) == [b"before", 2]
-
-    def test_calls_that_are_made_at_once_end_with_the_first_that_fails(self, store: Store) -> None:
-        store.set("text", b"no number")
-        with pytest.raises(StoreError, match=r"text'.*no counter"):
-            store.together([Set("a", b"1"), Add("text", 1), Set("b", b"2")])
-        assert store.peek(["a", "text", "b"]) == [b"1", b"no number", None]
-
-    def test_a_counter_that_begins_with_zeros_counts(self, store: Store) -> None:
-        store.set("counter", b"007")
-        assert store.together([Set("a", b""), Add("counter", 1), Add("after", 1)]) == [None, 8, 1]
-        store.set("counter", b"-007")
-        assert store.add("counter", 1) == -6
-
     def test_a_counter_is_a_value_like_others(self, store: Store) -> None:
         for total in range(1, 4):
             assert store.add("counter", 1) == total
@@ -380,61 +341,6 @@ class StoreConformance:
         assert store.delete("counter")
         assert store.add("counter", 1) == 1
         assert store.peek(["counter"]) == [b"1"]
-
-    @pytest.mark.concurrency
-    def test_nobody_sees_half_of_what_is_done_together(self, store: Store) -> None:
-        rounds = 20
-
-        def count() -> None:
-            with store.clone() as mine:
-                for _ in range(rounds):
-                    one, two, there = mine.together([Add("one", 1), Add("two", -1), Set("there", b"")])
-                    assert one + two == 0 or not self.one_step
-                    assert there is None
-                    assert mine.together([Delete("there")]) in ([True], [False])
-
-        with in_background() as call:
-            counting = [call(count) for _ in range(3)]
-            while not all(each.done() for each in counting):
-                one, two = (int(each or 0) for each in store.peek(["one", "two"]))
-                assert one + two == 0 or not self.one_step
-            for each in counting:
-                each.result()
-        assert store.add("one", 0) == 3 * rounds
-
-    def test_only_short_writes_are_made_at_once(self, store: Store) -> None:
-        for call in (Get(["key"], 1.0), MultiSet([("key", b"")]), "key"):
-            with pytest.raises(UsageError, match="expected Set, Add"):
-                store.together([Set("key", b""), call])  # type: ignore[list-item]
-        with pytest.raises(UsageError, match="key must be"):
-            store.together([Set(5, b"")])  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="value must be"):
-            store.together([CompareSet("key", b"", 5)])  # type: ignore[arg-type]
-        for amount in (1.5, "1", 2**63):
-            with pytest.raises(UsageError, match="whole number of 64 bits"):
-                store.together([Add("key", amount)])  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="17 calls, at most 16"):
-            store.together([Add("key", 1)] * 17)
-        with pytest.raises(StoreError, match=r"400\d\d bytes .*: at most 32768"):
-            store.together([Set("key", b""), Append("key", bytes(40_000))])
-        assert store.num_keys() == 0
-        store.set("key", bytes(40_000))
-        with pytest.raises(StoreError, match=r"a value of 40000 bytes was found: 32768 at most"):
-            store.together([Add("counter", 1), CompareSet("key", b"", b"value"), Add("counter", 1)])
-        assert store.get("counter") == b"1"
-
-    def test_values_of_calls_that_are_made_at_once_may_be_of_every_kind(self, store: Store) -> None:
-        value = bytearray(b"b")
-        store.together([Set("key", "käse"), Append("key", memoryview(b"a")), Append("key", value)])  # type: ignore[arg-type]
-        value[0] = 0
-        assert store.get("key") == "käseab".encode()
-        assert store.together([CompareSet("key", "käseab", "text"), Add("one", True)]) == [b"text", 1]  # type: ignore[arg-type]
-
-    def test_calls_that_are_made_at_once_wake_those_that_wait(self, store: Store) -> None:
-        with in_background() as call:
-            waiting = call(store.multi_get, ["a", "b"], 30)
-            store.together([Set("a", b"1"), Set("b", b"2")])
-            assert waiting.result(30) == [b"1", b"2"]
 
     @pytest.mark.concurrency
     def test_many_clients_count_together(self, store: Store) -> None:
