@@ -204,7 +204,7 @@ def _one_by_one(operations: Operations, calls: Sequence[Call]) -> Outcome:
 class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
     """Writes, done one after the other, up to the first that fails or finds another value than it sets.
 
-    Nobody comes in between, but in a torch store, in which each of them is a step.
+    Nobody comes in between, but in torch's stores, and others that do not say how: there each is a step.
     """
 
     requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]
