@@ -323,6 +323,8 @@ class RpcError(ShoalError):
 class CallTimeout(RpcError, TimeoutError):
     """A call had no reply within its timeout; the message says how far it came, if the callee told.
 
+    Or its worker could not be connected to in time, or took nothing of a post.
+
     Give a slow function more time, ``peer.options(timeout=...)``.  The callee was told that nobody waits any
     more: a call that had not begun never runs, and a function can ask ``shoal.rpc.current().cancelled()``.
     """

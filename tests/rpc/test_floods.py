@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from shoal.errors import CallTimeout
+from shoal.errors import AgentClosed, CallTimeout
 from shoal.rpc import Agent, Peer
 from shoal.testing import Agents
 from tests.rpc import handlers
@@ -60,6 +61,28 @@ def test_a_flood_of_letters_stops_at_its_sender(meeting: Agents, a: Agent, tmp_p
         assert future.wait() == len(letter)
     running.wait()
     until(lambda: not a.stats()["queued"])
+
+
+def test_a_post_that_waits_for_room_ends_with_its_agent(meeting: Agents, tmp_path: Path) -> None:
+    def post_many() -> None:
+        for _ in range(3_000):
+            b.post(len, letter)
+
+    meeting.start("b", handlers=1)
+    a = meeting.join("a")
+    b = a.peer("b").options(timeout=120)
+    b.post(until_there, tmp_path / "go on")
+    letter = b"x" * 100_000
+    with ThreadPoolExecutor(1) as pool:
+        posting = pool.submit(post_many)
+        try:
+            until(lambda: a.stats()["queued"] > 32 * MIB)
+            time.sleep(0.2)  # so that it waits
+        finally:
+            a.close(1.0, graceful=False)
+        with pytest.raises(AgentClosed, match="closed"):
+            posting.result(60)
+    (tmp_path / "go on").touch()
 
 
 def test_large_parts_that_nobody_takes_wait_at_their_sender(meeting: Agents, a: Agent) -> None:

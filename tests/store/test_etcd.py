@@ -15,111 +15,26 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
 from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
-from shoal.store.etcd_job import at, put
-from shoal.store.gateway import Gateway, Stream, Unclear
-from shoal.store.requests import Add, Append, CompareSet, Set
-from shoal.testing import linearize
+from shoal.store.gateway import Gateway, Stream
+from shoal.store.requests import Add, Append
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 from .conformance import StoreConformance, in_background
+from .etcd_store import job, server, store
 from .jobs import meet_by_arrival, run_a_job
+
+__all__ = ["job", "server", "store"]  # fixtures
 
 pytestmark = needs_etcd
 
 T = TypeVar("T")
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, 8))]
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture
-def job() -> str:
-    """A job that nobody else has."""
-    return f"job {next(_numbers)}"
-
-
-@pytest.fixture
-def store(server: EtcdServer, job: str) -> Iterator[EtcdStore]:
-    with EtcdStore([server.address], job, timeout=60) as store:
-        yield store
-
 
 class TestEtcdStore(StoreConformance):
     largest_value = MAX_ETCD_VALUE
     largest_at_once = MAX_ETCD_VALUE
-
-
-def lose_answers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    """Lose every ``every``-th answer to a write, half of them before the server has heard of it."""
-    count, call = itertools.count(1), Gateway.call
-
-    def calling(self: Gateway, path: str, *args: Any, writes: bool = False) -> Any:
-        number = next(count) if writes else 0
-        if number and number % (2 * every) == 0:
-            raise Unclear("lost on the way there")
-        answer = call(self, path, *args, writes=writes)
-        if number and number % every == 0:
-            raise Unclear("lost on the way back")
-        return answer
-
-    monkeypatch.setattr(Gateway, "call", calling)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_it_is_linearizable(seed: int, store: EtcdStore) -> None:
-    linearize.play(store, seed=seed)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_it_is_linearizable_though_answers_are_lost(
-    seed: int, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lose_answers(monkeypatch, every=4)
-    linearize.play(store, seed=seed)
-
-
-def test_a_store_that_does_not_note_its_writes_is_found_out(
-    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lose_answers(monkeypatch, every=4)
-    take = etcd._Client._take
-    monkeypatch.setattr(etcd._Client, "_take", lambda *args: (take(*args)[0], False))
-    with pytest.raises(AssertionError, match="no order of its"):
-        linearize.play(store)
-
-
-def test_a_write_that_arrives_late_does_nothing(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, held = Gateway.call, []
-
-    def calling(self: Gateway, *args: Any, writes: bool = False) -> Any:
-        if writes and not held:
-            held.append(args)
-            raise Unclear("on the way for long")
-        return call(self, *args, writes=writes)
-
-    monkeypatch.setattr(Gateway, "call", calling)
-    store.set("key", b"old")
-    store.set("key", b"new")
-    (late,) = held
-    assert not call(store._backing.job.gateway, *late).succeeded
-    assert store.get("key") == b"new"
-
-
-def test_the_number_of_keys_that_were_removed_is_known_though_the_answer_is_lost(
-    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.multi_set(["a/1", "a/2", "b"], [b"", b"", b""])
-    lose_answers(monkeypatch, every=1)
-    assert store.delete_prefix("a/") == 2
-    assert store.list_keys() == ["b"]
 
 
 # -- waiting -------------------------------------------------------------------------------------
@@ -241,50 +156,6 @@ def test_values_too_long_for_one_step_are_appended_to_one_by_one(store: EtcdStor
         store.set(key, bytes(MAX_ETCD_VALUE - 1))
     assert store.together([Append("a", b"x"), Append("b", b"x"), Add("counter", 1)]) == [None, None, 1]
     assert [len(each) for each in store.multi_get(["a", "b"])] == [MAX_ETCD_VALUE] * 2
-
-
-def test_what_is_done_together_is_one_transaction(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = store._backing._read([at(store._backing._name("a"))]) and store._backing._seen.revision
-    store.together([Set("a", b""), Add("b", 1), Append("c", b"x"), CompareSet("d", b"", b"x")])
-    assert store.check(["a", "b", "c", "d"])
-    assert store._backing._seen.revision == before + 1
-
-
-@pytest.mark.parametrize("every", [0, 3])
-def test_those_who_count_do_not_come_between_each_other(
-    every: int, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert store.add("counter", 5) == 5
-    store.add("counter", -4)
-    store.add("counter", 1)
-    if every:
-        lose_answers(monkeypatch, every)
-    refused: list[str] = []
-    monkeypatch.setattr(etcd._Client, "refused", lambda self, key, times: refused.append(key))
-
-    def count(number: int) -> list[int]:
-        totals = []
-        with store.clone() as mine:
-            for _ in range(10):
-                totals.append(mine.add("counter", 1))
-                totals.append(mine.together([Set(f"here/{number}", b""), Add("counter", 1)])[1])
-        return totals
-
-    with in_background() as call:
-        found = [total for each in [call(count, number) for number in range(6)] for total in each.result(60)]
-    assert sorted(found) == list(range(3, 123))
-    assert store.get("counter") == b"122"
-    assert every or not refused
-
-
-def test_what_cannot_be_counted_up_is_changed_as_other_values(store: EtcdStore) -> None:
-    for amount in (2**62, 1, 2**62 - 2, -(2**40), 2**40):
-        store.add("counter", amount)
-    assert store.get("counter") == b"%d" % (2**63 - 1)
-    with pytest.raises(StoreError, match="does not fit in 64 bits"):
-        store.add("counter", 1)
-    store._backing._write(lambda _: etcd._Changes([put(store._backing._name("odd"), b"\0+x", 0)]))
-    assert store.get("odd") == b"\0+x"  # nobody of ours has written that
 
 
 def test_the_longest_key_may_have_the_longest_value(store: EtcdStore) -> None:

@@ -186,7 +186,8 @@ def post(
         endpoint.keep(LEASE, message.travellers)
     if not sent:
         why = endpoint.post.lost(line.number)
-        if why:
+        if why is not None:
+            why = why or "the connection has ended"
             raise WorkerLost(f"{shown} was not sent: {why}", line.worker.name)
         raise CallTimeout(f"{shown} was not sent: it took nothing in time")
 

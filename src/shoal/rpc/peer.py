@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
-from ..errors import ShoalError, UsageError
+from ..errors import AgentClosed, CallTimeout, ShoalError, UsageError, WorkerLost
 from ..future import Future
 from ..keywords import checked_seconds
 from . import call, codec, profiling
@@ -26,6 +26,9 @@ class Caller(Protocol):
     name: str
     endpoint: Endpoint
     references: References
+
+    @property
+    def closed(self) -> bool: ...
 
     def line(self, name: str, timeout: float, owner: Worker | None = None) -> Line: ...
 
@@ -119,12 +122,17 @@ class Peer(WorkerInfo):
         Raises:
             UsageError: the arguments cannot be sent.
             WorkerLost: the worker cannot be reached.
-            CallTimeout: it could not be reached in time.
             CallTimeout: it could not be reached in time, or took nothing.
+            AgentClosed: the agent was closed before it took anything.
         """
         shown = self._shown(fn, args)
         line = self._agent.line(self.name, self.timeout)
-        call.post(self._agent.endpoint, line, CALLS, fn, args, kwargs, self._limit, shown)
+        try:
+            call.post(self._agent.endpoint, line, CALLS, fn, args, kwargs, self._limit, shown)
+        except (CallTimeout, WorkerLost):
+            if self._agent.closed:
+                raise AgentClosed(f"{shown} was not sent: the agent is closed") from None
+            raise
 
     def remote(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> RRef[T]:
         """Make an object at the worker, ``fn(*args, **kwargs)``, which stays there; give a reference to it.

@@ -158,7 +158,9 @@ class Store:
     def together(self, calls: Sequence[Call]) -> list[Any]:
         """Make several calls in one step, which no other client comes between.
 
-        In torch's stores, and in stores of one's own that do not say how, each is a step by itself.
+        In torch's stores, and in stores of one's own that do not say how, each is a step by itself.  So it is
+        in etcd where the values that result have more than 1 MB together; in Redis a step ends at a counter
+        that is not written as Redis writes numbers (``007``).
 
         Args:
             calls: :class:`Set`, :class:`Add`, :class:`CompareSet`, :class:`Delete` and :class:`Append` of

@@ -8,11 +8,11 @@ All that a job writes lies under ``/shoal/<job>/``::
 
 *Each write is one transaction*, and done once however often it is sent.  A client sends its writes on
 *lines*, one at a time, and numbers them; the transaction writes the number beside the change, and demands
-that the line's key is as it was before.  When an answer is lost, the line's key says whether the write was
-done.  If it was not, the write is sent again with the same demand, so only one of the two can succeed,
-whichever comes first.  The result of the write needs no place in etcd: the transaction also demands that the
-keys are as they were when the result was computed from them.  Only those that are counted up may have been
-counted up by others meanwhile (``etcd_values``): etcd says how often.
+that the line's key is as it was before.  When an answer is lost, the client puts something else there, with
+the same demand: either that tells that the write was done, or the write finds its demand broken, whenever it
+comes.  The result of the write needs no place in etcd: the transaction also demands that the keys are as they
+were when the result was computed from them.  Only those that are counted up may have been counted up by
+others meanwhile (``etcd_values``): etcd says how often.
 
 *A blocking read* looks at revision r and then watches from r + 1; whatever ends the watch, it looks again.
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult
 
@@ -55,7 +55,7 @@ _PORT = 2379
 MAX_ETCD_VALUE = 2**20
 #: bytes of keys and values that are set in one step
 MAX_ETCD_BATCH = MAX_ETCD_VALUE
-#: longest key in bytes: a write names it three times
+#: longest key in bytes: a write names it four times
 MAX_ETCD_KEY = 16 * 2**10
 #: operations that etcd takes in one transaction; one of them is the store's own
 _OPERATIONS = 128 - 1
@@ -151,6 +151,20 @@ class _Changes(NamedTuple):
     counters: Mapping[str, bytes] = {}
 
 
+class _Done(NamedTuple):
+    """A write that was done.
+
+    Attributes:
+        revision: which it has made.
+        counters: what those of its :class:`_Changes` hold, then or later.
+        answer: None if it was lost.
+    """
+
+    revision: int
+    counters: list[KeyValue]
+    answer: Answer | None = None
+
+
 class _Seen(threading.local):
     """The revision at which a thread has looked last."""
 
@@ -180,7 +194,7 @@ class _Client(OutsideClient[EtcdJob]):
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         found = self._read([at(self._name(key)) for key in keys[:_VALUES]])
-        return [value_of(_only(each)) for each in found]
+        return [value_of(each.only) for each in found]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
@@ -280,16 +294,16 @@ class _Client(OutsideClient[EtcdJob]):
         name = self._name(prefix)
         if not self.count(prefix):
             return 0
-        answer, revision = self._write(lambda _: _Changes([{"request_delete_range": under(name)}]))
-        if answer is not None:
-            return answer.responses[0].response_delete_range.deleted
-        before = {**under(name), "count_only": True, "revision": revision - 1}
-        return self._read([before])[0].count
+        done = self._write(lambda _: _Changes([{"request_delete_range": under(name)}]))
+        assert done is not None
+        if done.answer is not None:
+            return done.answer.responses[0].response_delete_range.deleted
+        return self._look_back([{**under(name), "count_only": True}], done.revision - 1)[0].count
 
     def _change(
-        self, key: str, value_of: Callable[[bytes | None], bytes | None]
+        self, key: str, change: Callable[[bytes | None], bytes | None]
     ) -> tuple[bytes | None, bytes | None]:
-        return self._step([key], lambda table: table._change(key, value_of))
+        return self._step([key], lambda table: table._change(key, change))
 
     def _step(self, keys: Sequence[str], work: Callable[[Table], R], adds: Mapping[str, int] = {}) -> R:
         """Do ``work`` on the values of ``keys``, and write what it has changed, in one step.
@@ -333,42 +347,55 @@ class _Client(OutsideClient[EtcdJob]):
             changes = _Changes(operations, counters)
             return changes
 
-        answer, revision = self._write(changes_of, keys)
-        if changes.counters:
-            if answer is None:
-                counted = self._read(
-                    [{**at(self._name(key)), "revision": revision} for key in changes.counters]
-                )
-            else:
-                counted = [each.response_range for each in answer.responses[-len(changes.counters) :]]
-            for key, each in zip(changes.counters, counted, strict=True):
-                before[key] = b"%d" % (int(value_of(_only(each)) or 0) - adds[key])
+        done_at = self._write(changes_of, keys)
+        if done_at is not None and changes.counters:
+            for key, total in zip(changes.counters, self._totals(changes.counters, done_at), strict=True):
+                before[key] = b"%d" % (total - adds[key])
             done()
         return results[-1]
 
+    def _totals(self, counters: Mapping[str, bytes], done: _Done) -> list[int]:
+        """What the counters had got by a write."""
+        last = done.counters
+        if any(each.mod_revision != done.revision for each in last):  # others have counted since
+            looks = [at(self._name(key)) for key in counters]
+            last = [each.only for each in self._look_back(looks, done.revision)]
+        totals: list[int] = []
+        for (key, held), each in zip(counters.items(), last, strict=True):
+            if each.value != held or not (total := value_of(each)):
+                raise StoreError(f"{self.job}: the server answers what was never in counter {key!r}")
+            totals.append(int(total))
+        return totals
+
+    def _look_back(self, ranges: Sequence[Body], revision: int) -> list[Range]:
+        """What the ranges held at an earlier revision, which says what a write has done."""
+        try:
+            return self._read([{**each, "revision": revision} for each in ranges])
+        except StoreError as error:
+            known = StoreTimeout if isinstance(error, StoreTimeout) else StoreError
+            raise known(f"the change was done, but its result is not known: {error}") from error
+
     def _write(
         self, changes_of: Callable[[Sequence[KeyValue]], _Changes], keys: Sequence[str] = ()
-    ) -> tuple[Answer | None, int]:
+    ) -> _Done | None:
         """Do the changes once, that ``changes_of`` makes of what ``keys`` hold, in one step.
 
         Args:
             changes_of: its result is empty if nothing is to be done.  What it is called for last counts.
 
         Returns:
-            The answer, in which the counters come last (None: it was lost, or nothing was to be done), and
-            the revision that they made.
+            What was done; None if nothing was to be done.
         """
         with self.job.line() as line:
             looks = self._looks([at(each) for each in (line.key, *map(self._name, keys))])
             found: list[KeyValue] = []
             refusals = 0
             if keys or line.revision is None:
-                found, done = self._take(line, self._ask({"success": looks}))
-                assert not done
+                found = self._take(line, self._ask({"success": looks}))
             while True:
                 operations, counters = changes_of(found)
                 if not operations:
-                    return None, 0
+                    return None
                 assert line.revision is not None
                 demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
                 demands += [
@@ -377,39 +404,76 @@ class _Client(OutsideClient[EtcdJob]):
                     else modified(self._name(key), each.mod_revision)
                     for key, each in zip(keys, found, strict=True)
                 ]
-                counted = [{"request_range": at(self._name(key))} for key in counters]
+                ranges = [{"request_range": at(self._name(key))} for key in counters]
                 number = put(line.key, b"%d" % line.number, self.job.lease)
-                # A thread that leaves this in any way but with an answer does not know the revision.
-                line.revision = None
+                transaction = {
+                    "compare": demands, "success": [*operations, number, *ranges], "failure": looks,
+                }  # fmt: skip
+                revision, line.revision = line.revision, None  # unknown, should this be left by an error
                 try:
-                    answer = self._ask(
-                        {"compare": demands, "success": [*operations, number, *counted], "failure": looks},
-                        writes=True,
-                    )
+                    answer = self._ask(transaction, writes=True)
                 except Unclear as unclear:
-                    try:
-                        answer = self._ask({"success": looks})
-                    except StoreTimeout as error:
-                        raise StoreTimeout(
-                            f"{error}; it is unknown whether the request was or will be done"
-                        ) from unclear
-                else:
-                    if answer.succeeded:
-                        line.revision = answer.header.revision
-                        return answer, line.revision
-                before = found
-                found, done = self._take(line, answer)
-                if done:
-                    assert line.revision is not None
-                    return None, line.revision
+                    answer, done = self._settle(line, revision, looks, unclear)
+                    found = self._take(line, answer)
+                    if done:
+                        assert line.revision is not None
+                        last = [each for key, each in zip(keys, found, strict=True) if key in counters]
+                        return _Done(line.revision, last)
+                    if self._calls.deadline.expired:
+                        raise StoreTimeout(f"{self.job}: {unclear}; it was not done") from None
+                    continue
+                if answer.succeeded:
+                    line.revision = answer.header.revision
+                    last = [each.response_range.only for each in answer.responses[len(operations) + 1 :]]
+                    return _Done(line.revision, last, answer)
+                before, found = found, self._take(line, answer)
                 refusals += 1
-                self.refused(_between(keys, before, found), refusals)
+                self.refused(_between(keys, counters, before, found), refusals)
 
-    def _take(self, line: EtcdLine, answer: Answer) -> tuple[list[KeyValue], bool]:
-        """What the keys hold that were looked at, and whether the line's write was done."""
-        last, *found = map(_only, self._checked(answer))
+    def _settle(
+        self, line: EtcdLine, revision: int, looks: list[Body], unclear: Unclear
+    ) -> tuple[Answer, bool]:
+        """Find out whether a write was done whose answer is lost; if not, see to it that it never will be.
+
+        Args:
+            revision: of the line's key before the write, which the write demands.
+
+        Returns:
+            What ``looks`` finds now, and whether the write was done.
+        """
+        fence = b"-%d" % line.number
+        demands = [created(self.job.life, self.job.born), modified(line.key, revision)]
+        transaction = {
+            "compare": demands,
+            "success": [put(line.key, fence, self.job.lease), *looks],
+            "failure": looks,
+        }
+        while True:
+            try:
+                answer = self._ask(transaction, writes=True)
+            except Unclear as again:
+                if self._calls.deadline.expired:
+                    raise StoreTimeout(
+                        f"{self.job}: {again}; it is unknown whether the request was or will be done"
+                    ) from unclear
+                if self._paused(self._calls.deadline):
+                    raise StoreError("closed") from unclear  # the store says which
+                continue
+            except StoreTimeout as error:
+                raise StoreTimeout(
+                    f"{error}; it is unknown whether the request was or will be done"
+                ) from unclear
+            if answer.succeeded:
+                answer.responses.pop(0)
+                return answer, False
+            _, last, *_ = answer.responses
+            return answer, last.response_range.only.value == b"%d" % line.number
+
+    def _take(self, line: EtcdLine, answer: Answer) -> list[KeyValue]:
+        """What the keys hold that were looked at."""
+        last, *found = [each.only for each in self._checked(answer)]
         line.revision = last.mod_revision
-        return found, last.value == b"%d" % line.number
+        return found
 
     # ------------------------------------------------------------------------------------------
 
@@ -421,16 +485,13 @@ class _Client(OutsideClient[EtcdJob]):
         return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
 
 
-def _only(found: Range) -> KeyValue:
-    """The one key of a range; without a version and a revision if it does not exist."""
-    return found.kvs[0] if found.kvs else KeyValue()
-
-
-def _between(keys: Sequence[str], before: Sequence[KeyValue], found: Sequence[KeyValue]) -> str:
-    """The key that others have changed."""
+def _between(
+    keys: Sequence[str], counters: Container[str], before: Sequence[KeyValue], found: Sequence[KeyValue]
+) -> str:
+    """The key that others have changed so that a write was refused."""
     changed = (
         key
-        for key, was, held in zip(keys, before, found, strict=True)
-        if was.mod_revision != held.mod_revision
+        for key, was, now in zip(keys, before, found, strict=True)
+        if was.value != now.value or (key not in counters and was.mod_revision != now.mod_revision)
     )
     return next(changed, "")

@@ -34,6 +34,11 @@ class Range(msgspec.Struct):
     kvs: list[KeyValue] = []
     count: int = 0
 
+    @property
+    def only(self) -> KeyValue:
+        """The one key that was asked for; without a version and a revision if it does not exist."""
+        return self.kvs[0] if self.kvs else KeyValue()
+
 
 class Deleted(msgspec.Struct):
     deleted: int = 0

@@ -43,6 +43,8 @@ T = TypeVar("T")
 _PORT = 6379
 #: keys, and their bytes, in one request
 _AT_ONCE, _KEYS = 100_000, 16 * 2**20
+#: of a length or a number of keys, at most
+_DIGITS = 18
 #: longest key in bytes
 MAX_REDIS_KEY = 2**20
 
@@ -255,11 +257,13 @@ class _Client(OutsideClient[RedisJob]):
             word, _, rest = reply.partition(b" ")
             length, _, rest = rest.partition(b" ")
             cut = self._length(length)
+            if cut > len(rest):
+                raise self.job.unreadable(reply)
             yield word, rest[:cut]
             reply = rest[cut:]
 
     def _length(self, text: bytes) -> int:
-        if not text.isdigit():
+        if not text.isdigit() or len(text) > _DIGITS:
             raise self.job.unreadable(text)
         return int(text)
 

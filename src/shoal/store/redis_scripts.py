@@ -111,7 +111,8 @@ return {'done', found}
 #: reply has the word, length and value of each; a compare says "long" of a value of more than LONGEST bytes.
 #:
 #: The change comes before the number: what the server refuses (for want of memory, or of a permission) it
-#: refuses at the first command that writes.  What a later attempt has looked at and not done, an earlier one
+#: refuses at the first command that writes.  (With together some changes may be done before one that the user
+#: may not do.)  What a later attempt has looked at and not done, an earlier one
 #: that is still on the way does not do either: the client has had its answer.
 WRITE = Script("""
 local hash, attempt, what, life, line, number, key = KEYS[1], unpack(ARGV, 1, 6)

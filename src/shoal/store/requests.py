@@ -170,8 +170,8 @@ MOST_CALLS, SHORT = 16, 2**15
 
 
 def _size(call: Call) -> int:
-    fields = (getattr(call, name, "") for name in ("key", "value", "expected", "desired"))
-    return sum(map(len, fields))
+    values = (getattr(call, name, b"") for name in ("value", "expected", "desired"))
+    return len(call.key.encode()) + sum(map(len, values))
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +204,7 @@ def _one_by_one(operations: Operations, calls: Sequence[Call]) -> Outcome:
 class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
     """Writes, done one after the other, up to the first that fails or finds another value than it sets.
 
-    Nobody comes in between, but in torch's stores, and others that do not say how: there each is a step.
+    Nobody comes in between, but where :meth:`shoal.store.Store.together` says so.
     """
 
     requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]

@@ -1,0 +1,215 @@
+"""Writes to a store in a real etcd: each is done once, whatever becomes of its answer, and in one step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shoal.errors import StoreError, StoreTimeout
+from shoal.store import etcd
+from shoal.store.etcd import EtcdStore
+from shoal.store.etcd_job import at, put
+from shoal.store.gateway import Gateway, Unclear
+from shoal.store.requests import Add, Append, CompareSet, Set
+from shoal.testing import linearize
+from tests.support.etcd_server import EtcdServer, needs_etcd
+
+from .conformance import in_background
+from .etcd_store import job, server, store
+
+__all__ = ["job", "server", "store"]  # fixtures
+
+pytestmark = needs_etcd
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, 8))]
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """Lose every ``every``-th answer to a write, half of them before the server has heard of it."""
+    count, call = itertools.count(1), Gateway.call
+
+    def calling(self: Gateway, path: str, *args: Any, writes: bool = False) -> Any:
+        number = next(count) if writes else 0
+        if number and number % (2 * every) == 0:
+            raise Unclear("lost on the way there")
+        answer = call(self, path, *args, writes=writes)
+        if number and number % every == 0:
+            raise Unclear("lost on the way back")
+        return answer
+
+    monkeypatch.setattr(Gateway, "call", calling)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_is_linearizable(seed: int, store: EtcdStore) -> None:
+    linearize.play(store, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_is_linearizable_though_answers_are_lost(
+    seed: int, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_answers(monkeypatch, every=4)
+    linearize.play(store, seed=seed)
+
+
+def test_a_store_that_does_not_note_its_writes_is_found_out(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_answers(monkeypatch, every=4)
+    settle = etcd._Client._settle
+    monkeypatch.setattr(etcd._Client, "_settle", lambda *args: (settle(*args)[0], False))
+    with pytest.raises(AssertionError, match="no order of its"):
+        linearize.play(store)
+
+
+@contextmanager
+def first_answer_lost(
+    monkeypatch: pytest.MonkeyPatch, *, done: bool, meanwhile: Callable[[], object] = bool
+) -> Iterator[Callable[[], bool]]:
+    """Lose the answer to the first write, which was done, or is on the way until the function is called.
+
+    ``meanwhile`` is called before it is known that the answer was lost; the function says whether the write
+    is done then.
+    """
+    call, held = Gateway.call, []
+
+    def calling(self: Gateway, *args: Any, writes: bool = False) -> Any:
+        if writes and not held:
+            held.append((self, *args))
+            if done:
+                call(*held[0])
+            meanwhile()
+            raise Unclear("on the way for long")
+        return call(self, *args, writes=writes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gateway, "call", calling)
+        yield lambda: call(*held[0]).succeeded
+
+
+def test_a_write_that_arrives_late_does_nothing(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with first_answer_lost(monkeypatch, done=False) as arrives:
+        store.set("key", b"old")
+    store.set("key", b"new")
+    assert not arrives()
+    assert store.get("key") == b"new"
+
+
+def test_a_write_that_arrives_after_it_was_refused_does_nothing(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the key holds again what it held when the write was sent."""
+    store.add("counter", 1)
+    with store.clone() as other:
+        text = partial(other.set, "counter", b"text")
+        with (
+            first_answer_lost(monkeypatch, done=False, meanwhile=text) as arrives,
+            pytest.raises(StoreError, match="no counter"),
+        ):
+            store.add("counter", 1)
+        other.delete("counter")
+        other.add("counter", 1)
+        assert not arrives()
+        assert store.get("counter") == b"1"
+        taken = partial(other.set, "lock", b"other")
+        with first_answer_lost(monkeypatch, done=False, meanwhile=taken) as arrives:
+            assert store.compare_set("lock", b"", b"mine") == b"other"
+        other.delete("lock")
+        assert not arrives()
+        assert not store.check(["lock"])
+
+
+def test_a_write_without_time_for_a_second_attempt_was_not_done(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add("counter", 1)
+    hasty = store.clone(timeout=0.0)
+    with hasty, first_answer_lost(monkeypatch, done=False) as arrives:
+        with pytest.raises(StoreTimeout, match="on the way for long; it was not done"):
+            hasty.add("counter", 1)
+        assert not arrives()
+    assert store.get("counter") == b"1"
+
+
+def test_a_total_is_known_though_the_answer_is_lost(
+    server: EtcdServer, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget() -> None:
+        revision = server.ask("kv/put", key=b"/beside", value=b"")["header"]["revision"]
+        server.ask("kv/compaction", revision=revision)
+
+    def count_and_forget() -> None:
+        other.add("counter", 1)
+        forget()
+
+    store.add("counter", 1)
+    with store.clone() as other:
+        with first_answer_lost(monkeypatch, done=True, meanwhile=forget):
+            assert store.add("counter", 1) == 2
+        with first_answer_lost(monkeypatch, done=True, meanwhile=partial(other.add, "counter", 1)):
+            assert store.add("counter", 1) == 3
+        with (
+            first_answer_lost(monkeypatch, done=True, meanwhile=count_and_forget),
+            pytest.raises(StoreError, match=r"was done, but its result is not known: .*compacted"),
+        ):
+            store.add("counter", 1)
+    assert store.get("counter") == b"6"
+
+
+def test_the_number_of_keys_that_were_removed_is_known_though_the_answer_is_lost(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.multi_set(["a/1", "a/2", "b"], [b"", b"", b""])
+    with first_answer_lost(monkeypatch, done=True):
+        assert store.delete_prefix("a/") == 2
+    assert store.list_keys() == ["b"]
+
+
+def test_what_is_done_together_is_one_transaction(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = store._backing._read([at(store._backing._name("a"))]) and store._backing._seen.revision
+    store.together([Set("a", b""), Add("b", 1), Append("c", b"x"), CompareSet("d", b"", b"x")])
+    assert store.check(["a", "b", "c", "d"])
+    assert store._backing._seen.revision == before + 1
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_those_who_count_do_not_come_between_each_other(
+    every: int, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.add("counter", 5) == 5
+    store.add("counter", -4)
+    store.add("counter", 1)
+    if every:
+        lose_answers(monkeypatch, every)
+    refused: list[str] = []
+    monkeypatch.setattr(etcd._Client, "refused", lambda self, key, times: refused.append(key))
+
+    def count(number: int) -> list[int]:
+        totals = []
+        with store.clone() as mine:
+            for _ in range(10):
+                totals.append(mine.add("counter", 1))
+                totals.append(mine.together([Set(f"here/{number}", b""), Add("counter", 1)])[1])
+        return totals
+
+    with in_background() as call:
+        found = [total for each in [call(count, number) for number in range(6)] for total in each.result(60)]
+    assert sorted(found) == list(range(3, 123))
+    assert store.get("counter") == b"122"
+    assert every or not refused
+
+
+def test_what_cannot_be_counted_up_is_changed_as_other_values(store: EtcdStore) -> None:
+    for amount in (2**62, 1, 2**62 - 2, -(2**40), 2**40):
+        store.add("counter", amount)
+    assert store.get("counter") == b"%d" % (2**63 - 1)
+    with pytest.raises(StoreError, match="does not fit in 64 bits"):
+        store.add("counter", 1)
+    store._backing._write(lambda _: etcd._Changes([put(store._backing._name("odd"), b"\0+x", 0)]))
+    assert store.get("odd") == b"\0+x"  # nobody of ours has written that
