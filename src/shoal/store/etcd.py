@@ -448,26 +448,15 @@ class _Client(OutsideClient[EtcdJob]):
             "success": [put(line.key, fence, self.job.lease), *looks],
             "failure": looks,
         }
-        while True:
-            try:
-                answer = self._ask(transaction, writes=True)
-            except Unclear as again:
-                if self._calls.deadline.expired:
-                    raise StoreTimeout(
-                        f"{self.job}: {again}; it is unknown whether the request was or will be done"
-                    ) from unclear
-                if self._paused(self._calls.deadline):
-                    raise StoreError("closed") from unclear  # the store says which
-                continue
-            except StoreTimeout as error:
-                raise StoreTimeout(
-                    f"{error}; it is unknown whether the request was or will be done"
-                ) from unclear
-            if answer.succeeded:
-                answer.responses.pop(0)
-                return answer, False
-            _, last, *_ = answer.responses
-            return answer, last.response_range.only.value == b"%d" % line.number
+        try:
+            answer = self._ask(transaction)  # which may be done again
+        except StoreTimeout as error:
+            raise StoreTimeout(f"{error}; it is unknown whether the request was or will be done") from unclear
+        if answer.succeeded:
+            answer.responses.pop(0)
+            return answer, False
+        _, last, *_ = answer.responses
+        return answer, last.response_range.only.value == b"%d" % line.number
 
     def _take(self, line: EtcdLine, answer: Answer) -> list[KeyValue]:
         """What the keys hold that were looked at."""
