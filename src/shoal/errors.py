@@ -325,8 +325,9 @@ class CallTimeout(RpcError, TimeoutError):
 
     Or its worker could not be connected to in time, or took nothing of a post.
 
-    Give a slow function more time, ``peer.options(timeout=...)``.  The callee was told that nobody waits any
-    more: a call that had not begun never runs, and a function can ask ``shoal.rpc.current().cancelled()``.
+    Give a slow function more time, ``peer.options(timeout=...)``.  The callee of a call was told that nobody
+    waits any more: one that had not begun never runs, and a function can ask
+    ``shoal.rpc.current().cancelled()``.
     """
 
 

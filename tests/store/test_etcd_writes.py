@@ -13,10 +13,12 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import etcd
 from shoal.store.etcd import EtcdStore
-from shoal.store.etcd_job import at, put
+from shoal.store.etcd_job import Answer, at, put
+from shoal.store.etcd_transactions import Changes
 from shoal.store.gateway import Gateway, Unclear
 from shoal.store.requests import Add, Append, CompareSet, Set
 from shoal.testing import linearize
+from shoal.wire import Deadline
 from tests.support.etcd_server import EtcdServer, needs_etcd
 
 from .conformance import in_background
@@ -125,6 +127,62 @@ def test_a_write_that_arrives_after_it_was_refused_does_nothing(
         assert not store.check(["lock"])
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_a_fence_may_arrive_twice(done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first answer is lost too, and the second one meets what it has put there."""
+    store.add("counter", 1)
+    with first_answer_lost(monkeypatch, done=done) as arrives:
+        call = Gateway.call
+
+        def twice(self: Gateway, path: str, body: Any, *args: Any, **how: Any) -> Any:
+            if any(
+                each.get("request_put", {}).get("value", b"").startswith(b"-") for each in body["success"]
+            ):
+                call(self, path, body, *args, **how)
+            return call(self, path, body, *args, **how)
+
+        monkeypatch.setattr(Gateway, "call", twice)
+        assert store.add("counter", 1) == 2
+        assert not arrives()
+    assert store.get("counter") == b"2"
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_where_no_fence_is_taken_it_is_said_what_is_known(
+    done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add("counter", 1)
+    with first_answer_lost(monkeypatch, done=done):
+        call = Gateway.call
+
+        def full(self: Gateway, path: str, body: Any, *args: Any, **how: Any) -> Any:
+            if any(
+                each.get("request_put", {}).get("value", b"").startswith(b"-") for each in body["success"]
+            ):
+                raise StoreError("its database is full")
+            return call(self, path, body, *args, **how)
+
+        monkeypatch.setattr(Gateway, "call", full)
+        if done:
+            assert store.add("counter", 1) == 2
+        else:
+            with pytest.raises(StoreTimeout, match="database is full; it is unknown whether"):
+                store.add("counter", 1)
+
+
+def test_after_a_lost_answer_another_server_is_asked(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = store._backing.job.gateway
+    monkeypatch.setattr(gateway, "_urls", [gateway._urls[0], "http://another:1"])
+    monkeypatch.setattr(gateway, "_ask", lambda *args: (_ for _ in ()).throw(Unclear("lost")))
+    with pytest.raises(Unclear):
+        gateway.call("kv/txn", {}, Answer, Deadline(1), store._backing.closed, writes=True)
+    assert gateway.server == "another:1"
+    monkeypatch.undo()
+    gateway._at = 0
+
+
 def test_a_write_without_time_for_a_second_attempt_was_not_done(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,5 +269,5 @@ def test_what_cannot_be_counted_up_is_changed_as_other_values(store: EtcdStore) 
     assert store.get("counter") == b"%d" % (2**63 - 1)
     with pytest.raises(StoreError, match="does not fit in 64 bits"):
         store.add("counter", 1)
-    store._backing._write(lambda _: etcd._Changes([put(store._backing._name("odd"), b"\0+x", 0)]))
+    store._backing._write(lambda _: Changes([put(store._backing._name("odd"), b"\0+x", 0)]))
     assert store.get("odd") == b"\0+x"  # nobody of ours has written that

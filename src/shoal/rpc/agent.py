@@ -215,6 +215,8 @@ class Agent:
             if until is not None:
                 try:
                     line = self.line(until, self.timeout, awaited)
+                except CallTimeout:
+                    continue  # it may live
                 except (AgentClosed, UnknownWorker, WorkerLost):
                     return
                 awaited = line.worker

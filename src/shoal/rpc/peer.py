@@ -126,8 +126,8 @@ class Peer(WorkerInfo):
             AgentClosed: the agent was closed before it took anything.
         """
         shown = self._shown(fn, args)
-        line = self._agent.line(self.name, self.timeout)
         try:
+            line = self._agent.line(self.name, self.timeout)
             call.post(self._agent.endpoint, line, CALLS, fn, args, kwargs, self._limit, shown)
         except (CallTimeout, WorkerLost):
             if self._agent.closed:

@@ -24,26 +24,26 @@ suspended while the lease ended is told so.
 from __future__ import annotations
 
 import ssl
-import threading
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 from urllib.parse import SplitResult
 
 import msgspec
 
 from .. import config
-from ..errors import StoreError, StoreTimeout
+from ..errors import AuthenticationError, StoreError, StoreTimeout
 from ..wire import Deadline
 from ..wording import counted
 from . import outside_client
 from .base import Store
-from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, holds, modified, put, under
+from .etcd_job import EtcdJob, KeyValue, Range, at, put, under
+from .etcd_transactions import Changes, Done, Transactions
 from .etcd_values import stored, stored_counter, value_of
-from .gateway import Body, Broken, Gateway, LeaseGone, Unclear
+from .gateway import Body, Broken, Gateway, LeaseGone
 from .operations import C, Operations, R, Table
 from .outside import parse_outside
-from .outside_client import OutsideClient, parts
+from .outside_client import parts
 from .outside_tls import tls_context
 from .requests import Add, Request
 
@@ -140,46 +140,11 @@ class _TooMuch(Exception):
     """Values are too long to be written in one step."""
 
 
-class _Changes(NamedTuple):
-    """What a write is to do.
-
-    Attributes:
-        counters: keys that are put again as they are, to be counted up, and what they hold.
-    """
-
-    operations: list[Body]
-    counters: Mapping[str, bytes] = {}
-
-
-class _Done(NamedTuple):
-    """A write that was done.
-
-    Attributes:
-        revision: which it has made.
-        counters: what those of its :class:`_Changes` hold, then or later.
-        answer: None if it was lost.
-    """
-
-    revision: int
-    counters: list[KeyValue]
-    answer: Answer | None = None
-
-
-class _Seen(threading.local):
-    """The revision at which a thread has looked last."""
-
-    revision = 0
-
-
-class _Client(OutsideClient[EtcdJob]):
+class _Client(Transactions):
     """One store of a job."""
 
     longest_key = MAX_ETCD_KEY
     longest_value = MAX_ETCD_VALUE
-
-    def __init__(self, job: EtcdJob) -> None:
-        super().__init__(job)
-        self._seen = _Seen()
 
     def execute(self, request: Request[T], deadline: Deadline) -> T:
         try:
@@ -243,22 +208,6 @@ class _Client(OutsideClient[EtcdJob]):
                 pass
         self._paused(deadline)
 
-    def _read(self, ranges: list[Body]) -> list[Range]:
-        """The keys of each range, at one moment."""
-        answer = self._ask({"success": self._looks(ranges)})
-        self._seen.revision = answer.header.revision
-        return self._checked(answer)
-
-    def _looks(self, ranges: list[Body]) -> list[Body]:
-        return [{"request_range": each} for each in [{**at(self.job.life), "keys_only": True}, *ranges]]
-
-    def _checked(self, answer: Answer) -> list[Range]:
-        """What was found with :meth:`_looks`, if the store lives."""
-        life, *found = (each.response_range for each in answer.responses)
-        if not life.kvs or life.kvs[0].create_revision != self.job.born:
-            raise self.job.gone()
-        return found
-
     # -- writing -------------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes) -> None:
@@ -274,7 +223,7 @@ class _Client(OutsideClient[EtcdJob]):
             )
         if values:
             puts = [put(self._name(key), stored(value), self.job.lease) for key, value in values.items()]
-            self._write(lambda _: _Changes(puts))
+            self._write(lambda _: Changes(puts))
 
     def add(self, key: str, amount: int) -> int:
         return self._step([key], lambda table: table.add(key, amount), {key: amount})
@@ -294,7 +243,7 @@ class _Client(OutsideClient[EtcdJob]):
         name = self._name(prefix)
         if not self.count(prefix):
             return 0
-        done = self._write(lambda _: _Changes([{"request_delete_range": under(name)}]))
+        done = self._write(lambda _: Changes([{"request_delete_range": under(name)}]))
         assert done is not None
         if done.answer is not None:
             return done.answer.responses[0].response_delete_range.deleted
@@ -316,7 +265,7 @@ class _Client(OutsideClient[EtcdJob]):
             _TooMuch: of several values, for one step.
         """
         before: dict[str, bytes] = {}
-        changes = _Changes([])
+        changes = Changes([])
         results: list[R] = []
 
         def done() -> Table:
@@ -326,7 +275,7 @@ class _Client(OutsideClient[EtcdJob]):
             results.append(work(table))
             return table
 
-        def changes_of(found: Sequence[KeyValue]) -> _Changes:
+        def changes_of(found: Sequence[KeyValue]) -> Changes:
             nonlocal before, changes
             pairs = list(zip(keys, found, strict=True))
             before = {key: value for key, each in pairs if (value := value_of(each)) is not None}
@@ -344,7 +293,7 @@ class _Client(OutsideClient[EtcdJob]):
                 if value is not None and value == each.value:
                     counters[key] = value
                 operations.append(put(self._name(key), value or stored(after[key]), self.job.lease))
-            changes = _Changes(operations, counters)
+            changes = Changes(operations, counters)
             return changes
 
         done_at = self._write(changes_of, keys)
@@ -354,7 +303,7 @@ class _Client(OutsideClient[EtcdJob]):
             done()
         return results[-1]
 
-    def _totals(self, counters: Mapping[str, bytes], done: _Done) -> list[int]:
+    def _totals(self, counters: Mapping[str, bytes], done: Done) -> list[int]:
         """What the counters had got by a write."""
         last = done.counters
         if any(each.mod_revision != done.revision for each in last):  # others have counted since
@@ -371,116 +320,6 @@ class _Client(OutsideClient[EtcdJob]):
         """What the ranges held at an earlier revision, which says what a write has done."""
         try:
             return self._read([{**each, "revision": revision} for each in ranges])
-        except StoreError as error:
+        except (StoreError, AuthenticationError) as error:
             known = StoreTimeout if isinstance(error, StoreTimeout) else StoreError
             raise known(f"the change was done, but its result is not known: {error}") from error
-
-    def _write(
-        self, changes_of: Callable[[Sequence[KeyValue]], _Changes], keys: Sequence[str] = ()
-    ) -> _Done | None:
-        """Do the changes once, that ``changes_of`` makes of what ``keys`` hold, in one step.
-
-        Args:
-            changes_of: its result is empty if nothing is to be done.  What it is called for last counts.
-
-        Returns:
-            What was done; None if nothing was to be done.
-        """
-        with self.job.line() as line:
-            looks = self._looks([at(each) for each in (line.key, *map(self._name, keys))])
-            found: list[KeyValue] = []
-            refusals = 0
-            if keys or line.revision is None:
-                found = self._take(line, self._ask({"success": looks}))
-            while True:
-                operations, counters = changes_of(found)
-                if not operations:
-                    return None
-                assert line.revision is not None
-                demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
-                demands += [
-                    holds(self._name(key), counters[key])
-                    if key in counters
-                    else modified(self._name(key), each.mod_revision)
-                    for key, each in zip(keys, found, strict=True)
-                ]
-                ranges = [{"request_range": at(self._name(key))} for key in counters]
-                number = put(line.key, b"%d" % line.number, self.job.lease)
-                transaction = {
-                    "compare": demands, "success": [*operations, number, *ranges], "failure": looks,
-                }  # fmt: skip
-                revision, line.revision = line.revision, None  # unknown, should this be left by an error
-                try:
-                    answer = self._ask(transaction, writes=True)
-                except Unclear as unclear:
-                    answer, done = self._settle(line, revision, looks, unclear)
-                    found = self._take(line, answer)
-                    if done:
-                        assert line.revision is not None
-                        last = [each for key, each in zip(keys, found, strict=True) if key in counters]
-                        return _Done(line.revision, last)
-                    if self._calls.deadline.expired:
-                        raise StoreTimeout(f"{self.job}: {unclear}; it was not done") from None
-                    continue
-                if answer.succeeded:
-                    line.revision = answer.header.revision
-                    last = [each.response_range.only for each in answer.responses[len(operations) + 1 :]]
-                    return _Done(line.revision, last, answer)
-                before, found = found, self._take(line, answer)
-                refusals += 1
-                self.refused(_between(keys, counters, before, found), refusals)
-
-    def _settle(
-        self, line: EtcdLine, revision: int, looks: list[Body], unclear: Unclear
-    ) -> tuple[Answer, bool]:
-        """Find out whether a write was done whose answer is lost; if not, see to it that it never will be.
-
-        Args:
-            revision: of the line's key before the write, which the write demands.
-
-        Returns:
-            What ``looks`` finds now, and whether the write was done.
-        """
-        fence = b"-%d" % line.number
-        demands = [created(self.job.life, self.job.born), modified(line.key, revision)]
-        transaction = {
-            "compare": demands,
-            "success": [put(line.key, fence, self.job.lease), *looks],
-            "failure": looks,
-        }
-        try:
-            answer = self._ask(transaction)  # which may be done again
-        except StoreTimeout as error:
-            raise StoreTimeout(f"{error}; it is unknown whether the request was or will be done") from unclear
-        if answer.succeeded:
-            answer.responses.pop(0)
-            return answer, False
-        _, last, *_ = answer.responses
-        return answer, last.response_range.only.value == b"%d" % line.number
-
-    def _take(self, line: EtcdLine, answer: Answer) -> list[KeyValue]:
-        """What the keys hold that were looked at."""
-        last, *found = [each.only for each in self._checked(answer)]
-        line.revision = last.mod_revision
-        return found
-
-    # ------------------------------------------------------------------------------------------
-
-    def _name(self, key: str) -> bytes:
-        return self.job.prefix + b"k/" + key.encode()
-
-    def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
-        gateway, deadline = self.job.gateway, self._calls.deadline
-        return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
-
-
-def _between(
-    keys: Sequence[str], counters: Container[str], before: Sequence[KeyValue], found: Sequence[KeyValue]
-) -> str:
-    """The key that others have changed so that a write was refused."""
-    changed = (
-        key
-        for key, was, now in zip(keys, before, found, strict=True)
-        if was.value != now.value or (key not in counters and was.mod_revision != now.mod_revision)
-    )
-    return next(changed, "")

@@ -157,11 +157,11 @@ class Gateway:
         Args:
             path: below ``/v3/``.
             closed: ends the call, when it is set between two tries.
-            writes: the request must not be repeated without a look whether it was done.
+            writes: the request must not be repeated before it is known whether it was done.
 
         Raises:
             Unclear: the request ``writes``, and may have been done.
-            StoreTimeout: no server answered, and nothing was written.
+            StoreTimeout: no server answered; a request that ``writes`` was not sent.
             StoreError: etcd refuses; the message says why.
             AuthenticationError: user, password or certificate are wrong.
         """
@@ -184,6 +184,7 @@ class Gateway:
                 why = str(error)
             except Unclear as error:
                 if writes:
+                    self._at = (at + 1) % len(self._urls)
                     raise
                 why = str(error)
             self._at = (at + 1) % len(self._urls)
