@@ -127,6 +127,11 @@ def test_a_write_that_arrives_after_it_was_refused_does_nothing(
         assert not store.check(["lock"])
 
 
+def is_fence(transaction: Any, writes: bool = False) -> bool:
+    """Whether it writes, and may be repeated all the same."""
+    return not writes and any("request_put" in each for each in transaction["success"])
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_a_fence_may_arrive_twice(done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first answer is lost too, and the second one meets what it has put there."""
@@ -135,9 +140,7 @@ def test_a_fence_may_arrive_twice(done: bool, store: EtcdStore, monkeypatch: pyt
         call = Gateway.call
 
         def twice(self: Gateway, path: str, body: Any, *args: Any, **how: Any) -> Any:
-            if any(
-                each.get("request_put", {}).get("value", b"").startswith(b"-") for each in body["success"]
-            ):
+            if is_fence(body, **how):
                 call(self, path, body, *args, **how)
             return call(self, path, body, *args, **how)
 
@@ -156,9 +159,7 @@ def test_where_no_fence_is_taken_it_is_said_what_is_known(
         call = Gateway.call
 
         def full(self: Gateway, path: str, body: Any, *args: Any, **how: Any) -> Any:
-            if any(
-                each.get("request_put", {}).get("value", b"").startswith(b"-") for each in body["success"]
-            ):
+            if is_fence(body, **how):
                 raise StoreError("its database is full")
             return call(self, path, body, *args, **how)
 
