@@ -227,7 +227,7 @@ def keep_what_is_there(group: ProcessGroup, registered: bool) -> tuple[float, st
         work()
     told = time.monotonic()
     group.store.set(f"lost/{group.rank}", b"")
-    assert caught.value.ranks == (1,)
+    assert caught.value.ranks == (1,), str(caught.value)
     if part is not None:
         after = part.all_reduce(torch.full((count,), 5.0)).wait()
         group.store.wait(["lost/1"], PATIENCE)
