@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,19 +9,11 @@ import pytest
 from shoal.store.etcd import EtcdStore
 from tests.support.etcd_server import EtcdServer
 
-_numbers = itertools.count()
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         yield server
-
-
-@pytest.fixture
-def job() -> str:
-    """A job that nobody else has."""
-    return f"job {next(_numbers)}"
 
 
 @pytest.fixture

@@ -69,6 +69,8 @@ class MadeTogether:
                     assert one + two == 0 or not self.one_step
                     assert there is None
                     assert mine.together([Delete("there")]) in ([True], [False])
+                    first, second = mine.together([Add("both", 1), Add("both", 1)])
+                    assert second == first + 1 or not self.one_step
 
         with in_background() as call:
             counting = [call(count) for _ in range(3)]
@@ -78,6 +80,7 @@ class MadeTogether:
             for each in counting:
                 each.result()
         assert store.add("one", 0) == 3 * rounds
+        assert store.add("both", 0) == 6 * rounds
 
     def test_only_short_writes_are_made_at_once(self, store: Store) -> None:
         for call in (Get(["key"], 1.0), MultiSet([("key", b"")]), "key"):

@@ -22,10 +22,10 @@ from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 
 from .conformance import StoreConformance, in_background
-from .etcd_store import job, server, store
+from .etcd_store import server, store
 from .jobs import meet_by_arrival, run_a_job
 
-__all__ = ["job", "server", "store"]  # fixtures
+__all__ = ["server", "store"]  # fixtures
 
 pytestmark = needs_etcd
 

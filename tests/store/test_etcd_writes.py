@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +21,10 @@ from shoal.wire import Deadline
 from tests.support.etcd_server import EtcdServer, needs_etcd
 
 from .conformance import in_background
-from .etcd_store import job, server, store
+from .etcd_store import server, store
+from .losses import Losses
 
-__all__ = ["job", "server", "store"]  # fixtures
+__all__ = ["server", "store"]  # fixtures
 
 pytestmark = needs_etcd
 
@@ -33,16 +33,11 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, 
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Lose every ``every``-th answer to a write, half of them before the server has heard of it."""
-    count, call = itertools.count(1), Gateway.call
+    losses, call = Losses(every, Unclear), Gateway.call
 
     def calling(self: Gateway, path: str, *args: Any, writes: bool = False) -> Any:
-        number = next(count) if writes else 0
-        if number and number % (2 * every) == 0:
-            raise Unclear("lost on the way there")
-        answer = call(self, path, *args, writes=writes)
-        if number and number % every == 0:
-            raise Unclear("lost on the way back")
-        return answer
+        ask = partial(call, self, path, *args, writes=writes)
+        return losses.of(ask) if writes else ask()
 
     monkeypatch.setattr(Gateway, "call", calling)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -21,9 +21,10 @@ from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.waiting import PATIENCE, until
 
 from .conformance import StoreConformance, in_background
-from .redis_store import job, server, store
+from .losses import Losses
+from .redis_store import server, store
 
-__all__ = ["job", "server", "store"]  # fixtures
+__all__ = ["server", "store"]  # fixtures
 
 pytestmark = [needs_redis, pytest.mark.filterwarnings("ignore:Redis at .* may lose changes")]
 
@@ -41,16 +42,11 @@ class TestRedisStore(StoreConformance):
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Lose every ``every``-th answer to a write, half of them before the server has heard of it."""
-    count, exchange = itertools.count(1), Link._exchange
+    losses, exchange = Losses(every, Broken), Link._exchange
 
     def exchanging(self: Link, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
-        number = next(count) if words[1] == redis_store.WRITE.digest else 0
-        if number and number % (2 * every) == 0:
-            raise Broken("lost on the way there")
-        answer = exchange(self, connection, words, seconds)
-        if number and number % every == 0:
-            raise Broken("lost on the way back")
-        return answer
+        ask = partial(exchange, self, connection, words, seconds)
+        return losses.of(ask) if words[1] == redis_store.WRITE.digest else ask()
 
     monkeypatch.setattr(Link, "_exchange", exchanging)
 

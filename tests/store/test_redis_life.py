@@ -21,9 +21,9 @@ from tests.support.waiting import until
 
 from .conformance import in_background
 from .jobs import lose_a_rank_and_let_another_join, meet_by_arrival, run_a_job
-from .redis_store import job, server, store
+from .redis_store import server, store
 
-__all__ = ["job", "server", "store"]  # fixtures
+__all__ = ["server", "store"]  # fixtures
 
 pytestmark = [needs_redis, pytest.mark.filterwarnings("ignore:Redis at .* may lose changes")]
 

@@ -304,7 +304,7 @@ class _Client(Transactions):
         return results[-1]
 
     def _totals(self, counters: Mapping[str, bytes], done: Done) -> list[int]:
-        """What the counters had got by a write."""
+        """The totals of the counters after a write that has counted them up."""
         last = done.counters
         if any(each.mod_revision != done.revision for each in last):  # others have counted since
             looks = [at(self._name(key)) for key in counters]
@@ -317,7 +317,7 @@ class _Client(Transactions):
         return totals
 
     def _look_back(self, ranges: Sequence[Body], revision: int) -> list[Range]:
-        """What the ranges held at an earlier revision, which says what a write has done."""
+        """The ranges at an earlier revision, from which the result of a write is known that was done."""
         try:
             return self._read([{**each, "revision": revision} for each in ranges])
         except (StoreError, AuthenticationError) as error:

@@ -68,13 +68,13 @@ class _Kept(msgspec.Struct):
 
 
 class EtcdLine(Line):
-    """A line, and the revision of the key where its number is; None: unknown."""
+    """A line, and the revision of the key where its number is; 0: there is none yet."""
 
     __slots__ = ("revision",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.revision: int | None = 0
+        self.revision = 0
 
     @property
     def key(self) -> bytes:

@@ -17,7 +17,7 @@ from .outside_client import OutsideClient
 
 
 class Changes(NamedTuple):
-    """What a write is to do.
+    """The operations of one write.
 
     Attributes:
         counters: keys that are put again as they are, to be counted up, and what they hold.
@@ -48,7 +48,7 @@ class _Seen(threading.local):
 
 
 class Transactions(OutsideClient[EtcdJob]):
-    """What a store's operations are made of."""
+    """The transactions that the operations of a store use."""
 
     def __init__(self, job: EtcdJob) -> None:
         super().__init__(job)
@@ -64,7 +64,7 @@ class Transactions(OutsideClient[EtcdJob]):
         return [{"request_range": each} for each in [{**at(self.job.life), "keys_only": True}, *ranges]]
 
     def _checked(self, answer: Answer) -> list[Range]:
-        """What was found with :meth:`_looks`, if the store lives."""
+        """The ranges that :meth:`_looks` has asked for.  StoreError if the job's life has ended."""
         life, *found = (each.response_range for each in answer.responses)
         if not life.kvs or life.kvs[0].create_revision != self.job.born:
             raise self.job.gone()
@@ -85,13 +85,12 @@ class Transactions(OutsideClient[EtcdJob]):
             looks = self._looks([at(each) for each in (line.key, *map(self._name, keys))])
             found: list[KeyValue] = []
             refusals = 0
-            if keys or line.revision is None:
+            if keys:
                 found = self._take(line, self._ask({"success": looks}))
             while True:
                 operations, counters = changes_of(found)
                 if not operations:
                     return None
-                assert line.revision is not None
                 demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
                 demands += [
                     holds(self._name(key), counters[key])
@@ -104,14 +103,12 @@ class Transactions(OutsideClient[EtcdJob]):
                 transaction = {
                     "compare": demands, "success": [*operations, number, *ranges], "failure": looks,
                 }  # fmt: skip
-                revision, line.revision = line.revision, None  # unknown, should this be left by an error
                 try:
                     answer = self._ask(transaction, writes=True)
                 except Unclear as unclear:
-                    answer, done = self._settle(line, revision, looks, unclear)
+                    answer, done = self._settle(line, looks, unclear)
                     found = self._take(line, answer)
                     if done:
-                        assert line.revision is not None
                         last = [each for key, each in zip(keys, found, strict=True) if key in counters]
                         return Done(line.revision, last)
                     if self._calls.deadline.expired:
@@ -127,19 +124,14 @@ class Transactions(OutsideClient[EtcdJob]):
                 refusals += 1
                 self.refused(_between(keys, counters, before, found), refusals)
 
-    def _settle(
-        self, line: EtcdLine, revision: int, looks: list[Body], unclear: Unclear
-    ) -> tuple[Answer, bool]:
+    def _settle(self, line: EtcdLine, looks: list[Body], unclear: Unclear) -> tuple[Answer, bool]:
         """Find out whether a write was done whose answer is lost; if not, see to it that it never will be.
-
-        Args:
-            revision: of the line's key before the write, which the write demands.
 
         Returns:
             What ``looks`` finds now, and whether the write was done.
         """
         fence = b"-%d" % line.number
-        demands = [created(self.job.life, self.job.born), modified(line.key, revision)]
+        demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
         transaction = {
             "compare": demands,
             "success": [put(line.key, fence, self.job.lease), *looks],
@@ -170,7 +162,7 @@ class Transactions(OutsideClient[EtcdJob]):
         return None
 
     def _take(self, line: EtcdLine, answer: Answer) -> list[KeyValue]:
-        """What the keys hold that were looked at."""
+        """The keys that were looked at; the line takes note of its own."""
         last, *found = [each.only for each in self._checked(answer)]
         line.revision = last.mod_revision
         return found
