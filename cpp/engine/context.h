@@ -28,6 +28,7 @@ enum class Fault : int {
   kWriting,   // while it reduces, after the first part of its slices was written to all members
   kReduced,   // after it told the members that its slice is reduced
   kFinished,  // an operation is done here, and nobody was told so
+  kGaveUp,    // a peer that stands still is marked as given up, and nobody was told so
 };
 
 class Context : public FrameSink, public std::enable_shared_from_this<Context> {

@@ -10,6 +10,7 @@ namespace shoal {
 namespace {
 
 const std::string kReported = " (reported by rank ";
+const std::string kGaveItUp = "; the others gave it up: ";
 
 void add_loss(Error& error, int rank, const std::string& why) {
   error.text += (error.text.empty() ? "" : "; ") + ("rank " + std::to_string(rank)) + " is lost: " + why;
@@ -64,7 +65,7 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   if (code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, this->rank()) > 0) {
     const std::string absence = context_->peers().absence();
     error.text = (absence.empty() ? "the connection to this rank was lost" : absence) +
-                 "; the others gave it up: " + error.text;
+                 kGaveItUp + error.text;
   }
   // A table names all ranks, and an abort the one that called it.
   const bool names = code == ErrorCode::kMismatch || code == ErrorCode::kAborted;
@@ -89,9 +90,20 @@ bool Group::on_peers_lost(const std::vector<Loss>& losses) {
     if (pairwise() && !error.ranks.empty()) any_lost_.store(true, std::memory_order_release);
   }
   if (error.ranks.empty()) return false;
-  if (!pairwise()) fail(std::move(error), !closed());
+  // The others have cut their connections, or this process theirs: whatever is seen first, that is the cause.
+  const bool given_up = context_->given_up();
+  if (!pairwise()) fail(given_up ? error_of_given_up() : std::move(error), !closed() && !given_up);
   context_->bell().wake();
   return pairwise();
+}
+
+// What is known from the mark alone: who set it may have died before it said so.
+Error Group::error_of_given_up() const {
+  const std::string absence = context_->peers().absence();
+  Error error{ErrorCode::kPeerLost, {}, {}};
+  add_loss(error, rank(), kStoppedText);
+  error.text = (absence.empty() ? "this rank was stopped" : absence) + kGaveItUp + error.text;
+  return error;
 }
 
 bool Group::lost(int rank) {

@@ -111,6 +111,7 @@ class Group : public std::enable_shared_from_this<Group> {
     bool has_read = false;          // all that this rank had sent when it began to close
   };
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
+  Error error_of_given_up() const;
   std::optional<Error> lost_for(Operation& op);
   std::optional<int> departed_for(Operation& op);
   std::optional<Error> closing_for(Operation& op);

@@ -37,8 +37,6 @@ std::int64_t excused(std::int64_t late) {
   return late < kSecond / 10 ? 0 : std::clamp(10 * late, 5 * kSecond, kExcused);
 }
 
-constexpr const char* kStoppedText = "its process is stopped";
-
 // The subject of an epoll event, beside the rank of a local peer.
 constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
 

@@ -17,6 +17,9 @@
 
 namespace shoal {
 
+// Why a peer is lost that stands still.
+inline constexpr const char* kStoppedText = "its process is stopped";
+
 // A peer that died, or to which nothing leads any more.
 struct Loss {
   int peer;  // global rank

@@ -162,6 +162,7 @@ std::int64_t Context::look_out(std::int64_t now, bool held, std::int64_t late) {
     if (options_.patient) break;
     const int peer = loss.peer;
     peers_.give_up(peer);  // before anybody acts on it
+    reached(Fault::kGaveUp);
     lost(std::move(loss));
     peers_.sever(peer);  // it hears of it when it goes on, whatever groups there are
   }

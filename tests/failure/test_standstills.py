@@ -20,7 +20,7 @@ import torch
 
 from shoal import PeerLost, ProcessGroup
 from shoal.errors import StoreTimeout
-from shoal.testing import Outcome, Ranks, no_leaks, processes
+from shoal.testing import Outcome, Ranks, faults, no_leaks, processes
 from tests.support.debugger import held
 from tests.support.topologies import TOPOLOGIES, topology_options
 
@@ -258,6 +258,31 @@ def test_a_rank_that_stays_stopped_is_given_up_by_its_host(
         _, message = outcomes[1].value
         assert "this rank did not run for" in message
         assert "; the others gave it up: rank 1 is lost: its process is stopped" in message
+
+
+def work_until_given_up_by_one_that_dies(group: ProcessGroup) -> tuple[tuple[int, ...], str]:
+    if group.rank == 0:
+        faults.die_at(group, "gave up")
+    return work_until_given_up(group)
+
+
+def test_a_rank_that_was_given_up_says_so_though_nobody_has_told_it() -> None:
+    options = {"hosts": ["a", "a", "b"], "heartbeat_timeout": PATIENCE}
+    with no_leaks(), processes(work_until_given_up_by_one_that_dies, 3, **options) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+        stop(ranks, 1)
+        with contextlib.suppress(StoreTimeout):
+            ranks.store.wait(["lost/2"], PATIENCE)
+        os.kill(ranks.pids[1], signal.SIGCONT)
+        outcomes = ranks.join()
+        assert outcomes[0].exitcode == -signal.SIGKILL, outcomes[0].describe()
+        assert outcomes[1].ok, outcomes[1].describe()
+        lost, message = outcomes[1].value
+        assert lost == (1,), message
+        assert "this rank did not run for" in message
+        assert "; the others gave it up: rank 1 is lost: its process is stopped" in message
+        lost, message = outcomes[2].value
+        assert 0 in lost, message
 
 
 def receive_until_given_up(group: ProcessGroup) -> str:

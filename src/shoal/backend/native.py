@@ -37,7 +37,7 @@ T = TypeVar("T")
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
 _OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
-_FAULTS = ("", "writing", "reduced", "finished")  # enum Fault of cpp/engine/context.h
+_FAULTS = ("", "writing", "reduced", "finished", "gave up")  # enum Fault of cpp/engine/context.h
 
 _core.learn_tensors(torch.Tensor)
 _core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))

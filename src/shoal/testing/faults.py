@@ -118,13 +118,14 @@ def hush(whose: ProcessGroup | Agent, silent: bool = True) -> None:
 
 
 def die_at(group: ProcessGroup, point: str) -> None:
-    """Have this process killed (SIGKILL) when one of its operations next reaches a point inside the engine.
+    """Have this process killed (SIGKILL) when it next reaches a point inside the engine.
 
     Args:
         group: of the native backend; operations of all its groups count.
         point: ``"writing"``: a part of the result of an all-reduce in shared memory is written to everybody;
             ``"reduced"``: all of this rank's part is, and the others have been told; ``"finished"``: an
-            operation of any kind is complete here, and the program has not heard so.
+            operation of any kind is complete here, and the program has not heard so; ``"gave up"``: a rank of
+            this host that stands still is marked as given up, and nobody has been told.
     """
     backend: Any = group._backend
     backend.die_at(point)
