@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import selectors
 import signal
 import socket
@@ -261,13 +262,14 @@ def test_when_the_agents_do_not_start_nothing_runs_and_srun_is_heard(
 
 
 def _fleet(cluster: Workshop, monkeypatch: pytest.MonkeyPatch, *names: str) -> str:
-    """What a fleet says whose agents are not all there."""
+    """What a fleet says whose agents are not all there; it begins to wait when one has called."""
     monkeypatch.chdir(cluster.path)
-    monkeypatch.setattr(srun_fleet, "_START", 5.0)
     hosts = [Host(name, 1, number) for number, name in enumerate(names)]
     with Signals() as signals:
         fleet = SrunFleet(hosts, sys.executable, signals, hidden=())
         try:
+            listener = fleet._acceptor._listener
+            until(lambda: select.select([listener], [], [], 0)[0])
             with pytest.raises(LaunchError) as caught:
                 fleet.connect()
         finally:
@@ -281,6 +283,7 @@ def _fleet(cluster: Workshop, monkeypatch: pytest.MonkeyPatch, *names: str) -> s
 def test_an_agent_that_never_calls_is_named_in_time(
     cluster: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(srun_fleet, "_START", 5.0)
     said = _fleet(cluster, monkeypatch, "h1", "deaf")
     assert re.match(
         r"host deaf: its agent has not called back in 5 s; agents call port [0-9]+ of this machine, and "
@@ -289,11 +292,19 @@ def test_an_agent_that_never_calls_is_named_in_time(
     ), said
 
 
-def test_an_agent_that_claims_another_node_is_refused(
-    cluster: Workshop, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("names", "missing", "why"),
+    [
+        (("h1", "twin"), "host twin", "one has called from there already"),
+        (("twin", "h2"), "hosts? .*twin.*", "the job has no ranks there"),
+    ],
+)
+def test_an_agent_that_claims_another_node_ends_the_start(
+    cluster: Workshop, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], missing: str, why: str
 ) -> None:
-    said = _fleet(cluster, monkeypatch, "h1", "twin")
-    assert re.match(r"host (h1|twin): its agent .*: no agent is missing on h1", said), said
+    said = _fleet(cluster, monkeypatch, *names)
+    words = f"{missing}: no agent has called from there; one says that it is on h1, but {why}"
+    assert re.fullmatch(words, said), said
 
 
 def test_a_stranger_without_the_secret_is_passed_over(cluster: Workshop) -> None:

@@ -111,17 +111,31 @@ class SrunFleet(Fleet):
             except WireError as error:
                 connection.close()
                 self._refused = str(error)
+            except LaunchError:
+                connection.close()
+                raise
 
     def _host_of(self, connection: Connection) -> Host:
-        """Where the agent at the other end runs; raises WireError if no agent is missing there."""
+        """Where the agent at the other end runs.
+
+        Raises:
+            WireError: it does not say so.
+            LaunchError: no agent is missing there.  It has the secret of this start, so it is one of its
+                agents, and one of those that are missing will not call.
+        """
         try:
             name = msgspec.msgpack.decode(connection.recv(_FIRST_WORD), type=Caller).host
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise WireError(f"it did not say where it is: {error}") from error
-        for host in self._missing():
+        missing = self._missing()
+        for host in missing:
             if host.name == name:
                 return host
-        raise WireError(f"no agent is missing on {name}")
+        known = any(host.name == name for host in self._hosts)
+        why = "one has called from there already" if known else "the job has no ranks there"
+        raise self._failed(
+            missing, f"no agent has called from there; one says that it is on {printable(name)}, but {why}"
+        )
 
     def _missing(self) -> list[Host]:
         there = {agency.host.name for agency in self.agencies}
@@ -145,9 +159,12 @@ class SrunFleet(Fleet):
             return
         if refused := self._refused or self._acceptor.refused:
             why += f"; the last that called was refused: {printable(refused)}"
+        raise self._failed(missing, why)
+
+    def _failed(self, missing: Sequence[Host], why: str) -> LaunchError:
         self._srun.said.hear()
         said = "".join(f"\n  | {line}" for line in self._srun.said.lines)
-        raise LaunchError(f"{_named(missing)}: {why}" + (f"\nsrun said:{said}" if said else ""))
+        return LaunchError(f"{_named(missing)}: {why}" + (f"\nsrun said:{said}" if said else ""))
 
     def _ended_there(self, missing: Sequence[Host]) -> list[tuple[Host, str]]:
         """Hosts whose agents have ended, by srun's words: without them the wait for these would be long."""
