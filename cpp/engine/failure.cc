@@ -19,7 +19,23 @@ void add_loss(Error& error, int rank, const std::string& why) {
 
 }  // namespace
 
+// What the mark tells a rank that was stopped.
+Error Group::error_of_given_up() const {
+  const std::string absence = context_->peers().absence();
+  Error error{ErrorCode::kPeerLost, {}, {}};
+  add_loss(error, rank(), kStoppedText);
+  error.text = (absence.empty() ? "this rank was stopped" : absence) + kGaveItUp + error.text;
+  return error;
+}
+
 void Group::fail(Error error, bool announce) {
+  // The others have cut their connections and gone on, and who gave this rank up may have died before it said
+  // so: whatever is seen first, that is the cause.
+  const bool missing = error.code == ErrorCode::kPeerLost || error.code == ErrorCode::kTimeout;
+  if (missing && std::ranges::count(error.ranks, rank()) == 0 && context_->given_up()) {
+    error = error_of_given_up();
+    announce = false;
+  }
   {
     std::lock_guard lock(state_mutex_);
     if (broken()) return;
@@ -64,8 +80,8 @@ void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
   if (code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, this->rank()) > 0) {
     const std::string absence = context_->peers().absence();
-    error.text = (absence.empty() ? "the connection to this rank was lost" : absence) +
-                 kGaveItUp + error.text;
+    error.text =
+        (absence.empty() ? "the connection to this rank was lost" : absence) + kGaveItUp + error.text;
   }
   // A table names all ranks, and an abort the one that called it.
   const bool names = code == ErrorCode::kMismatch || code == ErrorCode::kAborted;
@@ -90,20 +106,9 @@ bool Group::on_peers_lost(const std::vector<Loss>& losses) {
     if (pairwise() && !error.ranks.empty()) any_lost_.store(true, std::memory_order_release);
   }
   if (error.ranks.empty()) return false;
-  // The others have cut their connections, or this process theirs: whatever is seen first, that is the cause.
-  const bool given_up = context_->given_up();
-  if (!pairwise()) fail(given_up ? error_of_given_up() : std::move(error), !closed() && !given_up);
+  if (!pairwise()) fail(std::move(error), !closed());
   context_->bell().wake();
   return pairwise();
-}
-
-// What is known from the mark alone: who set it may have died before it said so.
-Error Group::error_of_given_up() const {
-  const std::string absence = context_->peers().absence();
-  Error error{ErrorCode::kPeerLost, {}, {}};
-  add_loss(error, rank(), kStoppedText);
-  error.text = (absence.empty() ? "this rank was stopped" : absence) + kGaveItUp + error.text;
-  return error;
 }
 
 bool Group::lost(int rank) {
