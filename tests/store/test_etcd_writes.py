@@ -14,7 +14,7 @@ from shoal.store import etcd
 from shoal.store.etcd import EtcdStore
 from shoal.store.etcd_job import Answer, at, put
 from shoal.store.etcd_transactions import Changes
-from shoal.store.gateway import Gateway, Unclear
+from shoal.store.gateway import Full, Gateway, Unclear
 from shoal.store.requests import Add, Append, CompareSet, Set
 from shoal.testing import linearize
 from shoal.wire import Deadline
@@ -67,12 +67,16 @@ def test_a_store_that_does_not_note_its_writes_is_found_out(
 
 @contextmanager
 def first_answer_lost(
-    monkeypatch: pytest.MonkeyPatch, *, done: bool, meanwhile: Callable[[], object] = bool
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    done: bool,
+    meanwhile: Callable[[], object] = bool,
+    answer: Exception | None = None,
 ) -> Iterator[Callable[[], bool]]:
     """Lose the answer to the first write, which was done, or is on the way until the function is called.
 
-    ``meanwhile`` is called before it is known that the answer was lost; the function says whether the write
-    is done then.
+    ``meanwhile`` is called before it is known that the answer was lost, or is ``answer``; the function says
+    whether the write is done then.
     """
     call, held = Gateway.call, []
 
@@ -82,7 +86,7 @@ def first_answer_lost(
             if done:
                 call(*held[0])
             meanwhile()
-            raise Unclear("on the way for long")
+            raise answer or Unclear("on the way for long")
         return call(self, *args, writes=writes)
 
     with monkeypatch.context() as patch:
@@ -164,6 +168,33 @@ def test_where_no_fence_is_taken_it_is_said_what_is_known(
         else:
             with pytest.raises(StoreTimeout, match="database is full; it is unknown whether"):
                 store.add("counter", 1)
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_write_that_fills_the_database_is_told_from_one_that_was_not_done(
+    done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add("counter", 1)
+    with first_answer_lost(monkeypatch, done=done, answer=Full("its database is full")) as arrives:
+        if done:
+            assert store.add("counter", 1) == 2
+            assert not arrives()
+        else:
+            with pytest.raises(StoreError, match="database is full"):
+                store.add("counter", 1)
+    assert store.get("counter") == (b"2" if done else b"1")
+
+
+def test_what_nobody_says_of_a_write_to_a_full_database_is_unknown(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calling(self: Gateway, *args: Any, writes: bool = False) -> Any:
+        raise Full("its database is full") if writes else StoreTimeout("no server did answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gateway, "call", calling)
+        with pytest.raises(StoreTimeout, match="no server did answer; it is unknown whether"):
+            store.set("key", b"value")
 
 
 def test_after_a_lost_answer_another_server_is_asked(

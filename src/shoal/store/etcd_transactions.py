@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..errors import AuthenticationError, StoreError, StoreTimeout
 from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, holds, modified, put
-from .gateway import Body, LeaseGone, Unclear
+from .gateway import Body, Full, LeaseGone, Unclear
 from .outside_client import OutsideClient
 
 
@@ -105,7 +105,7 @@ class Transactions(OutsideClient[EtcdJob]):
                 }  # fmt: skip
                 try:
                     answer = self._ask(transaction, writes=True)
-                except Unclear as unclear:
+                except (Unclear, Full) as unclear:
                     answer, done = self._settle(line, looks, unclear)
                     found = self._take(line, answer)
                     if done:
@@ -124,12 +124,14 @@ class Transactions(OutsideClient[EtcdJob]):
                 refusals += 1
                 self.refused(_between(keys, counters, before, found), refusals)
 
-    def _settle(self, line: EtcdLine, looks: list[Body], unclear: Unclear) -> tuple[Answer, bool]:
+    def _settle(self, line: EtcdLine, looks: list[Body], unclear: Unclear | Full) -> tuple[Answer, bool]:
         """Find out whether a write was done whose answer is lost; if not, see to it that it never will be.
 
         Returns:
             What ``looks`` finds now, and whether the write was done.
         """
+        if isinstance(unclear, Full):
+            return self._settle_full(line, looks, unclear), True
         fence = b"-%d" % line.number
         demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
         transaction = {
@@ -153,6 +155,19 @@ class Transactions(OutsideClient[EtcdJob]):
             answer.responses.pop(0)
             return answer, False
         return answer, _says_done(line, answer)
+
+    def _settle_full(self, line: EtcdLine, looks: list[Body], full: Full) -> Answer:
+        """What ``looks`` finds after a write that was done; raises ``full`` if it was not.
+
+        A write that was on its way while others have filled the database is done, and answered like this.
+        """
+        try:
+            answer = self._ask({"success": looks})
+        except (StoreError, AuthenticationError) as error:
+            raise StoreTimeout(f"{error}; it is unknown whether the request was done") from full
+        if not _says_done(line, answer):
+            raise full
+        return answer
 
     def _seen_done(self, line: EtcdLine, looks: list[Body]) -> Answer | None:
         """What ``looks`` finds, if it tells that the line's write was done."""

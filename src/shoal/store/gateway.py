@@ -75,6 +75,10 @@ class Compacted(StoreError):
     """etcd has forgotten the revision that was asked for."""
 
 
+class Full(StoreError):
+    """etcd's database is full.  A write that is answered so was done, or never will be."""
+
+
 class LeaseGone(StoreError):
     """A lease has expired."""
 
@@ -278,7 +282,7 @@ class Gateway:
         if failure.code == _DENIED:
             raise StoreError(f"{self}: user {self._user!r} may not do this: {text}")
         if "space exceeded" in text:
-            raise StoreError(f"{self}: {_FULL}")
+            raise Full(f"{self}: {_FULL}")
         if "has been compacted" in text:
             raise Compacted(f"{self}: {text}")
         if "lease not found" in text:
