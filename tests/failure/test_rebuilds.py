@@ -295,7 +295,8 @@ def outlive(group: ProcessGroup, victims: tuple[int, ...]) -> tuple[int, int, in
             die()
         until_lost(group)
         group = rebuilt(group)
-        works(group)
+        begin(group)
+    works(group)
     return group.rank, group.size, group.epoch
 
 

@@ -167,7 +167,7 @@ def test_plain_meets_tls_and_both_sides_hear_it_at_once(
             monkeypatch.setenv("SHOAL_TLS", client)
             with pytest.raises(VersionMismatch, match=wanted):
                 connect_echo(server.port)
-        until(lambda: f"this process {theirs}" in caplog.text)
+            until(lambda: f"this process {theirs}" in caplog.text)
     elif accepting == "acceptor":
         with Acceptor(listener, secret=SECRET, purpose="test") as acceptor:
             waiting = call(acceptor.accept, 60)
