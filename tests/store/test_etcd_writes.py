@@ -149,20 +149,30 @@ def test_a_fence_may_arrive_twice(done: bool, store: EtcdStore, monkeypatch: pyt
     assert store.get("counter") == b"2"
 
 
+@contextmanager
+def full(monkeypatch: pytest.MonkeyPatch, *, fills: bool) -> Iterator[None]:
+    """Fences are answered that the database is full, and done all the same if they fill it."""
+    call = Gateway.call
+
+    def calling(self: Gateway, path: str, body: Any, *args: Any, **how: Any) -> Any:
+        fence = path == "kv/txn" and is_fence(body, **how)
+        if fills or not fence:
+            answer = call(self, path, body, *args, **how)
+        if fence:
+            raise Full("its database is full")
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Gateway, "call", calling)
+        yield
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_where_no_fence_is_taken_it_is_said_what_is_known(
     done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.add("counter", 1)
-    with first_answer_lost(monkeypatch, done=done):
-        call = Gateway.call
-
-        def full(self: Gateway, path: str, body: Any, *args: Any, **how: Any) -> Any:
-            if is_fence(body, **how):
-                raise StoreError("its database is full")
-            return call(self, path, body, *args, **how)
-
-        monkeypatch.setattr(Gateway, "call", full)
+    with first_answer_lost(monkeypatch, done=done), full(monkeypatch, fills=False):
         if done:
             assert store.add("counter", 1) == 2
         else:
@@ -170,17 +180,24 @@ def test_where_no_fence_is_taken_it_is_said_what_is_known(
                 store.add("counter", 1)
 
 
+def test_a_fence_that_fills_the_database_counts(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("counter", 1)
+    with first_answer_lost(monkeypatch, done=False) as arrives, full(monkeypatch, fills=True):
+        assert store.add("counter", 1) == 2
+        assert not arrives()
+    assert store.get("counter") == b"2"
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_a_write_that_fills_the_database_is_told_from_one_that_was_not_done(
     done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.add("counter", 1)
-    with first_answer_lost(monkeypatch, done=done, answer=Full("its database is full")) as arrives:
+    with first_answer_lost(monkeypatch, done=done, answer=Full("its database is full")):
         if done:
             assert store.add("counter", 1) == 2
-            assert not arrives()
         else:
-            with pytest.raises(StoreError, match="database is full"):
+            with pytest.raises(Full):
                 store.add("counter", 1)
     assert store.get("counter") == (b"2" if done else b"1")
 
@@ -193,8 +210,29 @@ def test_what_nobody_says_of_a_write_to_a_full_database_is_unknown(
 
     with monkeypatch.context() as patch:
         patch.setattr(Gateway, "call", calling)
-        with pytest.raises(StoreTimeout, match="no server did answer; it is unknown whether"):
+        with pytest.raises(StoreTimeout, match="database is full; it is unknown whether"):
             store.set("key", b"value")
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_job_that_fills_the_database_has_begun(
+    done: bool, server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Gateway.call
+
+    def calling(self: Gateway, *args: Any, writes: bool = False) -> Any:
+        if not writes:
+            return call(self, *args)
+        if done:
+            call(self, *args)
+        raise Full("its database is full")
+
+    monkeypatch.setattr(Gateway, "call", calling)
+    if done:
+        EtcdStore([server.address], "begins", timeout=60).close()
+    else:
+        with pytest.raises(Full):
+            EtcdStore([server.address], "does not begin", timeout=60)
 
 
 def test_after_a_lost_answer_another_server_is_asked(

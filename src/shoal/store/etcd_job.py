@@ -11,7 +11,7 @@ import msgspec
 from ..errors import AuthenticationError, StoreError, StoreTimeout
 from ..wire import Deadline
 from . import outside_job
-from .gateway import Body, Gateway, LeaseGone, Unclear
+from .gateway import Body, Full, Gateway, LeaseGone, Unclear
 from .outside_job import Line, OutsideJob
 
 #: seconds between two looks whether an earlier life of the job has ended
@@ -118,6 +118,7 @@ class EtcdJob(OutsideJob[EtcdLine]):
     def _join(self, deadline: Deadline) -> tuple[int, int]:
         """The job's lease, and the revision of ``life``: of a job that lives, or of one that begins."""
         call, mine = self.gateway.call, 0
+        full: Full | None = None
         while True:
             look = {"success": [{"request_range": {"key": self.life}}]}
             found = call("kv/txn", look, Answer, deadline, self._ended).responses[0].response_range.kvs
@@ -129,6 +130,8 @@ class EtcdJob(OutsideJob[EtcdLine]):
                         self._revoke(mine, deadline)
                     return lease, found[0].create_revision
                 self._ended.wait(random.uniform(_SHORTEST_PAUSE, _LONGEST_PAUSE))
+            elif full is not None:
+                raise full
             else:
                 wanted = {"TTL": int(outside_job.OUTLIVING)}
                 mine = mine or call("lease/grant", wanted, _Lease, deadline, self._ended).ID
@@ -136,8 +139,12 @@ class EtcdJob(OutsideJob[EtcdLine]):
                     "compare": [created(self.life, 0)],
                     "success": [put(self.life, b"%d" % mine, mine)],
                 }
-                with contextlib.suppress(Unclear, LeaseGone):  # the next look will tell
+                try:
                     call("kv/txn", begin, Answer, deadline, self._ended, writes=True)
+                except (Unclear, LeaseGone):  # the next look will tell
+                    pass
+                except Full as error:  # it may have been done all the same
+                    full = error
             if deadline.expired:
                 raise StoreTimeout(f"{self}: an earlier job of this name is still ending")
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..errors import AuthenticationError, StoreError, StoreTimeout
 from .etcd_job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, holds, modified, put
 from .gateway import Body, Full, LeaseGone, Unclear
 from .outside_client import OutsideClient
+
+T = TypeVar("T")
 
 
 class Changes(NamedTuple):
@@ -130,50 +132,39 @@ class Transactions(OutsideClient[EtcdJob]):
         Returns:
             What ``looks`` finds now, and whether the write was done.
         """
-        if isinstance(unclear, Full):
-            return self._settle_full(line, looks, unclear), True
-        fence = b"-%d" % line.number
-        demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
-        transaction = {
-            "compare": demands,
-            "success": [put(line.key, fence, self.job.lease), *looks],
-            "failure": looks,
-        }
-        try:
-            answer = self._ask(transaction)  # which may be done again
-        except LeaseGone:
-            raise
-        except (StoreError, AuthenticationError) as error:
-            # A full database takes no fence, and may be looked at.
-            seen = None if isinstance(error, StoreTimeout) else self._seen_done(line, looks)
-            if seen is None:
-                raise StoreTimeout(
-                    f"{error}; it is unknown whether the request was or will be done"
-                ) from unclear
-            return seen, True
-        if answer.succeeded:
-            answer.responses.pop(0)
-            return answer, False
-        return answer, _says_done(line, answer)
+        number, fence = b"%d" % line.number, b"-%d" % line.number
+        refused: Exception = unclear
+        if isinstance(unclear, Unclear):
+            demands = [created(self.job.life, self.job.born), modified(line.key, line.revision)]
+            transaction = {
+                "compare": demands,
+                "success": [put(line.key, fence, self.job.lease), *looks],
+                "failure": looks,
+            }
+            try:
+                answer = self._ask(transaction)  # which may be done again
+            except LeaseGone:
+                raise
+            except (StoreError, AuthenticationError) as error:
+                refused = error
+            else:
+                if answer.succeeded:
+                    answer.responses.pop(0)
+                    return answer, False
+                _, last, *_ = answer.responses
+                return answer, last.response_range.only.value == number
+        # A full database may have done what it refuses, a fence too, and can be looked at.
+        held = None if isinstance(refused, StoreTimeout) else self._last_word(line)
+        if held in (number, fence):
+            return self._ask({"success": looks}), held == number
+        if held is not None and isinstance(unclear, Full):
+            raise unclear
+        raise StoreTimeout(f"{refused}; it is unknown whether the request was or will be done") from unclear
 
-    def _settle_full(self, line: EtcdLine, looks: list[Body], full: Full) -> Answer:
-        """What ``looks`` finds after a write that was done; raises ``full`` if it was not.
-
-        A write that was on its way while others have filled the database is done, and answered like this.
-        """
-        try:
-            answer = self._ask({"success": looks})
-        except (StoreError, AuthenticationError) as error:
-            raise StoreTimeout(f"{error}; it is unknown whether the request was done") from full
-        if not _says_done(line, answer):
-            raise full
-        return answer
-
-    def _seen_done(self, line: EtcdLine, looks: list[Body]) -> Answer | None:
-        """What ``looks`` finds, if it tells that the line's write was done."""
+    def _last_word(self, line: EtcdLine) -> bytes | None:
+        """What the key of the line holds, None if nobody says.  etcd 3.5.0, when full, takes no transaction."""
         with contextlib.suppress(StoreError, AuthenticationError):
-            answer = self._ask({"success": looks})
-            return answer if _says_done(line, answer) else None
+            return self._call("kv/range", at(line.key), Range).only.value
         return None
 
     def _take(self, line: EtcdLine, answer: Answer) -> list[KeyValue]:
@@ -186,14 +177,11 @@ class Transactions(OutsideClient[EtcdJob]):
         return self.job.prefix + b"k/" + key.encode()
 
     def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
+        return self._call("kv/txn", transaction, Answer, writes=writes)
+
+    def _call(self, path: str, body: Body, answer: type[T], *, writes: bool = False) -> T:
         gateway, deadline = self.job.gateway, self._calls.deadline
-        return gateway.call("kv/txn", transaction, Answer, deadline, self.closed, writes=writes)
-
-
-def _says_done(line: EtcdLine, answer: Answer) -> bool:
-    """Whether looks tell that the line's write was done."""
-    _, last, *_ = answer.responses
-    return last.response_range.only.value == b"%d" % line.number
+        return gateway.call(path, body, answer, deadline, self.closed, writes=writes)
 
 
 def _between(
