@@ -31,8 +31,8 @@ Error Group::error_of_given_up() const {
 void Group::fail(Error error, bool announce) {
   // The others have cut their connections and gone on, and who gave this rank up may have died before it said
   // so: whatever is seen first, that is the cause.
-  const bool missing = error.code == ErrorCode::kPeerLost || error.code == ErrorCode::kTimeout;
-  if (missing && std::ranges::count(error.ranks, rank()) == 0 && context_->given_up()) {
+  if (error.code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, rank()) == 0 &&
+      context_->given_up()) {
     error = error_of_given_up();
     announce = false;
   }
@@ -56,7 +56,9 @@ void Group::tell_failure() {
   header.code = static_cast<std::uint16_t>(error_.code);
   std::string text;
   for (int rank : error_.ranks) text += std::to_string(rank) + " ";
-  tell_all(header, text + "\n" + error_.text);
+  // Of a rank that was given up, the others need not hear how it fared.
+  const std::size_t own = error_.text.find(kGaveItUp);
+  tell_all(header, text + "\n" + error_.text.substr(own == std::string::npos ? 0 : own + kGaveItUp.size()));
 }
 
 std::optional<Error> Group::failure() {
@@ -141,7 +143,8 @@ std::optional<Error> Group::lost_for(Operation& op) {
       return std::nullopt;  // it may still send
     }
   }
-  return error.ranks.empty() ? std::nullopt : std::optional(std::move(error));
+  if (error.ranks.empty()) return std::nullopt;
+  return context_->given_up() ? error_of_given_up() : std::move(error);
 }
 
 // The cause of the group's end stays the first; who else has died since belongs to what the user is told.
