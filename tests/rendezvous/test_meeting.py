@@ -25,6 +25,7 @@ from shoal.rendezvous.host import here, now
 from shoal.rendezvous.meeting import Meeting
 from shoal.rendezvous.neighbours import Neighbours
 from shoal.rendezvous.place import agree_on_secret
+from shoal.wire import Deadline
 
 from .together import all_well, meet_in, release_all, together
 
@@ -74,23 +75,42 @@ def test_ranks_are_given_out_in_order_of_arrival(store: MemoryStore) -> None:
     assert {member.size for member in members} == {3}
 
 
-def test_the_number_of_store_operations_does_not_depend_on_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that memory stores have executed."""
+    requests: list[Any] = []
+    execute = MemoryStore._execute
+
+    def executing(self: MemoryStore, request: Any, *args: Any) -> Any:
+        requests.append(request)
+        return execute(self, request, *args)
+
+    monkeypatch.setattr(MemoryStore, "_execute", executing)
+    return requests
+
+
+def test_the_number_of_store_operations_does_not_depend_on_the_size(
+    executed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_FIRST_LOOK", 60.0)  # nobody is late
+
     def operations(size: int) -> float:
-        count = 0
-        execute = MemoryStore._execute
-
-        def counted(self: MemoryStore, *args: Any) -> Any:
-            nonlocal count
-            count += 1
-            return execute(self, *args)
-
-        with MemoryStore() as store, monkeypatch.context() as patch:
-            patch.setattr(MemoryStore, "_execute", counted)
-            patch.setattr(meeting, "_FIRST_LOOK", 60.0)  # nobody is late
+        executed.clear()
+        with MemoryStore() as store:
             _meet_all(store, size)
-        return (count - 3) / size  # the last to come reads all descriptors and writes what it found
+        return (len(executed) - 3) / size  # the last to come reads all descriptors and writes what it found
 
     assert operations(2) == operations(16) <= 8
+
+
+def test_a_look_at_those_who_wait_too_is_one_message(store: MemoryStore, executed: list[Any]) -> None:
+    waiting = Meeting(
+        store, rank=0, size=2, job="job", epoch=0, host="host", here=here(), deadline=Deadline(20.0)
+    )
+    assert waiting._enter()
+    executed.clear()
+    waiting.look()
+    assert len(executed) == 1
 
 
 def test_a_rank_reads_of_the_others_what_its_host_needs(store: MemoryStore) -> None:

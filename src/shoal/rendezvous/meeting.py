@@ -166,6 +166,8 @@ class Meeting:
         Raises:
             RendezvousError: the meeting failed; the message names the member that died, or the reason.
         """
+        if not self._met and self._room.is_quiet():
+            return
         dead = self._dead_now(ranks)
         # After the look at who is dead: a member that ends because the meeting failed has said why before.
         with contextlib.suppress(StoreError, WireError):

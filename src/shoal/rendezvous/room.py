@@ -114,12 +114,23 @@ class Room:
         (raw,) = self.store.peek(["record"])
         return None if raw is None else decode(raw, Record)
 
+    def is_quiet(self) -> bool:
+        """Whether nothing has happened that a member would have to act on.
+
+        One message, and all that most looks need: it does not tell what has happened first.
+        """
+        number, processes, exits = self._root.peek([ROOM, self.key(self.neighbours.key), EXITS])
+        return not (self._is_past(number) or exits or self.neighbours.gone_of(processes))
+
     # -- its end -------------------------------------------------------------------------------
 
     def has_ended(self) -> bool:
         """Whether the next room is open."""
-        (number,) = self._root.peek([ROOM])
-        return number is not None and decode_number(number) != self.number  # None: it was cleared by others
+        return self._is_past(*self._root.peek([ROOM]))
+
+    def _is_past(self, now: bytes | None) -> bool:
+        """Whether the room that is open ``now`` is another one."""
+        return now is not None and decode_number(now) != self.number  # None: it was cleared by others
 
     def why_failed(self) -> str | None:
         """The reason for which the meeting in this room has failed, None if it has not."""
