@@ -119,7 +119,7 @@ class SrunFleet(Fleet):
         """Where the agent at the other end runs.
 
         Raises:
-            WireError: it does not say so.
+            WireError: it does not say so, or no agent is missing anywhere.
             LaunchError: no agent is missing there.  It has the secret of this start, so it is one of its
                 agents, and one of those that are missing will not call.
         """
@@ -131,6 +131,8 @@ class SrunFleet(Fleet):
         for host in missing:
             if host.name == name:
                 return host
+        if not missing:
+            raise WireError("no agent is missing")
         known = any(host.name == name for host in self._hosts)
         why = "one has called from there already" if known else "the job has no ranks there"
         raise self._failed(
