@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -165,6 +167,22 @@ def test_the_signal_that_comes_after_the_end_that_it_was_to_bring_is_no_second_o
     with pytest.raises(Handled):  # of something else, later
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_it_ends_no_process_that_is_ending_already() -> None:
+    """Python gives up its handlers, and C's exit takes long enough for a signal."""
+    program = """if True:
+        import ctypes, signal, sys
+        from shoal.elastic.signals import Notice
+        notice = Notice(lambda: True)
+        notice.listen()
+        notice.close(others_were_told=True)
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc["raise"], None)  # raises the signal whose number is the exit code
+        sys.exit(int(signal.SIGTERM))
+    """
+    ended = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE, check=False)
+    assert ended.returncode == signal.SIGTERM
 
 
 def test_usr1_counts_within_a_job_of_slurm(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:

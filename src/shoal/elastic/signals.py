@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -54,6 +55,7 @@ class Notice:
         """
         if others_were_told:
             self._known_until = time.monotonic() + _SPREADING
+            atexit.register(self._ignore)
         else:
             self._restore()
 
@@ -62,6 +64,12 @@ class Notice:
             number, former = self._former.popitem()
             if signal.getsignal(number) == self._heard:  # the program has not changed it meanwhile
                 signal.signal(number, former)
+
+    def _ignore(self) -> None:
+        """The interpreter ends, and would give up the handlers before the process has ended."""
+        for number in self._former:
+            if signal.getsignal(number) == self._heard:
+                signal.signal(number, signal.SIG_IGN)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self._known_until is not None:
