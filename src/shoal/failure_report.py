@@ -159,6 +159,8 @@ def ended(error: BaseException) -> None:
 def _report(kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "") -> None:
     if _line is None or (kind, ranks) in _reported or len(_reported) >= _MOST_REPORTS:
         return
-    _reported.add((kind, ranks))
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words)))
+    _reported.add(
+        (kind, ranks)
+    )  # not before: another thread that does the same must not tell its peers first

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
 import pytest
 
+from shoal import failure_report
 from shoal.failure_report import LONGEST, MOST_RANKS, Report
 from shoal.launch.reports import Reports
 
@@ -115,6 +117,31 @@ def test_neither_a_forked_child_nor_an_executed_one_speaks_for_the_rank() -> Non
     assert [(report.kind, report.ranks) for report in reports.received] == [("told", (1,))]
     assert ran.stdout == b"executed False\n"
     reports.close()
+
+
+def test_a_thread_goes_on_only_when_it_is_reported_that_the_rank_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though another one has begun to report the same: what it then tells the peers comes later."""
+    begun, go_on = threading.Event(), threading.Event()
+    sent: list[bytes] = []
+
+    class Line:
+        def send(self, report: bytes) -> None:
+            if threading.current_thread() is other:
+                begun.set()
+                assert go_on.wait(60)
+            sent.append(report)
+
+    monkeypatch.setattr(failure_report, "_line", Line())
+    monkeypatch.setattr(failure_report, "_reported", set())
+    other = threading.Thread(target=failure_report.left)
+    other.start()
+    assert begun.wait(60)
+    failure_report.left()
+    assert len(sent) == 1
+    go_on.set()
+    other.join()
 
 
 def test_a_number_that_means_another_file_by_now_is_not_written_to() -> None:
