@@ -101,6 +101,32 @@ def test_an_abort_in_the_middle_lets_nobody_have_a_wrong_result(topology: str) -
         assert max(counts) - min(counts) <= 1
 
 
+def test_who_closes_while_another_thread_aborts_says_so(topology: str) -> None:
+    def fn(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            channel_abort, closed = group._channel.abort, threading.Event()
+
+            def abort(reason: str) -> None:
+                if threading.current_thread() is aborting:
+                    closed.wait(PATIENCE)
+                channel_abort(reason)
+
+            group._channel.abort = abort  # type: ignore[method-assign]
+            aborting = threading.Thread(target=group.abort, args=("enough of this",))
+            aborting.start()
+            until(lambda: group.state == "aborted")
+            group.close()
+            closed.set()
+            aborting.join()
+            return "rank 0 aborted the group: enough of this"
+        with pytest.raises(GroupAborted) as caught:
+            group.barrier().wait()
+        return str(caught.value)
+
+    for told in on_threads(fn, topology):
+        assert "rank 0 aborted the group: enough of this" in told
+
+
 # -- leaving ---------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from .. import failure_report
 from ..backend.base import Backend, GroupSpec, ident_of
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..keywords import explained, named
@@ -457,16 +456,6 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
                     self._world.discard(self, remaining(deadline))
                 finally:
                     dumps.closed()
-
-    def _begin_close(self) -> None:
-        """Nothing is submitted from now on, and the others hear of that."""
-        with self._submitting:
-            if self._state in ("closed", "forked"):
-                return
-            self._state = "closing"
-        if self._is_first:
-            failure_report.left()
-        self._channel.begin_close()
 
     def _become_forked(self) -> None:
         # The locks may have been held by threads that the child does not have.

@@ -41,6 +41,8 @@ def called(name: str, group: Submitter, *_: object) -> str:
 class Submitter:
     """The part of a group that its operations stand on."""
 
+    _is_first: bool
+
     def __init__(self, spec: GroupSpec, channel: DataChannel, *, timeout: float) -> None:
         self._spec = spec
         self._channel = channel
@@ -196,6 +198,19 @@ class Submitter:
                 self._state = "closed"
         failure_report.left()
         self._channel.abort(reason)
+
+    def _begin_close(self) -> None:
+        """Nothing is submitted from now on, and the others hear of that."""
+        with self._submitting:
+            if self._state in ("closed", "forked"):
+                return
+            aborting = self._state == "aborted"
+            self._state = "closing"
+        if self._is_first:
+            failure_report.left()
+        if aborting:  # maybe in another thread: the others hear of that first
+            self._channel.abort(self._abort_reason)
+        self._channel.begin_close()
 
     # -- refusals ------------------------------------------------------------------------------
 
