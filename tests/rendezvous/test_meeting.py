@@ -25,7 +25,6 @@ from shoal.rendezvous.host import here, now
 from shoal.rendezvous.meeting import Meeting
 from shoal.rendezvous.neighbours import Neighbours
 from shoal.rendezvous.place import agree_on_secret
-from shoal.wire import Deadline
 
 from .together import all_well, meet_in, release_all, together
 
@@ -73,44 +72,6 @@ def test_ranks_are_given_out_in_order_of_arrival(store: MemoryStore) -> None:
     members = all_well(together(*[lambda: meet_in(store)] * 3))
     assert sorted(member.rank for member in members) == [0, 1, 2]
     assert {member.size for member in members} == {3}
-
-
-@pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that memory stores have executed."""
-    requests: list[Any] = []
-    execute = MemoryStore._execute
-
-    def executing(self: MemoryStore, request: Any, *args: Any) -> Any:
-        requests.append(request)
-        return execute(self, request, *args)
-
-    monkeypatch.setattr(MemoryStore, "_execute", executing)
-    return requests
-
-
-def test_the_number_of_store_operations_does_not_depend_on_the_size(
-    executed: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(meeting, "_FIRST_LOOK", 60.0)  # nobody is late
-
-    def operations(size: int) -> float:
-        executed.clear()
-        with MemoryStore() as store:
-            _meet_all(store, size)
-        return (len(executed) - 3) / size  # the last to come reads all descriptors and writes what it found
-
-    assert operations(2) == operations(16) <= 8
-
-
-def test_a_look_at_those_who_wait_too_is_one_message(store: MemoryStore, executed: list[Any]) -> None:
-    waiting = Meeting(
-        store, rank=0, size=2, job="job", epoch=0, host="host", here=here(), deadline=Deadline(20.0)
-    )
-    assert waiting._enter()
-    executed.clear()
-    waiting.look()
-    assert len(executed) == 1
 
 
 def test_a_rank_reads_of_the_others_what_its_host_needs(store: MemoryStore) -> None:

@@ -149,4 +149,5 @@ def the_whole_compiler(world: World) -> None:
 
 
 def test_the_code_that_the_compiler_writes(ranks):
-    ranks(2).run(on_shoal, the_whole_compiler)
+    # It runs a C++ compiler, one rank after the other.
+    ranks(2).run(on_shoal, the_whole_compiler, limit=300)

@@ -1,0 +1,54 @@
+"""How many messages a meeting takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shoal import MemoryStore
+from shoal.rendezvous import meeting
+from shoal.rendezvous.host import here
+from shoal.rendezvous.meeting import Meeting
+from shoal.wire import Deadline
+
+from .together import all_well, meet_in, together
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that memory stores have executed."""
+    requests: list[Any] = []
+    execute = MemoryStore._execute
+
+    def executing(self: MemoryStore, request: Any, *args: Any) -> Any:
+        requests.append(request)
+        return execute(self, request, *args)
+
+    monkeypatch.setattr(MemoryStore, "_execute", executing)
+    return requests
+
+
+def test_the_number_of_store_operations_does_not_depend_on_the_size(
+    executed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_FIRST_LOOK", 60.0)  # nobody is late
+
+    def operations(size: int) -> float:
+        executed.clear()
+        with MemoryStore() as store:
+            all_well(together(*[lambda rank=rank: meet_in(store, rank, size) for rank in range(size)]))
+        return (len(executed) - 3) / size  # the last to come reads all descriptors and writes what it found
+
+    assert operations(2) == operations(16) <= 8
+
+
+def test_a_look_at_those_who_wait_too_is_one_message(executed: list[Any]) -> None:
+    with MemoryStore() as store:
+        waiting = Meeting(
+            store, rank=0, size=2, job="job", epoch=0, host="host", here=here(), deadline=Deadline(20.0)
+        )
+        assert waiting._enter()
+        executed.clear()
+        waiting.look()
+        assert len(executed) == 1
