@@ -62,10 +62,10 @@ def survive(group: shoal.ProcessGroup, seed: int, resident: int) -> tuple[float,
     victim, delay = choose.randrange(group.size), choose.uniform(0.0, BEFORE)
     store = group.store
     x = group.empty(choose.choice((1, 1_000, 300_000)))
-    group.barrier().wait()
-    if group.rank == victim:
-        threading.Timer(delay, kill, (store,)).start()
     try:
+        group.barrier().wait()
+        if group.rank == victim:
+            threading.Timer(delay, kill, (store,)).start()
         while True:
             x.fill_(1.0)
             group.all_reduce(x).wait()

@@ -97,7 +97,7 @@ def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
     command = [sys.executable, "-c", program]
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert (result.returncode, result.stdout) == (0, "rank 0 of 1: [1.0, 1.0, 1.0, 1.0]\n"), result.stderr
 

@@ -33,5 +33,5 @@ def _tool(name: str) -> str:
 def test_the_sources_satisfy(command: list[str]) -> None:
     # The contract is about the checkout, not about an installation that may be older.
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, f"{' '.join(command[:3])} failed:\n{result.stdout}{result.stderr}"

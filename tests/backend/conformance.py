@@ -29,6 +29,7 @@ from shoal.errors import (
 from shoal.future import Future, wait_all
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
+from tests.support.waiting import until
 
 from ..group.cases import all_cases, check_cases, run_cases
 from ..group.reference import data, identical
@@ -107,7 +108,8 @@ class BackendConformance:
             alive = weakref.ref(x)
             group.all_reduce(x).wait()
             del x
-            return alive() is None
+            until(lambda: alive() is None)  # another thread may have completed it, and be on its way out
+            return True
 
         assert all(self.run(dropped, 2))
 
@@ -243,7 +245,8 @@ class BackendConformance:
                 error = raises_here(
                     OperationTimeout, lambda: group.all_reduce(torch.ones(2), timeout=0.3).wait()
                 )
-                assert error.ranks == (2,)
+                assert 2 in error.ranks  # rank 1 too, if it stood still meanwhile
+                assert 0 not in error.ranks
                 assert "all_reduce" in str(error)
                 late.set()
             else:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal import _core
+from tests.support.waiting import until
 
 from .test_frames import (
     EAGER,
@@ -155,7 +156,7 @@ def test_an_unread_message_that_is_taken_back_is_dropped(by: str) -> None:
         else:
             rank.peer.close()
             assert rank.receive(rank.group).error()[0] == 1
-        assert rank.context.held()[1] == 0
+        until(lambda: rank.context.held()[1] == 0)
     finally:
         rank.close()
 

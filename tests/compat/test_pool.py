@@ -68,5 +68,5 @@ def test_a_failure_is_reported_with_its_rank_and_the_next_call_meets_new_ranks(r
 
 def test_a_hang_shows_the_stacks_of_all_ranks(ranks):
     with pytest.raises(RemoteError, match=r"rank 0 was still running at the deadline(?s:.)*in hang\n"):
-        ranks(2).run(hang, 0, limit=2.0)
+        ranks(2).run(hang, 0, limit=5.0)
     assert ranks(2).run(sums, 1) == [[1.0, 1.0]] * 2

@@ -128,6 +128,7 @@ def fails_unseen_and_begins_again(tell: Connection) -> None:
     first = shoal.init_master_worker(workers=1)
     assert (torch.accelerator.is_available(), torch.accelerator.device_count()) == (True, 1)
     lost = torch.ones(3, device="node:0")[torch.tensor([5], device="node:0")]
+    torch.ones(1, device="node:0").item()  # it has failed by now
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         first.close()

@@ -26,6 +26,7 @@ from shoal.testing import no_leaks
 from tests.controller import nodes
 from tests.controller.nodes import BACKSTOP, SECRET, Crew, Program, programs, wait_until_gone, wait_until_lost
 from tests.controller.work import WORK, left
+from tests.support.waiting import until
 
 start = pytest.fixture(programs)
 Start = Callable[..., Program]
@@ -188,10 +189,10 @@ def _kill_masters(start: Start, url: str, trials: int) -> None:
     with shoal.init_master_worker(url=url, secret=SECRET) as last:
         last.wait_for(2, BACKSTOP)
         assert [torch.ones(2, device=each).tolist() for each in last.nodes] == [[1, 1]] * 2
-        for sessions, threads, descriptors in _left(last):
-            assert sessions == 1
-            assert threads < 20, "threads of earlier masters are left"
-            assert descriptors < 60, "descriptors of earlier masters are left"
+        # Threads of earlier masters go within seconds.
+        few = lambda: all(threads < 20 and opened < 60 for _, threads, opened in _left(last))  # noqa: E731
+        until(few, lambda: _left(last))
+        assert [sessions for sessions, _, _ in _left(last)] == [1, 1]
     for worker in workers:
         worker.kill()
     wait_until_gone([worker.pid for worker in workers])

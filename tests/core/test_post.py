@@ -51,7 +51,7 @@ class Two:
 
     def __init__(self, kind: str, budget: int = 1 << 30, heartbeat: float = BACKSTOP, pid: int = 0) -> None:
         self.caller = Post.make(budget, heartbeat)
-        self.callee = Post.make(budget, heartbeat)
+        self.callee = Post.make(budget, BACKSTOP)  # only the caller listens for silence
         there, here = connected(kind)
         self.to = self.caller.attach(there, pid, 1)
         self.back = self.callee.attach(here, pid, 1)
@@ -162,7 +162,8 @@ def test_an_overdue_call_says_what_its_callee_knows_of_it(two: Two) -> None:
         assert [code for code, _ in ends] == [Call.TIMEOUT] * 3
         until(letter.cancelled)
         until(lambda: two.callee.waiting(0) == 0)
-        if all(text != "its post does not answer" for _, text in ends):  # within 0.2 s
+        # Nor has the machine stood still between the call and its description.
+        if "module.fn" in ends[0][1] and all(text != "its post does not answer" for _, text in ends):
             break
     assert re.fullmatch(r"running for [\d.]+ s in module.fn", ends[0][1])
     assert ends[1][1] == "queued behind 0"
@@ -208,11 +209,11 @@ def test_letters_that_wait_are_neglected_only_if_few_are_taken_meanwhile(two: Tw
     """More threads would only take turns with one that serves short calls one after another."""
     stood_still, before = False, time.monotonic()
 
-    def taking_goes_on() -> bool:
+    def taking_goes_on(most: float = 0.03) -> bool:
         """Whether this thread has run all the time: letters are neglected on a machine that stands still."""
         nonlocal stood_still, before
         now = time.monotonic()
-        stood_still |= now - before > 0.03
+        stood_still |= now - before > most
         before = now
         return not stood_still
 
@@ -221,7 +222,7 @@ def test_letters_that_wait_are_neglected_only_if_few_are_taken_meanwhile(two: Tw
         assert two.caller.post(two.to, 0, b"", [], None, BACKSTOP)
         if i % 100 == 0:
             two.callee.take(0, 0.0, 20)
-            taking_goes_on()
+            taking_goes_on(0.008)
     end = time.monotonic() + 0.4
     while time.monotonic() < end and two.callee.waiting(0) and taking_goes_on():
         due = two.callee.completions(0.0)

@@ -34,7 +34,11 @@ def test_the_cells_run_as_a_script(tmp_path: Path) -> None:
 def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     # Ports that the client chose might be somebody else's when the notebook's kernel binds them.
-    ports = {f"{each}_port": free_port() for each in ("shell", "iopub", "stdin", "hb", "control")}
+    free: set[int] = set()
+    while len(free) < 5:
+        free.add(free_port())
+    names = ("shell", "iopub", "stdin", "hb", "control")
+    ports = {f"{each}_port": port for each, port in zip(names, free, strict=True)}
     client = nbclient.NotebookClient(
         notebook,
         timeout=300,

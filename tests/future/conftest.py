@@ -12,7 +12,7 @@ from shoal.future import pool
 
 @pytest.fixture(autouse=True)
 def deadline() -> Iterator[None]:
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
     assert pool.shutdown(10), "a callback was still running at the end of the test"

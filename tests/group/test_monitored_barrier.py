@@ -35,12 +35,12 @@ def test_every_rank_that_came_learns_who_did_not() -> None:
     def meet(group: ProcessGroup) -> None:
         if group.rank in (1, 3):
             reported.wait(PATIENCE)
-            with pytest.raises(GroupAborted, match=r"ranks 1, 3 did not come within 1\.5 s"):
+            with pytest.raises(GroupAborted, match=r"ranks 1, 3 did not come within 5 s"):
                 group.recv(None, 0).wait()
             return
         here.wait(PATIENCE)  # or rank 2 might be late, too
-        with pytest.raises(OperationTimeout, match=r"ranks 1, 3 did not come within 1\.5 s") as caught:
-            group.monitored_barrier(timeout=1.5).wait()
+        with pytest.raises(OperationTimeout, match=r"ranks 1, 3 did not come within 5 s") as caught:
+            group.monitored_barrier(timeout=5.0).wait()
         assert caught.value.ranks == (1, 3)
         assert group.state == "aborted"
         reported.wait(PATIENCE)

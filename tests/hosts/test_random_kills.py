@@ -32,11 +32,12 @@ def test_nothing_is_left_whichever_processes_are_killed(hosts: SshHosts, times: 
         time.sleep(dice.uniform(0.0, SPAN))
         there = {pid: line for host in (HEAD, "a", "b") for pid, line in hosts.processes(host).items()}
         victims = dice.sample(sorted(there), min(len(there), dice.choice([1, 1, 1, 2, 3])))
+        what = []
         for pid in victims:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        what = [there[pid][-60:] for pid in victims]
-        if all("guardian.py" in line for line in what):
+                what.append(there[pid][-60:])
+        if all("guardian.py" in line for line in what):  # or none was left
             head.send_signal(signal.SIGTERM)  # a job goes on without its guardians
         try:
             _, err = head.communicate(timeout=60)

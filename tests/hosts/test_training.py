@@ -74,7 +74,7 @@ def test_three_hosts_of_two_ranks_train_what_one_host_of_six_does(hosts: SshHost
 @pytest.mark.parametrize("lost", ["b"])
 def test_training_goes_on_through_the_loss_of_a_host(hosts: SshHosts, lost: str) -> None:
     (hosts.folder / "script.py").write_text(TRAINING)
-    environment = {**hosts.environment(), "SHOAL_HEARTBEAT_TIMEOUT": "1.5"}
+    environment = {**hosts.environment(), "SHOAL_HEARTBEAT_TIMEOUT": "5"}
     head = hosts.start("run", "--hosts", "a:2,b:2,c:2", "--min", "2", "script.py", "wait", env=environment)
     hosts.await_told(5)
     hosts.network.drop(lost, [HEAD, *(set("abc") - {lost})])

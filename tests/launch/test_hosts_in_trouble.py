@@ -105,8 +105,8 @@ def test_a_process_that_scale_promised_starts_where_a_host_lives(
     assert b"2 ranks wanted" in far.end(far.shoal("scale", "2"))[1]
     os.kill(psutil.Process(pids[2]).ppid(), signal.SIGKILL)
     assert job.stderr is not None
-    while b"rank 2 on h3 has left" not in job.stderr.readline():
-        pass
+    while b"rank 2 on h3 has left" not in (line := job.stderr.readline()):
+        assert line
     (far.path / "leave").touch()
     far.read("newh2")
     (far.path / "go").touch()

@@ -135,7 +135,8 @@ class Terminal:
 def test_on_a_terminal_prefixes_have_colours_and_ranks_are_told_of_it(workshop: Workshop) -> None:
     terminal = Terminal()
     launcher = workshop.start(
-        "print('colours', os.environ['FORCE_COLOR'], os.environ['COLUMNS'])", **terminal.files()
+        "sys.stdout.write(f\"colours {os.environ['FORCE_COLOR']} {os.environ['COLUMNS']}\\n\")",
+        **terminal.files(),
     )
     assert launcher.wait(60) == 0
     lines = terminal.rest().splitlines()

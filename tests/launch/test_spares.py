@@ -132,11 +132,13 @@ def test_a_spare_is_replaced_after_it_has_taken_a_place(workshop: Workshop) -> N
             tell("spare")
             await_file("died")
             join()
+            tell("joined")
         elif slot == "1" and not joins:
             await_file("spare")
             tell("died")
             sys.exit(3)
         elif joins:
+            await_file("joined")
             tell("next")
             time.sleep(600)
         await_file("next")

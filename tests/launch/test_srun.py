@@ -123,7 +123,7 @@ def test_rank_0_reads_what_the_launcher_reads_and_the_output_of_all_is_whole(clu
     (cluster.path / "script.py").write_text(PRELUDE + "print(sys.stdin.read() * 1000, end='')\n")
     given = {**os.environ, "SLURM_JOB_NODELIST": "h1,h2", "SLURM_TASKS_PER_NODE": "1(x2)"}
     process = cluster.shoal("run", "--srun", "script.py", env=given, stdin=subprocess.PIPE)
-    out, err = process.communicate(b"herring\n" * 1000, timeout=60)
+    out, err = process.communicate(b"herring\n" * 1000, timeout=240)
     assert (process.returncode, err) == (0, b"")
     assert out == b"[0] herring\n" * 1_000_000
 

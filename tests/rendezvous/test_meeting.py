@@ -169,10 +169,10 @@ def test_a_peer_of_another_version_is_refused_and_both_are_named(
 
 
 def test_a_timeout_names_the_ranks_that_are_missing(store: MemoryStore) -> None:
-    results = together(*(lambda rank=rank: meet_in(store, rank, 5, timeout=0.3) for rank in (0, 2)))
+    results = together(*(lambda rank=rank: meet_in(store, rank, 5, timeout=1.5) for rank in (0, 2)))
     for rank, result in zip((0, 2), results, strict=True):
         assert isinstance(result, RendezvousTimeout)
-        assert f"rank {rank} of 5 waited 0.3 s for ranks " in str(result)
+        assert f"rank {rank} of 5 waited 1.5 s for ranks " in str(result)
         assert "; ranks 1, 3, 4 did not come" in str(result)
 
 

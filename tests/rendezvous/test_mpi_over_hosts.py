@@ -24,10 +24,10 @@ with shoal.init(timeout=60) as group:
     place = f"{os.uname().nodename}, local {group.local_rank}"
     sys.stdout.write(f"rank {group.rank} of {group.size} on {place}: {x.item():g}\\n")
     sys.stdout.flush()
-    group.barrier().wait()
-    if group.rank == 2:
-        os._exit(7)
     try:
+        group.barrier().wait()
+        if group.rank == 2:
+            os._exit(7)
         group.all_reduce(x).wait(60)
     except shoal.PeerLost as error:
         sys.stdout.write(f"rank {group.rank} lost {error.ranks}\\n")

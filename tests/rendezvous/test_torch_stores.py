@@ -66,7 +66,7 @@ def test_ranks_meet_agree_on_a_secret_and_leave_nothing_but_what_the_next_ones_n
 
 
 def test_a_rank_that_never_comes_is_named(stores: list[dist.Store]) -> None:
-    results = together(*[lambda r=r: _meet(stores[r], r, 3, timeout=0.5) for r in (0, 2)])
+    results = together(*[lambda r=r: _meet(stores[r], r, 3, timeout=1.5) for r in (0, 2)])
     for result in results:
         assert isinstance(result, RendezvousTimeout)
         assert "1 did not come" in str(result)

@@ -29,10 +29,10 @@ with shoal.init(timeout=60) as group:
     group.all_reduce(x).wait()
     sys.stdout.write(f"rank {group.rank} of {group.size}: {x.item():g}\\n")
     sys.stdout.flush()
-    group.barrier().wait()
-    if group.rank == 2:
-        os._exit(7)
     try:
+        group.barrier().wait()
+        if group.rank == 2:
+            os._exit(7)
         group.all_reduce(torch.ones(1)).wait(60)
     except shoal.PeerLost as error:
         sys.stdout.write(f"rank {group.rank} lost {error.ranks}\\n")
@@ -161,13 +161,13 @@ def test_a_job_that_is_queued_again_meets_in_the_next_epoch(
     assert code == 0, job
     job = job.strip()
     runs = lambda: said.read_text().count("over") if said.exists() else 0  # noqa: E731
-    until(lambda: runs() == 1)
+    until(lambda: runs() == 1, patience=LONG)
     code, errors = slurm.run(["scontrol", "requeue", job])
     assert code == 0, errors
-    until(lambda: "PENDING" in slurm.run(["scontrol", "show", "job", job])[1])
+    until(lambda: "PENDING" in slurm.run(["scontrol", "show", "job", job])[1], patience=LONG)
     # Slurm lets two minutes pass by itself.
     slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
-    until(lambda: runs() == 2)
+    until(lambda: runs() == 2, patience=LONG)
     found = re.findall(r"./. epoch .*", said.read_text())
     assert sorted(found[:3]) == [f"{place} epoch 0 restarts None" for place in ("0/1", "0/2", "1/2")]
     assert sorted(found[3:]) == ["0/1 epoch 0 restarts 1", "0/2 epoch 1 restarts 1", "1/2 epoch 1 restarts 1"]

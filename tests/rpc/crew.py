@@ -27,7 +27,7 @@ from shoal.testing.leaks import inventory
 from tests.rpc.handlers import PATIENCE
 
 #: seconds that the holds of a dead worker last here: longer than others need to take up what it passed on
-LEASE = 2.0
+LEASE = 6.0
 #: elements of a transfer that a signal can meet in the middle
 LARGE = 4_000_000
 SURVIVORS = ("a", "b", "c")

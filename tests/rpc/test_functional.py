@@ -123,6 +123,7 @@ def test_a_program_needs_another_import_and_no_more(pool: Pool) -> None:
 def timeouts(context: Context) -> None:
     other = begin(context, timeout=0.25)
     assert rpc.get_rpc_timeout() == 0.25
+    rpc.rpc_sync(other, int, timeout=60)  # connecting takes none of the time below
     with pytest.raises(CallTimeout, match=r"within 0\.25 s"):
         rpc.rpc_sync(other, handlers.until_cancelled, ("sync",))
     with pytest.raises(CallTimeout, match=r"within 0\.1 s"):
@@ -342,7 +343,7 @@ def die_or_hear_of_it(context: Context) -> None:
 def test_shutdown_fails_when_a_worker_has_died() -> None:
     with Pool(3, backend=None) as pool:
         pool.start(die_or_hear_of_it)
-        first, second, killed = pool.collect(30)
+        first, second, killed = pool.collect(60, patience=60)  # the others get the whole time
         assert (first.ok, second.ok, killed.exitcode) == (True, True, -9)
 
 

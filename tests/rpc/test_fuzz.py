@@ -249,7 +249,7 @@ def test_a_malformed_call_fails_alone(attack: Attack, amount: int) -> None:
     choose = random.Random(amount)
     line = attack.evil.line("target", PATIENCE)
     post = attack.evil.endpoint.post
-    threads = attack.target.executor.thread_count()
+    threads = 2  # those that a busy machine has added may end
     calls = []
     for number in range(amount):
         mailbox = choose.choice((0, 0, 1))
@@ -284,7 +284,7 @@ def test_a_restricted_worker_answers_every_malformed_call(amount: int, caplog: A
         evil = stage.join("evil", timeout=PATIENCE)
         messages = [plain.encode_call(name, arguments[:n], {}, "a test") for name, n in TAKES.items()]
         number, post = evil.line("target", PATIENCE).number, evil.endpoint.post
-        threads, calls = target.executor.thread_count(), []
+        threads, calls = 2, []  # threads that a busy machine has added may end
         for turn in range(amount):
             message = choose.choice(messages)
             parts = [(at, choose.choice((size, size, size // 2))) for at, size in message.parts]

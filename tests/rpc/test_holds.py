@@ -58,7 +58,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent]]:
     """``owner`` and ``holder``, both in this process, which forget a lost worker soon."""
     handlers.noted.clear()
     for each in (holds, call):
-        monkeypatch.setattr(each, "LEASE", 2.0)
+        monkeypatch.setattr(each, "LEASE", 6.0)
     with Agents() as stage:
         yield stage.join("owner", timeout=PATIENCE), stage.join("holder", timeout=PATIENCE)
 
@@ -169,6 +169,7 @@ def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.Mon
             owner.endpoint.post.sever(number)
         become([1, 1], lambda: _tried(holder))
         again = owner.line("holder", PATIENCE).worker
+        become(True, lambda: again.incarnation in owner.references._losses)
         owner.references._end_lease(again.incarnation, owner.references._losses[again.incarnation])
         assert holder.call(use_kept).wait() == [1, 1]
         # Nor does the end of an earlier one when it has just been lost once more.

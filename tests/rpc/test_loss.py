@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shoal.errors import (
     WorkerLost,
 )
 from shoal.rpc import Agent, Peer
+from shoal.rpc import closing as ends
 from shoal.testing import Agents, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -194,8 +196,10 @@ def test_who_serves_stays_until_its_agent_is_closed(meeting: Agents, a: Agent) -
     a.peer("b").post(close)
     serving.join(PATIENCE)
     assert not serving.is_alive()
+    c = meeting.join("c", timeout=PATIENCE)
+    c.timeout = 0.05  # not that of joining
     with pytest.raises(UnknownWorker, match="nobody has joined as 'nobody'"):
-        meeting.join("c", timeout=0.05).serve(until="nobody")
+        c.serve(until="nobody")
 
 
 def test_a_value_of_too_many_parts_is_refused_and_ends_no_thread(meeting: Agents, a: Agent) -> None:
@@ -273,13 +277,16 @@ def test_closing_lets_handlers_finish(meeting: Agents, a: Agent) -> None:
 
 
 def test_closing_serves_as_long_as_what_was_there_takes_and_then_refuses_calls(
-    meeting: Agents, a: Agent
+    meeting: Agents, a: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b, peer = meeting.join("b"), a.peer("b")
     first = blocked(peer, "one")
     closing = threading.Thread(target=b.close, kwargs={"timeout": 4 * PATIENCE})
+    waits = threading.Event()
+    sleep = lambda seconds: (waits.set(), time.sleep(seconds))  # noqa: E731
+    monkeypatch.setattr(ends, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     closing.start()
-    until(lambda: b.executor.handle != b.service.handle)
+    assert waits.wait(PATIENCE)  # it has noted what was there
     second = peer.call(handlers.blocked, "two")
     until(lambda: handlers.recall("two runs"))
     handlers.note("one", 1)

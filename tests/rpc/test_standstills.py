@@ -14,7 +14,7 @@ from shoal.errors import CallTimeout, ForkedProcess, WorkerLost
 from shoal.rpc import Agent, Peer, current
 from shoal.testing import Agents, faults
 from tests.failure.ranks import quiet_fork
-from tests.rpc import crew, handlers
+from tests.rpc import handlers
 from tests.rpc.crew import Thing
 from tests.rpc.handlers import PATIENCE
 
@@ -33,7 +33,7 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(meeting: Agents, a: Agent, how: dict[str, Any]) -> Peer:
     """``b``, which is connected."""
     env = {"SHOAL_HEARTBEAT_TIMEOUT": str(SILENCE)}
-    meeting.start("b", env=env, prepare=crew.hasten, timeout=PATIENCE, **how)
+    meeting.start("b", env=env, timeout=PATIENCE, **how)
     b = a.peer("b")
     b.call(handlers.pid).wait()
     return b

@@ -171,9 +171,12 @@ class StoreConformance(MadeTogether):
 
     def test_a_key_that_was_deleted_again_keeps_wait_waiting(self, store: Store) -> None:
         with in_background() as call:
-            waiting = call(store.wait, ["a", "b"], 30)
+            if self.one_step:
+                waiting = call(store.wait, ["a", "b"], 30)
             store.set("a", b"")
             store.delete("a")
+            if not self.one_step:  # it looks at one key after the other
+                waiting = call(store.wait, ["a", "b"], 30)
             store.set("b", b"")
             assert not wait([waiting], timeout=0.05).done
             store.set("a", b"")

@@ -314,7 +314,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    outside_job.OUTLIVING = 1.0
+    outside_job.OUTLIVING = 5.0
     store = EtcdStore([address], job, timeout=60)
     store.set("key", b"value")
     ready.send(None)

@@ -115,7 +115,7 @@ def test_a_request_that_waits_goes_on_waiting(server: TCPStoreServer, store: TCP
 def test_a_request_that_waits_keeps_its_deadline(server: TCPStoreServer, store: TCPStore) -> None:
     with in_background() as call:
         waiting = call(store.get, "key", 0.5)
-        until(lambda: len(server._waiting) == 1)
+        until(lambda: server._waiting or waiting.done())
         cut(server)
         with pytest.raises(StoreTimeout, match=r"waited 0.5 s.*'key'"):
             waiting.result(30)
@@ -191,11 +191,15 @@ def test_a_server_that_ends_each_connection_costs_no_more_than_the_deadline(
         raise WireError("no")
 
     monkeypatch.setattr(tcp, "_GRACE", 0.1)
-    with TCPStore("127.0.0.1", server.port, SECRET, timeout=0.5) as store:
+    with TCPStore("127.0.0.1", server.port, SECRET, timeout=60) as store:
+        store.timeout = 0.5
         monkeypatch.setattr(TCPStoreServer, "received", refuse)
-        with pytest.raises(StoreTimeout, match=r"did not answer: its connections are lost again and again$"):
+        # The deadline may also come while it connects.
+        late = r"did not answer: (its connections are lost again and again|waited .*|no connection to .*)$"
+        with pytest.raises(StoreTimeout, match=late):
             store.check(["key"])
-        with pytest.raises(StoreTimeout, match="it is unknown whether the request was or will be done"):
+        unknown = "it is unknown whether the request was or will be done|nothing was sent"
+        with pytest.raises(StoreTimeout, match=unknown):
             store.set("key", b"")
 
 

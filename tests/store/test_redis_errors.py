@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -78,7 +79,17 @@ def test_an_unknown_database_is_named(tmp_path: Path) -> None:
 
 def test_a_server_without_room_for_connections_is_waited_for(tmp_path: Path) -> None:
     with RedisServer(tmp_path, "--maxclients", "1") as server:
-        held = socket.create_connection(("127.0.0.1", server.port))
+
+        def admitted() -> socket.socket | None:
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            with contextlib.suppress(OSError):
+                connection.sendall(b"PING\r\n")
+                if connection.recv(16).startswith(b"+"):
+                    return connection
+            connection.close()
+            return None
+
+        held = until(admitted)  # who looked whether the server is there may still have the place
         with held, pytest.raises(StoreTimeout, match="max number of clients reached"):
             RedisStore(server.address, timeout=0.2)
         with RedisStore(server.address, timeout=60) as store:

@@ -35,6 +35,7 @@ from shoal.store.protocol import (
     encode_reply,
 )
 from shoal.store.requests import Get, Set, Wait, encode
+from shoal.testing import faults
 from shoal.wire import Connection, Deadline, Server, connect, frame_header, listen
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -185,7 +186,7 @@ def test_a_server_that_closes_is_noticed(server: TCPStoreServer) -> None:
 
 def test_a_stopped_server_costs_no_more_than_the_deadline() -> None:
     with _server_process() as (process, port), TCPStore("127.0.0.1", port, SECRET) as store:
-        process.send_signal(19)
+        faults.stop(process.pid)
         with pytest.raises(StoreTimeout, match=r"'key' \(as far as known.*did not answer"):
             store.get("key", 0.01)
 

@@ -28,9 +28,9 @@ from shoal.launch import guardian
 from shoal.testing.processes import fork_server
 
 #: a job takes a second on an idle machine
-DEADLINE = 60
+DEADLINE = 240
 #: seconds after which a rank that still runs shows its stacks
-_STACKS = 50
+_STACKS = 220
 
 
 class QuickLauncher:

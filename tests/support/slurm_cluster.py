@@ -19,7 +19,7 @@ import pytest
 from shoal.testing import Network
 from shoal.testing.network import STORE
 
-from .machines import Machines, Program, why_none
+from .machines import LONG, Machines, Program, why_none
 from .waiting import until
 
 #: where the controller runs, and commands by default
@@ -82,7 +82,7 @@ class SlurmCluster:
             self._daemon(LOGIN, "slurmctld", "-D", "-i")
             for node in network.hosts:
                 self._daemon(node, "slurmd", "-D", "-N", node)
-            until(lambda: self.states() == ["idle"] * len(network.hosts), self._logs)
+            until(lambda: self.states() == ["idle"] * len(network.hosts), self._logs, patience=LONG)
         except BaseException:
             self.close()
             raise

@@ -24,6 +24,7 @@ import psutil
 from shoal.testing import Network
 from shoal.testing.network import STORE, why_unavailable
 
+from .machines import LONG
 from .waiting import until
 
 _PORT = 22
@@ -174,6 +175,7 @@ class SshHosts:
         until(
             lambda: all(file.exists() for file in files),
             lambda: [file for file in files if not file.exists()],
+            patience=LONG,
         )
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -153,12 +154,13 @@ def wait(group: ProcessGroup) -> None:
 def held(namespaces: set[str]) -> list[str]:
     """Who has one of these namespaces, or a descriptor of one."""
     found = []
-    for link in [*Path("/proc").glob("[0-9]*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")]:
-        try:
-            if os.readlink(link) in namespaces:
-                found.append(str(link))
-        except OSError:
-            continue
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            opened = [f"/proc/{process}/fd/{each}" for each in os.listdir(f"/proc/{process}/fd")]
+            for link in [f"/proc/{process}/ns/net", *opened]:
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) in namespaces:
+                        found.append(link)
     return found
 
 

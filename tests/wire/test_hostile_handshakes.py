@@ -63,7 +63,7 @@ def test_a_thousand_hostile_handshakes_let_nobody_in(acceptor: Acceptor) -> None
             sock.sendall(proof)
             assert exactly(sock, 32) != bytes(32)
             accepting.result(60).close()
-        accepting = pool.submit(acceptor.accept, 300)
+        accepting = pool.submit(acceptor.accept, 900)
         for number in range(1000):
             said = _hostile(acceptor, number % 6, chance, [mine.greeting, proof])
             assert said in (b"", bytes(32)), number

@@ -22,6 +22,9 @@ from .trusted import open_trusted, reopen_trusted
 
 T = TypeVar("T")
 
+#: seconds beyond a deadline in which a call may still have its turn
+_GRACE = 2.0
+
 
 class FileStore(Store):
     """Every process writes its changes to one log file, and replays the file into its own memory.
@@ -116,7 +119,8 @@ class _File(Executor):
     @contextlib.contextmanager
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:
         """Keep out the other threads of this process."""
-        if not self._mutex.acquire(timeout=max(deadline.remaining(), 0.001)):
+        # Another thread has it while it waits for another process: a call without time gets its turn, too.
+        if not self._mutex.acquire(timeout=deadline.remaining() + _GRACE):
             raise StoreTimeout(
                 f"file store {self.path} was busy in another thread for {in_seconds(deadline.timeout)}"
             )

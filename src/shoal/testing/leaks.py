@@ -38,14 +38,15 @@ def no_leaks(patience: float = _PATIENCE) -> Iterator[None]:
     """
     before = inventory()
     yield
-    end, again = time.monotonic() + patience, time.monotonic() + patience / 5
     gc.collect()
     pool.shutdown()  # idle threads for callbacks would stay for some seconds
+    end, again = time.monotonic() + patience, time.monotonic() + patience / 5
     while left := inventory() - before - _ignored:
         if time.monotonic() > end:
             raise AssertionError("left behind: " + "; ".join(sorted(left)))
-        if time.monotonic() > again:  # what a thread left that has ended meanwhile
+        if time.monotonic() > again:  # what a thread left that has ended meanwhile, or has called back since
             gc.collect()
+            pool.shutdown()
             again += patience / 5
         time.sleep(0.005)
 

@@ -378,7 +378,7 @@ def read_stacks(dumps: connection.Connection) -> str:
         part = os.read(descriptor, 65536)
         if not part:
             break
-        text, pause = text + part, 0.1
+        text, pause = text + part, 0.5
     return text.decode(errors="replace")
 
 
