@@ -107,7 +107,10 @@ def test_a_session_that_was_silent_from_the_start_is_succeeded(place: Place, bef
         assert store.check([beat_key("0" * 16)]) == (before == b"junk")
 
 
-def test_a_session_that_is_over_is_succeeded_at_once_but_by_nobody_who_waited_for_it(place: Place) -> None:
+def test_a_session_that_is_over_is_succeeded_at_once_but_by_nobody_who_waited_for_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SILENCE", PATIENCE)
     with keys_of(place) as store:
         store.set(SESSION, note("1" * 16))
         thread = Waits(place, store, "1" * 16)
@@ -118,7 +121,10 @@ def test_a_session_that_is_over_is_succeeded_at_once_but_by_nobody_who_waited_fo
         assert isinstance(comes(place), Begun)
 
 
-def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(place: Place) -> None:
+def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SILENCE", 2.0)
     of_ranks = Lobby(place)
     of_ranks.open()
     of_ranks.listen()
@@ -126,7 +132,7 @@ def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(
     with keys_of(place) as store:
         thread = Waits(place, store, ident)
         until(lambda: store.check([beat_key(ident)]))
-        lives = time.monotonic() + 3 * SILENCE
+        lives = time.monotonic() + 1.5 * waiting.SILENCE
         until(lambda: time.monotonic() > lives)  # nobody gives up a session that lives
         assert thread.is_alive()
         of_ranks.close(over=False)  # as far as the store knows, its ranks have died
@@ -147,7 +153,10 @@ def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None
         assert isinstance(candidate.look(store), Begun)
 
 
-def test_who_knew_a_session_begins_none_in_a_store_that_is_empty(place: Place) -> None:
+def test_who_knew_a_session_begins_none_in_a_store_that_is_empty(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SILENCE", 2.0)
     with keys_of(place) as store:
         store.set(SESSION, note("3" * 16))
         thread = Waits(place, store, "3" * 16)
@@ -155,7 +164,7 @@ def test_who_knew_a_session_begins_none_in_a_store_that_is_empty(place: Place) -
         store.delete_prefix("")
         found = thread.end()
         assert isinstance(found, StateLost)
-        assert time.monotonic() - began >= SILENCE
+        assert time.monotonic() - began >= waiting.SILENCE
         assert not store.check([SESSION])
 
 
@@ -182,7 +191,10 @@ def test_who_was_invited_in_vain_remembers_the_session(place: Place) -> None:
         candidate.await_invitation()
 
 
-def test_a_session_that_ended_before_its_first_step_is_succeeded_by_those_who_waited(place: Place) -> None:
+def test_a_session_that_ended_before_its_first_step_is_succeeded_by_those_who_waited(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SILENCE", PATIENCE)
     of_beginner = Lobby(place)
     of_beginner.open()
     of_beginner.listen()
@@ -225,6 +237,12 @@ def trains(least: int, most: int | None = None, dies_at: int = -1) -> Log:
     def visit(point: str, step: Step) -> None:
         if (point, step.number) == ("before commit", dies_at):
             until(lambda: step._session.group.rank or step._session.waiting, patience=LONG)
+            if step._session.group.rank == 0:  # it gives a sign of life to the one that has come
+                of_ranks = step._session._members._door._lobby
+                with keys_of(of_ranks._place) as store:
+                    key = beat_key(of_ranks._name)
+                    last = store.get(key, 0.0)
+                    until(lambda: store.get(key, 0.0) != last, patience=LONG)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return train(None, visit, min=least, max=most)

@@ -28,10 +28,13 @@ def begin(
     def hear_of_the_death_in_the_broadcast(group: ProcessGroup, tensors: list[torch.Tensor]) -> None:
         ddp.broadcast_coalesced = broadcast_coalesced
         broadcast_coalesced(group, tensors)
+        group.store.set("received", b"")
         group.recv(torch.empty(1), src=victim).wait()
 
     def reached(here: str) -> None:
         if (rank, here) == (victim, point):
+            if late >= 0:
+                group.store.wait(["received"])  # else it would begin with its own values
             os.kill(os.getpid(), signal.SIGKILL)
 
     net = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))

@@ -20,6 +20,8 @@ from shoal.testing import Outcome, no_leaks, processes
 from .training import STEPS, Log, assert_as_undisturbed, train
 
 PATIENCE = 60.0
+#: newcomers have half of that for connecting
+PATIENT = {"SHOAL_VOTE_TIMEOUT": "60"}
 JOIN_AT = 5
 LONGER = 40
 
@@ -51,7 +53,7 @@ def logs_of(outcomes: list[Outcome]) -> list[Log]:
 
 @pytest.mark.parametrize("options", [{}, {"transport": "tcp"}, {"hosts": "aab"}], ids=["shm", "tcp", "mixed"])
 def test_newcomers_receive_the_state_and_train_on(options: dict[str, Any]) -> None:
-    with no_leaks(), processes(training, 3, 2, timeout=PATIENCE, **options) as ranks:
+    with no_leaks(), processes(training, 3, 2, timeout=PATIENCE, env=PATIENT, **options) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         for _ in range(2):
             ranks.newcomer(training, None, 0)
@@ -113,7 +115,7 @@ def dying(group: ProcessGroup | None, newcomers: int, point: str, victim: int) -
     ],
 )
 def test_a_rank_dies_while_others_join(point: str, victim: int) -> None:
-    with no_leaks(), processes(dying, 3, 1, point, victim, timeout=PATIENCE) as ranks:
+    with no_leaks(), processes(dying, 3, 1, point, victim, timeout=PATIENCE, env=PATIENT) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         ranks.newcomer(dying, None, 0, point, 0)
         outcomes = ranks.join()
@@ -126,7 +128,7 @@ def test_a_rank_dies_while_others_join(point: str, victim: int) -> None:
 
 @pytest.mark.parametrize("point", ["meeting", "connected", "taken", "receiving", "received"])
 def test_a_newcomer_dies_while_it_joins(point: str) -> None:
-    with no_leaks(), processes(dying, 3, 2, point, -2, timeout=PATIENCE) as ranks:
+    with no_leaks(), processes(dying, 3, 2, point, -2, timeout=PATIENCE, env=PATIENT) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         ranks.newcomer(dying, None, 0, point, -1)
         ranks.newcomer(dying, None, 0, point, -2)
@@ -180,7 +182,7 @@ def with_a_spare(group: ProcessGroup | None) -> Log:
 
 
 def test_a_spare_waits_until_a_rank_has_died() -> None:
-    with no_leaks(), processes(with_a_spare, 3, timeout=PATIENCE) as ranks:
+    with no_leaks(), processes(with_a_spare, 3, timeout=PATIENCE, env=PATIENT) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         ranks.newcomer(with_a_spare, None)
         first, dead, last, spare = ranks.join()
@@ -243,13 +245,12 @@ def test_a_newcomer_with_another_state_is_refused_and_the_others_go_on() -> None
 
 def test_a_process_that_finds_no_session_says_so() -> None:
     with no_leaks(), processes(stay, 1, timeout=PATIENCE) as ranks:
-        ranks.newcomer(train, None, SHOAL_TIMEOUT="0.5")
+        ranks.newcomer(train, None, SHOAL_TIMEOUT="2")
         ranks.store.set("enough", b"")
         _, newcomer = ranks.join()
     assert not newcomer.ok
     assert (
-        "within 0.5 s no session began here that this process (SHOAL_JOIN=1) could join"
-        in newcomer.describe()
+        "within 2 s no session began here that this process (SHOAL_JOIN=1) could join" in newcomer.describe()
     )
 
 
@@ -287,7 +288,7 @@ def everything(group: ProcessGroup | None) -> list[str]:
 
 
 def test_all_that_a_state_may_hold_arrives() -> None:
-    with no_leaks(), processes(everything, 2, timeout=PATIENCE) as ranks:
+    with no_leaks(), processes(everything, 2, timeout=PATIENCE, env=PATIENT) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         ranks.newcomer(everything, None)
         outcomes = ranks.join()

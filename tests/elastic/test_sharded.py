@@ -203,7 +203,7 @@ def growing(group: ProcessGroup | None) -> Sight:
 
 
 def test_a_newcomer_takes_its_share_of_the_state() -> None:
-    with no_leaks(), processes(growing, 3, timeout=PATIENCE) as ranks:
+    with no_leaks(), processes(growing, 3, timeout=PATIENCE, env={"SHOAL_VOTE_TIMEOUT": "60"}) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         ranks.newcomer(growing, None)
         outcomes = survivors(ranks.join(), 2)

@@ -74,7 +74,7 @@ def test_the_others_time_does_not_count_in_which_backward_waits(monkeypatch: pyt
 
         def visit(here: str, step: Step) -> None:
             if here == "before backward" and me == 1:
-                time.sleep(0.1)
+                time.sleep(0.5)
             if here == "after the last":
                 assert isinstance(step._session, Session)
                 found[me] = step._session.stragglers

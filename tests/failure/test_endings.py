@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -280,7 +281,7 @@ def wait_for_the_stopped(group: ProcessGroup) -> str:
     group.store.wait(["here/0", "here/2"])  # or the later one would be missed, too
     with pytest.raises(OperationTimeout) as caught:
         group.all_reduce(torch.ones(50_000), timeout=1.5).wait()
-    assert caught.value.ranks == (1,)
+    assert 1 in caught.value.ranks  # the other one too, if it stood still meanwhile
     with pytest.raises(OperationTimeout):
         unsent.wait()
     assert group.state == "broken"
@@ -295,7 +296,10 @@ def wait_for_the_stopped(group: ProcessGroup) -> str:
 def test_a_rank_at_a_standstill_is_named_and_holds_up_no_end(topology: str) -> None:
     with (
         no_leaks(),
-        processes(wait_for_the_stopped, SIZE, **topology_options(topology, SIZE)) as ranks,
+        # One that is held sends no heartbeats.
+        processes(
+            wait_for_the_stopped, SIZE, heartbeat_timeout=60.0, **topology_options(topology, SIZE)
+        ) as ranks,
     ):
         ranks.store.wait(["ready"], PATIENCE)
         with held(ranks.pids[1]):  # one that a signal stops is given up
@@ -308,7 +312,7 @@ def test_a_rank_at_a_standstill_is_named_and_holds_up_no_end(topology: str) -> N
     assert all(texts), [outcome.describe() for outcome in outcomes]
     assert any("all_reduce (operation 1)" in text for text in texts), texts
     for text in texts:
-        assert "did not finish within its timeout of 1.5 s; ranks that do not answer at all: 1" in text
+        assert re.search(r"its timeout of 1\.5 s; .*ranks that do not answer at all: (0, )?1", text), text
 
 
 def rank_alive(pid: int) -> bool:

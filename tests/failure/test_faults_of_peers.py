@@ -6,6 +6,7 @@ collectives run over shared memory, over the network, and over hosts of several 
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def texts_of(on_ranks: Callable[..., list[str]], call: Callable[[ProcessGroup], 
     """What ranks that disagree are told: of all their calls, unless one of them stands still for 0.4 s."""
     for _ in range(5):
         texts = on_ranks(disagree, call)
-        if not any("has not called it yet" in text for text in texts):
+        if not any("has not called it yet" in text or "did not answer" in text for text in texts):
             break
     return texts
 
@@ -141,7 +142,9 @@ def test_an_absent_rank_is_named_with_the_operation_it_missed(
         group.barrier().wait()
         if group.rank == 1:
             reported.wait(PATIENCE)
-            with pytest.raises(OperationTimeout, match=r"never arrived: 1.*reported by rank"):
+            with pytest.raises(
+                OperationTimeout, match=r"(never arrived|do not answer at all): (0, )?1.*reported by rank"
+            ):
                 group.barrier().wait()
             return
         here.wait(PATIENCE)  # or the later one would be missed, too
@@ -149,12 +152,12 @@ def test_an_absent_rank_is_named_with_the_operation_it_missed(
         with pytest.raises(OperationTimeout) as caught:
             group.all_reduce(torch.ones(4), timeout=1.5).wait()
         reported.wait(PATIENCE)
-        assert caught.value.ranks == (1,)
+        assert 1 in caught.value.ranks  # others too, if they stood still meanwhile
         assert str(caught.value).startswith(
             f"all_reduce (operation 1) on rank {group.rank} of group 'world' ("
         )
         assert "0) did not finish within its timeout of 1.5 s; " in str(caught.value)
-        assert "ranks that never arrived: 1" in str(caught.value)
+        assert re.search(r"(never arrived|do not answer at all): (0, )?1", str(caught.value))
         assert group.state == "broken"
 
     on_three_ranks(fn)
@@ -383,7 +386,10 @@ def test_a_stranger_without_the_secret_is_refused_and_the_job_goes_on() -> None:
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def test_making_a_group_asks_neither_the_store_nor_the_ranks_outside() -> None:
+def test_making_a_group_asks_neither_the_store_nor_the_ranks_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.group.lists.PATIENCE", 2 * PATIENCE)  # who waits for long writes there
     done = threading.Event()
 
     def fn(group: ProcessGroup) -> int:

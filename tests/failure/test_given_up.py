@@ -58,7 +58,7 @@ def given_up_and_continued(ranks: Ranks, still: int, sees: int, excused: int | N
     ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
     stop(ranks, *(rank for rank in (still, excused) if rank is not None))
     if excused is not None:
-        time.sleep(0.3)  # what is tested is that it was stopped itself
+        time.sleep(0.15)  # what is tested is that it was stopped itself
         ranks.resume(excused)
     with contextlib.suppress(StoreTimeout):  # the outcomes say more
         ranks.store.wait([f"lost/{sees}"], PATIENCE)
@@ -83,5 +83,8 @@ def test_a_rank_that_one_of_the_others_has_given_up_is_the_one_that_goes(
 @pytest.mark.parametrize("hosts", ["abb", "bba"])
 def test_also_where_the_third_rank_is_on_another_host(hosts: str) -> None:
     still, sees = (rank for rank in range(3) if hosts[rank] == "b")
-    with no_leaks(), processes(outlive, 3, hosts=list(hosts), timeout=PATIENCE) as ranks:
+    with (
+        no_leaks(),
+        processes(outlive, 3, hosts=list(hosts), timeout=PATIENCE, heartbeat_timeout=PATIENCE) as ranks,
+    ):
         given_up_and_continued(ranks, still, sees)

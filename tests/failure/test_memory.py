@@ -16,7 +16,7 @@ from shoal import GroupError, PeerLost, ProcessGroup
 from shoal.testing import processes, run_threads
 from tests.support.waiting import until
 
-from .ranks import PATIENCE
+from .ranks import PATIENCE, begin
 
 MIB = 2**20
 
@@ -79,6 +79,7 @@ def outlive(group: ProcessGroup) -> None:
     while group.size > 2:
         works(group)
         bucket, operand = group.empty(10 * MIB, dtype=torch.uint8), group.empty(2 * MIB)
+        begin(group)  # all are through works()
         if group.rank == group.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost):

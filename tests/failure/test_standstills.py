@@ -31,7 +31,7 @@ HEARTBEAT = 1.5
 #: seconds for which ranks are stopped, held or busy: more than two until one of the same host is given up
 STANDSTILL = 3.0
 #: seconds until a rank that stays stopped must have been given up; the promise is 2 on an idle machine
-PROMISE = 10.0
+PROMISE = 30.0
 
 
 def work_until_told(group: ProcessGroup) -> int:

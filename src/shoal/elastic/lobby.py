@@ -160,6 +160,8 @@ class Lobby:
             with contextlib.suppress(*_LOST), keys_of(self._place) as store:
                 found = self._session(store)
                 session = self._reader.session(found) if found else None
+                if session is not None and not self.ident and not (session.over or session.void):
+                    self.ident = int(session.ident, 16)  # the thread had not come so far
                 if session is None or session.ident == self._name:  # another one may have begun meanwhile
                     ended = SessionNote(self._name, over=over, void=void)
                     store.compare_set(SESSION, found, msgspec.json.encode(ended))
