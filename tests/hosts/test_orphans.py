@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,12 +11,15 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.machines import LONG
 from tests.support.ssh_hosts import HEAD, SshHosts
+from tests.support.waiting import until
 
 from .conftest import script
 
 #: each rank has a child in its group; both would sleep on
 FAMILY = """
+print("runs", flush=True)
 if os.fork() == 0:
     time.sleep(600)
 tell(f"told-{rank}")
@@ -32,8 +36,12 @@ PARTS: dict[str, Callable[[SshHosts, subprocess.Popen[bytes]], int]] = {
 
 
 def started(hosts: SshHosts, *options: str) -> subprocess.Popen[bytes]:
-    head = hosts.start("run", "--hosts", "a:2,b:2", *options, script(hosts, FAMILY))
+    """A job whose launcher has heard all of its ranks."""
+    shutil.rmtree(logs := hosts.folder / "logs", ignore_errors=True)
+    head = hosts.start("run", "--hosts", "a:2,b:2", "--log-dir", "logs", *options, script(hosts, FAMILY))
     hosts.await_told(*range(4))
+    files = [logs / f"rank{rank}.log" for rank in range(4)]
+    until(lambda: all(file.exists() and file.read_text() for file in files), patience=LONG)
     return head
 
 

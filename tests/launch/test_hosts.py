@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from shoal.launch.ssh import PROGRAM
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
 
-from .conftest import PRELUDE, Workshop, alive
+from .conftest import PRELUDE, Workshop
 from .test_respawn import PRELUDE as RESPAWNED
 
 
@@ -224,34 +223,6 @@ def test_another_version_on_a_host_is_named(far: Workshop) -> None:
     assert "host old: it runs shoal 9.9 (agents' protocol 1), and this is shoal " in err
 
 
-def test_a_lost_host_is_the_end_with_code_74(far: Workshop) -> None:
-    launcher = start(far, "tell(f'here{rank}', os.getpid()); time.sleep(600)")
-    pids = far.pids(*(f"here{rank}" for rank in range(4)))
-    agent = psutil.Process(pids[2]).ppid()
-    os.kill(agent, signal.SIGKILL)
-    code, _, err = far.end(launcher)
-    text = err.decode()
-    assert code == 74
-    lost = "shoal: host h2 is lost, and with it ranks 2, 3: the connection has ended"
-    assert text.startswith(f"{lost}; ssh ended with exit code 137\n")
-    assert "shoal: rank 2 on h2 failed first: its host was lost, after " in text
-    until(lambda: not any(map(alive, pids)))
-
-
-def test_with_min_the_loss_of_a_host_is_the_loss_of_its_ranks(far: Workshop) -> None:
-    launcher = start(far, "tell(f'here{rank}', os.getpid()); await_file('go')", "--min", "2")
-    pids = far.pids(*(f"here{rank}" for rank in range(4)))
-    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
-    until(lambda: not alive(pids[0]) and not alive(pids[1]))
-    (far.path / "go").touch()
-    code, _, err = far.end(launcher)
-    text = err.decode()
-    assert code == 0
-    assert "shoal: host h1 is lost, and with it ranks 0, 1: " in text
-    assert "shoal: rank 1 on h1 failed: its host was lost" in text
-    assert text.endswith("shoal: 2 of 4 ranks finished; ranks 0, 1 were lost with the host\n"), text
-
-
 def test_respawn_takes_a_slot_of_a_host_that_lives(far: Workshop) -> None:
     """Slots 0 and 1 are lost; their successors run in the free slots of the third host."""
     (far.path / "script.py").write_text(
@@ -441,18 +412,6 @@ def test_a_wrong_command_line_is_one_line_and_code_2(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert words in err
-
-
-def test_an_agent_that_hears_nothing_kills_all_and_ends(far: Workshop) -> None:
-    """The launcher stands still; its beats do not come."""
-    launcher = start(far, "tell(f'here{rank}', os.getpid()); time.sleep(600)", hosts="h1:2")
-    pids = far.pids("here0", "here1")
-    launcher.send_signal(signal.SIGSTOP)
-    begin = time.monotonic()
-    until(lambda: not any(map(alive, pids)))
-    assert time.monotonic() - begin < 30
-    launcher.send_signal(signal.SIGCONT)
-    assert far.end(launcher)[0] == 74
 
 
 def test_scale_uses_the_slots_of_all_hosts(far: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
+import time
 from typing import NoReturn
 
 import psutil
@@ -21,6 +23,17 @@ from .test_hosts import far, run, start
 from .test_respawn import PRELUDE as RESPAWNED
 
 __all__ = ["far"]
+
+
+def lasting(
+    far: Workshop, script: str, *options: str, hosts: str = "h1:2,h2:2", ranks: int = 4
+) -> subprocess.Popen[bytes]:
+    """A job whose launcher has heard all of its ranks."""
+    script = "print('runs', flush=True)\n" + script
+    launcher = start(far, script, "--log-dir", "logs", *options, hosts=hosts)
+    logs = [far.path / "logs" / f"rank{rank}.log" for rank in range(ranks)]
+    until(lambda: all(log.exists() and log.read_text() for log in logs))
+    return launcher
 
 
 def test_a_named_store_is_opened_before_any_agent_starts(
@@ -126,3 +139,43 @@ def test_a_store_that_does_not_answer_is_not_asked_for_every_rank_that_ends() ->
         notes.ended(rank, "exit code 1")
     notes.close()
     assert asked == [1]
+
+
+def test_a_lost_host_is_the_end_with_code_74(far: Workshop) -> None:
+    launcher = lasting(far, "tell(f'here{rank}', os.getpid()); time.sleep(600)")
+    pids = far.pids(*(f"here{rank}" for rank in range(4)))
+    agent = psutil.Process(pids[2]).ppid()
+    os.kill(agent, signal.SIGKILL)
+    code, _, err = far.end(launcher)
+    text = err.decode()
+    assert code == 74
+    lost = "shoal: host h2 is lost, and with it ranks 2, 3: the connection has ended"
+    assert text.startswith(f"{lost}; ssh ended with exit code 137\n")
+    assert "shoal: rank 2 on h2 failed first: its host was lost, after " in text
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_with_min_the_loss_of_a_host_is_the_loss_of_its_ranks(far: Workshop) -> None:
+    launcher = lasting(far, "tell(f'here{rank}', os.getpid()); await_file('go')", "--min", "2")
+    pids = far.pids(*(f"here{rank}" for rank in range(4)))
+    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+    until(lambda: not alive(pids[0]) and not alive(pids[1]))
+    (far.path / "go").touch()
+    code, _, err = far.end(launcher)
+    text = err.decode()
+    assert code == 0
+    assert "shoal: host h1 is lost, and with it ranks 0, 1: " in text
+    assert "shoal: rank 1 on h1 failed: its host was lost" in text
+    assert text.endswith("shoal: 2 of 4 ranks finished; ranks 0, 1 were lost with the host\n"), text
+
+
+def test_an_agent_that_hears_nothing_kills_all_and_ends(far: Workshop) -> None:
+    """The launcher stands still; its beats do not come."""
+    launcher = lasting(far, "tell(f'here{rank}', os.getpid()); time.sleep(600)", hosts="h1:2", ranks=2)
+    pids = far.pids("here0", "here1")
+    launcher.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    until(lambda: not any(map(alive, pids)))
+    assert time.monotonic() - begin < 30
+    launcher.send_signal(signal.SIGCONT)
+    assert far.end(launcher)[0] == 74
