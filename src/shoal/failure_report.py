@@ -161,6 +161,5 @@ def _report(kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, te
         return
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words)))
-    _reported.add(
-        (kind, ranks)
-    )  # not before: another thread that does the same must not tell its peers first
+    # Not before: another thread that does the same must not tell its peers first.
+    _reported.add((kind, ranks))

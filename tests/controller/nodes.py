@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -30,6 +31,12 @@ SECRET = "of the test"
 BACKSTOP = 120
 
 
+class _Failed(NamedTuple):
+    """What a program tells that raises an exception."""
+
+    traceback: str
+
+
 class Program:
     """A process, and what it tells."""
 
@@ -43,7 +50,9 @@ class Program:
     def told(self) -> Any:
         """The next that it tells."""
         assert self._told.poll(BACKSTOP), "it says nothing"
-        return self._told.recv()
+        told = self._told.recv()
+        assert not isinstance(told, _Failed), told.traceback
+        return told
 
     def kill(self) -> None:
         """End it by a signal."""
@@ -68,7 +77,12 @@ class Program:
 def _run(nursery: str, run: Callable[..., None], tell: Connection, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     quick_workers.start_at(nursery)
-    run(tell, *args)
+    try:
+        run(tell, *args)
+    except Exception:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            tell.send(_Failed(traceback.format_exc()))
+        raise
 
 
 def programs() -> Iterator[Callable[..., Program]]:

@@ -115,7 +115,7 @@ def dying(group: ProcessGroup | None, newcomers: int, point: str, victim: int) -
     ],
 )
 def test_a_rank_dies_while_others_join(point: str, victim: int) -> None:
-    with no_leaks(), processes(dying, 3, 1, point, victim, timeout=PATIENCE, env=PATIENT) as ranks:
+    with no_leaks(), processes(dying, 3, 1, point, victim, timeout=PATIENCE) as ranks:
         ranks.store.wait(["asks"], PATIENCE)
         ranks.newcomer(dying, None, 0, point, 0)
         outcomes = ranks.join()

@@ -63,6 +63,8 @@ class Submitter:
         self._state = "open"
         self._ended = False
         self._abort_reason = ""
+        #: whether a thread is in abort(), and the others have not heard of that yet
+        self._aborting = False
 
     @property
     def _state(self) -> str:
@@ -192,23 +194,23 @@ class Submitter:
         if self._state not in ("open", "closing"):
             return
         if self._state == "open" and self._channel.failure() is None:
-            self._abort_reason = reason
+            self._abort_reason, self._aborting = reason, True
             self._state = "aborted"
             if self._ended:  # another thread has closed the group meanwhile
                 self._state = "closed"
         failure_report.left()
         self._channel.abort(reason)
+        self._aborting = False
 
     def _begin_close(self) -> None:
         """Nothing is submitted from now on, and the others hear of that."""
         with self._submitting:
             if self._state in ("closed", "forked"):
                 return
-            aborting = self._state == "aborted"
             self._state = "closing"
         if self._is_first:
             failure_report.left()
-        if aborting:  # maybe in another thread: the others hear of that first
+        if self._aborting:  # in another thread: the others hear of that first
             self._channel.abort(self._abort_reason)
         self._channel.begin_close()
 
