@@ -184,5 +184,12 @@ def test_files_fit_in_a_readers_head() -> None:
     assert not too_long, f"one idea a file, 500 lines at most: {too_long}"
 
 
+def test_types_are_decoded_where_one_thread_waits_for_another() -> None:
+    """``shoal.decoding`` says why."""
+    direct = re.compile(r"msgspec\.(convert|(msgpack|json)\.decode)\(.*type=|msgspec\.convert\(")
+    files = set((ROOT / "src").rglob("*.py")) - {ROOT / "src/shoal/decoding.py"}
+    assert not [str(path) for path in files if direct.search(path.read_text())]
+
+
 def test_the_files_of_tests_with_which_runs_begin_are_there() -> None:
     assert not [name for name in LONGEST if not (ROOT / "tests" / name).exists()]

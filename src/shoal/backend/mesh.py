@@ -23,6 +23,7 @@ from typing import Annotated
 import msgspec
 
 from .. import failure_report, wire
+from ..decoding import from_msgpack
 from ..errors import (
     AuthenticationError,
     RendezvousError,
@@ -212,7 +213,7 @@ class _Builder:
             while True:
                 with contextlib.suppress(StoreTimeout):
                     values = store.multi_get(keys, min(_LOOK, self._deadline.remaining()))
-                    return [msgspec.msgpack.decode(value, type=_Address) for value in values]
+                    return [from_msgpack(value, _Address) for value in values]
                 self._me.look()
                 if self._deadline.expired:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -258,7 +259,7 @@ class _Builder:
                 poll.unregister(fd)
                 try:
                     message = self._links[rank].recv(self._deadline.remaining())
-                    said[rank] = set(msgspec.msgpack.decode(message, type=list[int]))
+                    said[rank] = set(from_msgpack(message, list[int]))
                 except (WireError, msgspec.MsgspecError) as error:
                     raise self._lost(rank) from error
             if rank_of and self._deadline.expired:

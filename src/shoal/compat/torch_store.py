@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ..decoding import from_msgpack
 from ..errors import ShoalError, UsageError
 from ..store import Store
 from ..wire import Deadline
@@ -185,7 +186,7 @@ class TorchStore(c10d.Store):
         raw = self._store.compare_set(_queue_key(key), _NOTHING, _NOTHING)
         if raw == _NOTHING:
             return b"", _Queue()
-        return raw, msgspec.msgpack.decode(raw, type=_Queue)
+        return raw, from_msgpack(raw, _Queue)
 
     def _swap(self, key: str, old: bytes, values: list[bytes], deadline: Deadline) -> bool:
         new = msgspec.msgpack.encode(_Queue(values))

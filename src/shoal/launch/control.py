@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..decoding import from_json
 from ..errors import LaunchError, UsageError
 from ..rendezvous import private_directory
 
@@ -76,9 +77,7 @@ class Control:
     def _answer(self, guest: socket.socket) -> None:
         with suppress(OSError):
             try:
-                answer = Answer(
-                    True, self._scale(msgspec.json.decode(guest.recv(_LONGEST), type=Scale).wanted)
-                )
+                answer = Answer(True, self._scale(from_json(guest.recv(_LONGEST), Scale).wanted))
             except (UsageError, msgspec.DecodeError) as error:
                 answer = Answer(False, str(error))
             guest.send(msgspec.json.encode(answer))
@@ -118,7 +117,7 @@ def ask(launcher: int, wanted: int) -> str:
     try:
         with _connected(launcher) as connection:
             connection.send(msgspec.json.encode(Scale(wanted)))
-            answer = msgspec.json.decode(connection.recv(_LONGEST), type=Answer)
+            answer = from_json(connection.recv(_LONGEST), Answer)
     except (OSError, msgspec.DecodeError) as error:
         raise LaunchError(f"process {launcher} is no `shoal run --max` that answers: {error}") from error
     if not answer.done:

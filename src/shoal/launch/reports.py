@@ -12,6 +12,7 @@ import time
 
 import msgspec
 
+from ..decoding import from_msgpack
 from ..failure_report import LONGEST, Report, descriptor_name
 
 #: reports that are read from one rank, until one says that it has rebuilt a group
@@ -87,7 +88,7 @@ class Reports:
 
     def _take(self, data: bytes) -> None:
         try:
-            report = msgspec.msgpack.decode(data, type=Report)
+            report = from_msgpack(data, Report)
         except msgspec.DecodeError:
             return
         # Not NaN either, and not outside of the time in which the rank can have sent it.

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import msgspec
 
 from .. import config
+from ..decoding import from_msgpack
 from ..errors import LaunchError, WireError, WireTimeout
 from ..rendezvous.environment import tcp_url
 from ..rendezvous.slurm import hosts_of
@@ -124,7 +125,7 @@ class SrunFleet(Fleet):
                 agents, and one of those that are missing will not call.
         """
         try:
-            name = msgspec.msgpack.decode(connection.recv(_FIRST_WORD), type=Caller).host
+            name = from_msgpack(connection.recv(_FIRST_WORD), Caller).host
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise WireError(f"it did not say where it is: {error}") from error
         missing = self._missing()

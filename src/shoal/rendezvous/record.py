@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from ..decoding import from_json
 from ..errors import RendezvousError, RendezvousTimeout, StoreError
 from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
@@ -168,7 +169,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
         StoreError: it holds something else; another program uses the same keys.
     """
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return from_json(raw, kind)
     except _UNREADABLE as error:
         raise StoreError(f"rendezvous: a {kind.__name__} in the store cannot be read: {error}") from error
 
@@ -192,7 +193,7 @@ def decode_member(raw: bytes) -> Descriptor:
         StoreError: as of :func:`decode`.
     """
     try:
-        found = msgspec.json.decode(raw, type=Descriptor | CalledOff)
+        found: Descriptor | CalledOff = from_json(raw, Descriptor | CalledOff)  # type: ignore[arg-type]
     except _UNREADABLE as error:
         raise StoreError(f"rendezvous: a member in the store cannot be read: {error}") from error
     if isinstance(found, CalledOff):

@@ -14,6 +14,7 @@ from typing import TypeGuard
 
 import msgspec
 
+from ..decoding import from_msgpack
 from ..errors import RpcError, ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
 from ..rendezvous.host import process_is_gone
 from ..store import PrefixStore, Store
@@ -199,7 +200,7 @@ def _within(timeout: float) -> str:
 
 def _decoded(entry: bytes) -> Worker:
     try:
-        return msgspec.msgpack.decode(entry, type=Worker)
+        return from_msgpack(entry, Worker)
     except msgspec.MsgspecError as error:
         raise RpcError(
             f"the store has something else than a worker under a worker's name: {error}"

@@ -26,6 +26,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..decoding import from_msgpack
 from ..errors import (
     RendezvousError,
     RendezvousTimeout,
@@ -200,7 +201,7 @@ class Meeting:
         self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
 
     def _entry(self, rank: int, timeout: float) -> Entry:
-        entry = msgspec.msgpack.decode(self._store.get(str(rank), timeout), type=Entry)
+        entry = from_msgpack(self._store.get(str(rank), timeout), Entry)
         self._seen[rank] = entry
         return entry
 

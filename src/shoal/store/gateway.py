@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ..decoding import from_json
 from ..errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ..wire import Deadline
 from ..wording import in_seconds
@@ -255,7 +256,7 @@ class Gateway:
             return data
         server = self._urls[at].partition("//")[2]
         try:
-            failure = msgspec.json.decode(data, type=_Failure, strict=False)
+            failure = from_json(data, _Failure, strict=False)
         except msgspec.MsgspecError:
             raise StoreError(
                 f"what answers at {server} is no etcd with the JSON gateway /v3 (3.4 or later): "
@@ -380,6 +381,6 @@ def _urllib3() -> Any:
 
 def _decoded(raw: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(raw, type=kind, strict=False)  # numbers come as text
+        return from_json(raw, kind, strict=False)  # numbers come as text
     except msgspec.MsgspecError as error:
         raise StoreError(f"etcd answers what cannot be read: {error}") from error

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from ..decoding import converted
 from ..errors import AuthenticationError, StoreError
 from ..wire import Deadline
 from . import outside_job
@@ -77,7 +78,7 @@ class RedisJob(OutsideJob[Line]):
         if reply[0] == b"gone" and script is not LIFE:
             raise self.gone()
         try:
-            return reply[0], msgspec.convert(reply[1], kind) if len(reply) == 2 else None
+            return reply[0], converted(reply[1], kind) if len(reply) == 2 else None
         except msgspec.MsgspecError:
             raise self.unreadable(reply) from None
 

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..decoding import from_json
 from ..wording import counted, ranks_named
 from . import call_dumps
 from .call_dumps import CallDump
@@ -136,12 +137,12 @@ def read(path: Path) -> Dump | CallDump:
     """
     try:
         data = path.read_bytes()
-        schema = msgspec.json.decode(data, type=_Any).schema
+        schema = from_json(data, _Any).schema
         if schema == call_dumps.SCHEMA:
-            return msgspec.json.decode(data, type=CallDump)
+            return from_json(data, CallDump)
         if schema != "shoal.dump/1":
             raise click.ClickException(f"{path}: this release of shoal cannot read {schema!r}")
-        return msgspec.json.decode(data, type=Dump)
+        return from_json(data, Dump)
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
