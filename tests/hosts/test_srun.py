@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -265,6 +266,13 @@ def test_a_job_that_is_queued_again_is_another_epoch(jobs: Jobs) -> None:
     jobs.told(*(f"epoch-0-{rank}" for rank in range(4)))
     jobs.tell("scontrol", "requeue", job)
     until(lambda: "PENDING" in jobs.state(job), lambda: jobs.state(job), patience=LONG)
-    jobs.tell("scontrol", "update", f"jobid={job}", "starttime=now")  # Slurm lets two minutes pass by itself
-    jobs.told(*(f"epoch-1-{rank}" for rank in range(4)))
+    files = [jobs.folder / f"epoch-1-{rank}" for rank in range(4)]
+
+    def runs_again() -> bool:
+        # Slurm lets two minutes pass by itself, and may say so after it was told otherwise.
+        jobs.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
+        time.sleep(0.5)
+        return all(file.exists() for file in files)
+
+    until(runs_again, lambda: jobs.slurm.run(["scontrol", "show", "job", job])[1], patience=LONG)
     until(lambda: jobs.state(job) == "COMPLETED 0:0", lambda: jobs.state(job), patience=LONG)

@@ -199,8 +199,10 @@ class Submitter:
             if self._ended:  # another thread has closed the group meanwhile
                 self._state = "closed"
         failure_report.left()
-        self._channel.abort(reason)
-        self._aborting = False
+        try:
+            self._channel.abort(reason)
+        finally:
+            self._aborting = False
 
     def _begin_close(self) -> None:
         """Nothing is submitted from now on, and the others hear of that."""
