@@ -19,7 +19,7 @@ void add_loss(Error& error, int rank, const std::string& why) {
 
 }  // namespace
 
-// What the mark tells a rank that was stopped.
+// The error of a rank that was given up, from the mark alone.
 Error Group::error_of_given_up() const {
   const std::string absence = context_->peers().absence();
   Error error{ErrorCode::kPeerLost, {}, {}};
@@ -56,7 +56,7 @@ void Group::tell_failure() {
   header.code = static_cast<std::uint16_t>(error_.code);
   std::string text;
   for (int rank : error_.ranks) text += std::to_string(rank) + " ";
-  // Of a rank that was given up, the others need not hear how it fared.
+  // The others are told the loss, and not for how long this rank stood still.
   const std::size_t own = error_.text.find(kGaveItUp);
   tell_all(header, text + "\n" + error_.text.substr(own == std::string::npos ? 0 : own + kGaveItUp.size()));
 }

@@ -32,7 +32,7 @@ BACKSTOP = 120
 
 
 class _Failed(NamedTuple):
-    """What a program tells that raises an exception."""
+    """A program tells this when it raises an exception."""
 
     traceback: str
 

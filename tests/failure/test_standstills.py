@@ -178,14 +178,19 @@ def work_until_given_up(group: ProcessGroup) -> tuple[tuple[int, ...], str]:
     raise AssertionError("nothing happened")
 
 
-def outcomes_after_a_standstill(ranks: Ranks) -> list[Outcome]:
-    """Stop rank 1 until the other two have given it up, and let all come to their ends."""
-    ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
+def ends_after_a_standstill(ranks: Ranks, *others: int) -> list[Outcome]:
+    """Stop rank 1 until these others have lost a rank, and let all come to their ends."""
+    ranks.store.wait([f"ready/{rank}" for rank in range(len(ranks.pids))], PATIENCE)
     stop(ranks, 1)
-    with contextlib.suppress(StoreTimeout):
-        ranks.store.wait(["lost/0", "lost/2"], PATIENCE)
+    with contextlib.suppress(StoreTimeout):  # the outcomes say more
+        ranks.store.wait([f"lost/{rank}" for rank in others], PATIENCE)
     os.kill(ranks.pids[1], signal.SIGCONT)
-    outcomes = ranks.join()
+    return ranks.join()
+
+
+def outcomes_after_a_standstill(ranks: Ranks) -> list[Outcome]:
+    """The same with both others of three, where all end well."""
+    outcomes = ends_after_a_standstill(ranks, 0, 2)
     assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
     return outcomes
 
@@ -269,12 +274,7 @@ def work_until_given_up_by_one_that_dies(group: ProcessGroup) -> tuple[tuple[int
 def test_a_rank_that_was_given_up_says_so_though_nobody_has_told_it() -> None:
     options = {"hosts": ["a", "a", "b"], "heartbeat_timeout": PATIENCE}
     with no_leaks(), processes(work_until_given_up_by_one_that_dies, 3, **options) as ranks:
-        ranks.store.wait([f"ready/{rank}" for rank in range(3)], PATIENCE)
-        stop(ranks, 1)
-        with contextlib.suppress(StoreTimeout):
-            ranks.store.wait(["lost/2"], PATIENCE)
-        os.kill(ranks.pids[1], signal.SIGCONT)
-        outcomes = ranks.join()
+        outcomes = ends_after_a_standstill(ranks, 2)
         assert outcomes[0].exitcode == -signal.SIGKILL, outcomes[0].describe()
         assert outcomes[1].ok, outcomes[1].describe()
         lost, message = outcomes[1].value
@@ -300,12 +300,7 @@ def receive_until_given_up(group: ProcessGroup) -> str:
 
 def test_a_rank_that_was_given_up_in_a_group_of_pairs_hears_of_it() -> None:
     with no_leaks(), processes(receive_until_given_up, 2) as ranks:
-        ranks.store.wait([f"ready/{rank}" for rank in range(2)], PATIENCE)
-        stop(ranks, 1)
-        with contextlib.suppress(StoreTimeout):
-            ranks.store.wait(["lost/0"], PATIENCE)
-        os.kill(ranks.pids[1], signal.SIGCONT)
-        outcomes = ranks.join()
+        outcomes = ends_after_a_standstill(ranks, 0)
         assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
         assert "rank 1 is lost: its process is stopped" in outcomes[0].value
         assert "this rank did not run for" in outcomes[1].value

@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -269,9 +268,7 @@ def test_a_job_that_is_queued_again_is_another_epoch(jobs: Jobs) -> None:
     files = [jobs.folder / f"epoch-1-{rank}" for rank in range(4)]
 
     def runs_again() -> bool:
-        # Slurm lets two minutes pass by itself, and may say so after it was told otherwise.
-        jobs.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
-        time.sleep(0.5)
+        jobs.slurm.start_now(job)
         return all(file.exists() for file in files)
 
     until(runs_again, lambda: jobs.slurm.run(["scontrol", "show", "job", job])[1], patience=LONG)

@@ -262,7 +262,7 @@ def test_when_the_agents_do_not_start_nothing_runs_and_srun_is_heard(
 
 
 def _fleet(cluster: Workshop, monkeypatch: pytest.MonkeyPatch, *names: str) -> str:
-    """What a fleet says whose agents are not all there; it begins to wait when one has called."""
+    """The error of a fleet that misses agents; its time begins when one has called."""
     monkeypatch.chdir(cluster.path)
     hosts = [Host(name, 1, number) for number, name in enumerate(names)]
     with Signals() as signals:

@@ -167,9 +167,7 @@ def test_a_job_that_is_queued_again_meets_in_the_next_epoch(
     until(lambda: "PENDING" in slurm.run(["scontrol", "show", "job", job])[1], patience=LONG)
 
     def runs_again() -> bool:
-        # Slurm lets two minutes pass by itself, and may say so after it was told otherwise.
-        slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
-        time.sleep(0.5)
+        slurm.start_now(job)
         return runs() == 2
 
     until(runs_again, lambda: slurm.run(["scontrol", "show", "job", job])[1], patience=LONG)

@@ -139,7 +139,6 @@ class Rebuilding(Agreements):
     epoch: int = 0
     rebuilt: Rebuilt | None = None
     _line: _Line | None = None
-    _is_first: bool
     #: what it would have become but for an error
     _pending: Any = None
 

@@ -162,7 +162,7 @@ class Transactions(OutsideClient[EtcdJob]):
         raise StoreTimeout(f"{refused}; it is unknown whether the request was or will be done") from unclear
 
     def _last_word(self, line: EtcdLine) -> bytes | None:
-        """What the key of the line holds, None if nobody says.  A full etcd 3.5.0 takes no transaction."""
+        """The value of the line's key, None if etcd does not say.  A full 3.5.0 takes no transaction."""
         with contextlib.suppress(StoreError, AuthenticationError):
             return self._call("kv/range", at(line.key), Range).only.value
         return None
