@@ -1,41 +1,62 @@
-"""The releases of torch that this version of shoal stands on.
+"""The releases of torch that shoal supports.
 
-The data-parallel wrapper and the backend of torch.distributed use parts of torch that are not public
-(docs/design.md lists them), so a release is supported when the whole test suite has passed on it.  Another
-one is refused at ``import shoal``, in words: what it changed would show up later, as something obscure.
+The data-parallel wrapper, the master-worker mode and the backend of torch.distributed use private parts of
+torch (docs/design.md lists them), so a release is supported once the tests have passed on it (`make matrix`).
+An older release is refused at ``import shoal``; a newer one is used after one warning.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-#: the first release that is supported, and the first that is not; pyproject.toml says the same to pip
-SUPPORTED = ((2, 13), (2, 14))
+#: the first release that is supported, and the first that was not tested; pyproject.toml has the same bounds
+SUPPORTED = ((2, 11), (2, 16))
 REQUIREMENT = "torch>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 
 
 def check() -> None:
-    """Raise ImportError, in a sentence that says what to install, if torch is another release."""
+    """Check the installed torch.
+
+    Raises:
+        ImportError: torch is older than the supported releases; the message says what to install.
+
+    Warns:
+        RuntimeWarning: torch is newer than the tested releases.
+    """
     if message := problem():
         raise ImportError(message, name="torch")
+    if message := untested():
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def problem() -> str | None:
-    """The reason why the installed torch cannot be used; None if it can, or there is none."""
+    """Return why the installed torch cannot be used; None if it can, or if torch is not installed."""
     version = _installed()
-    if version is None:
+    number = None if version is None else _number(version)
+    if version is None or (number is not None and number >= SUPPORTED[0]):
         return None
-    number = re.match(r"(\d+)\.(\d+)", version)
-    least, above = SUPPORTED
-    if number and least <= (int(number[1]), int(number[2])) < above:
+    return f"shoal needs {REQUIREMENT}, but torch {version} is installed: pip install '{REQUIREMENT}'"
+
+
+def untested() -> str | None:
+    """Return a warning if the installed torch is newer than the tested releases, else None."""
+    version = _installed()
+    number = None if version is None else _number(version)
+    if number is None or number < SUPPORTED[1]:
         return None
     return (
-        f"shoal was tried with torch {least[0]}.{least[1]} only, and this is torch {version}: "
-        f"pip install '{REQUIREMENT}'"
+        f"torch {version} is newer than the releases that shoal was tested with ({REQUIREMENT}); "
+        f"if something fails, try: pip install '{REQUIREMENT}'"
     )
+
+
+def _number(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def torch_is_importing() -> bool:

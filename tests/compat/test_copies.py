@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ..support import releases
 from .both import both, layouts
 from .values import COMPLEX, DTYPES, NOT_WITH_GLOO, assert_all_same, assert_same, spread, value
 
@@ -162,23 +163,23 @@ def all_gather_single(context, dtype):
     for group in both(context, dtype):
         for asynchronously in (False, True):
             out = torch.zeros(2 * size, 3).to(dtype)
-            work = dist.all_gather_single(out, parts[rank], group=group, async_op=asynchronously)
+            work = releases.all_gather_single(out, parts[rank], group=group, async_op=asynchronously)
             if asynchronously:
                 work.wait()
             assert_same(out, joined)
         out = joined.clone()
-        dist.all_gather_single(out, out[2 * rank : 2 * rank + 2], group=group)  # in place
+        releases.all_gather_single(out, out[2 * rank : 2 * rank + 2], group=group)  # in place
         assert_same(out, joined)
         if group is context.gloo:
             continue
         out = torch.zeros(size, 2, 3).to(dtype)
-        dist.all_gather_single(out, parts[rank], group=group)
+        releases.all_gather_single(out, parts[rank], group=group)
         assert_same(out, joined.view(size, 2, 3))
         out = torch.zeros(6 * size).to(dtype)
-        dist.all_gather_single(out, parts[rank], group=group)
+        releases.all_gather_single(out, parts[rank], group=group)
         assert_same(out, joined.flatten())
         wide = torch.zeros(2 * size, 6).to(dtype)
-        dist.all_gather_single(wide[:, ::2], spread(parts[rank]), group=group)
+        releases.all_gather_single(wide[:, ::2], spread(parts[rank]), group=group)
         assert_same(wide[:, ::2], joined)
 
 
@@ -192,10 +193,10 @@ def all_gather_of_scalars(context):
     size, rank = context.size, context.rank
     expected = torch.arange(size, dtype=torch.float32)
     out = torch.zeros(size)
-    dist.all_gather_single(out, torch.tensor(float(rank)))
+    releases.all_gather_single(out, torch.tensor(float(rank)))
     assert_same(out, expected)
     out = torch.zeros(0, 3)
-    dist.all_gather_single(out, torch.zeros(0, 3))
+    releases.all_gather_single(out, torch.zeros(0, 3))
 
 
 def test_all_gather_single_of_scalars_and_of_nothing(ranks):
@@ -228,7 +229,7 @@ def deprecated_names(context):
     for group in both(context):
         for function in (dist.all_gather_into_tensor, dist._all_gather_base):
             out = torch.zeros(3 * size)
-            with pytest.warns(FutureWarning):
+            with releases.perhaps_deprecated():
                 function(out, value(rank, torch.float32, (3,)), group=group)
             assert_same(out, expected)
 

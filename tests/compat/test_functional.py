@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shoal import UnsupportedOperation
 
+from ..support import releases
 from .both import both
 from .values import assert_all_same, assert_same, value
 
@@ -36,9 +37,9 @@ def collectives(context):
         assert_same(funcol.broadcast(x, 1, group) * 1, parts[1])
         assert_same(funcol.all_gather_tensor(x, 0, group) * 1, torch.cat(parts))
         assert_same((funcol.all_gather_tensor(x, 1, group) * 1).contiguous(), torch.cat(parts, dim=1))
-        assert_same(funcol.all_gather_single(x, 0, group) * 1, torch.cat(parts))
+        assert_same(releases.functional_all_gather_single(x, 0, group) * 1, torch.cat(parts))
         assert_same(funcol.reduce_scatter_tensor(x, "sum", 0, group) * 1, total[rank : rank + 1])
-        assert_same(funcol.reduce_scatter_single(x, "sum", 0, group) * 1, total[rank : rank + 1])
+        assert_same(releases.functional_reduce_scatter_single(x, "sum", 0, group) * 1, total[rank : rank + 1])
         columns = funcol.reduce_scatter_tensor(x, "sum", 1, group) * 1
         assert_same(columns.contiguous(), total.chunk(size, dim=1)[rank].contiguous())
         assert_same(
@@ -133,7 +134,7 @@ def remapped(context):
         y = 2 * x
         dist.all_reduce(y, group=group)
         out = y.new_empty(context.size * len(y))
-        dist.all_gather_single(out, y + 1, group=group)
+        releases.all_gather_single(out, y + 1, group=group)
         return out * 3
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
@@ -197,10 +198,10 @@ def handed_on(context):
         dist.all_gather(outs, fresh(), group=group)
         assert_all_same(outs, [total] * size)
         out = torch.zeros(size * size, 2)
-        dist.all_gather_single(out, fresh(), group=group)
+        releases.all_gather_single(out, fresh(), group=group)
         assert_same(out, total.repeat(size, 1))
         out = torch.zeros(1, 2)
-        dist.reduce_scatter_single(out, fresh(), dist.ReduceOp.MAX, group=group)
+        releases.reduce_scatter_single(out, fresh(), dist.ReduceOp.MAX, group=group)
         assert_same(out, total[rank : rank + 1])
         out = torch.zeros(size, 2)
         dist.all_to_all_single(out, fresh(), group=group)

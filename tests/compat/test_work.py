@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ..support import releases
 from .both import both
 from .values import assert_same, value
 
@@ -49,7 +50,7 @@ START = {
     "all_gather": lambda x, group: dist.all_gather(
         [torch.zeros(4), torch.zeros(4)], x, group=group, async_op=True
     ),
-    "all_gather_single": lambda x, group: dist.all_gather_single(
+    "all_gather_single": lambda x, group: releases.all_gather_single(
         torch.zeros(8), x, group=group, async_op=True
     ),
     "gather": lambda x, group: dist.gather(
@@ -65,7 +66,7 @@ START = {
     "reduce_scatter": lambda x, group: dist.reduce_scatter(
         torch.zeros(2), list(x.split(2)), group=group, async_op=True
     ),
-    "reduce_scatter_single": lambda x, group: dist.reduce_scatter_single(
+    "reduce_scatter_single": lambda x, group: releases.reduce_scatter_single(
         torch.zeros(2), x, group=group, async_op=True
     ),
     "all_to_all": lambda x, group: dist.all_to_all(
@@ -94,7 +95,7 @@ def reverse(context):
         xs = [value(context.rank, torch.float32, (n + 1,)) for n in range(20)]
         works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
         out = torch.zeros(2 * context.size)
-        works.append(dist.all_gather_single(out, torch.ones(2), group=group, async_op=True))
+        works.append(releases.all_gather_single(out, torch.ones(2), group=group, async_op=True))
         for work in reversed(works):
             work.wait()
         assert_same(out, torch.ones(2 * context.size))
@@ -247,7 +248,7 @@ def coalesced(context, asynchronously):
         outs = [torch.zeros(n * size) for n in (3, 1)]
         with dist._coalescing_manager(group=group, async_ops=asynchronously) as manager:
             for n, out in zip((3, 1), outs, strict=True):
-                dist.all_gather_single(out, value(rank, torch.float32, (n,)), group=group)
+                releases.all_gather_single(out, value(rank, torch.float32, (n,)), group=group)
         manager.wait()
         for n, out in zip((3, 1), outs, strict=True):
             assert_same(out, torch.cat([value(r, torch.float32, (n,)) for r in everybody]))
@@ -255,7 +256,7 @@ def coalesced(context, asynchronously):
         outs = [torch.zeros(n) for n in (2, 5)]
         with dist._coalescing_manager(group=group, async_ops=asynchronously) as manager:
             for out in outs:
-                dist.reduce_scatter_single(
+                releases.reduce_scatter_single(
                     out, value(rank, torch.float32, (len(out) * size,)), dist.ReduceOp.MAX, group=group
                 )
         manager.wait()
@@ -281,7 +282,7 @@ def inference(context):
             dist.all_gather(outs, x, group=group, async_op=True).wait()
             assert_same(outs[1], x)
             out = torch.zeros(6)
-            dist.all_gather_single(out, x, group=group)
+            releases.all_gather_single(out, x, group=group)
             dist.broadcast(x, 0, group=group)
             dist.all_reduce(x.expand(2, 3).contiguous().t() if group is context.group else x, group=group)
         # What several messages make up is written in callbacks, which the mode does not reach.
@@ -304,7 +305,7 @@ def no_grad(context):
         assert_same(parameter, torch.full((3,), 8.0))
         if group is not context.gloo:  # which refuses an input that is part of a graph
             y = 2 * parameter
-            dist.all_gather_single(torch.zeros(6), y, group=group)
+            releases.all_gather_single(torch.zeros(6), y, group=group)
             assert y.requires_grad
         assert parameter.is_leaf
 

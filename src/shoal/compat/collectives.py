@@ -245,6 +245,35 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(in_turn(here, lambda each: self.group.all_to_all(each, there, timeout=limit)), mine)
 
     @routed
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        """Gather tensors of one size on one rank, concatenated in ``output`` (torch 2.14 and later).
+
+        Args:
+            output: on the root, ``size`` times as many elements as ``input``; not used on other ranks.
+            input: the same number of elements on every rank.
+            opts: ``GatherOptions`` with the root.
+
+        Raises:
+            UsageError: the output has another size, or is not contiguous.
+        """
+        _, root, limit = self._options(opts)
+        call, size = self._call("gather_single"), self.group.size
+        call.root(root)
+        x, out = real(input).reshape(-1), self._nothing(input)
+        count = x.numel()
+        sent, received = [0] * size, [0] * size
+        sent[root] = count
+        if self.group.rank == root:
+            out, received = real(output), [count] * size
+            if out.numel() != count * size or not out.is_contiguous():
+                call.refuse(
+                    f"expected a contiguous output of {count * size} elements ({size} inputs), "
+                    f"got shape {list(out.shape)}, strides {list(out.stride())}"
+                )
+            out = out.view(-1)
+        return self._work(self.group.all_to_all_single(out, x, received, sent, timeout=limit), [output])
+
+    @routed
     def scatter(
         self,
         outputs: _Tensors,
@@ -329,6 +358,10 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(together(futures), [])
 
     # -- torch's other names for the same ------------------------------------------------------
+
+    # From C++, torch 2.14 and later look these up without the underscore.
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -56,11 +56,13 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
     config_string = str(sys._getframe(2).f_locals.get("backend", BACKEND))
     default = _default_group()
     timeout = _timeout(options.timeout)
-    if options.global_ranks_in_group and default is not None and not backend_options:
+    if options.global_ranks_in_group and default is not None:
+        # The group is matched by its members and their count of such groups, not by torch's name for it: from
+        # torch 2.14 on, new_group(use_local_synchronization=True) gives later groups several names.
         group = default.subgroup(
             list(options.global_ranks_in_group),
-            name=options.group_id,
             timeout=timeout.total_seconds(),
+            **dict(backend_options or {}),
         )
     else:
         group = _connect(options, timeout.total_seconds(), dict(backend_options or {}))

@@ -121,6 +121,12 @@ class TorchProcessGroup(TorchCollectives):
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
+    _supports_time_estimate = False  # the name in torch 2.15
+    # From torch 2.14 on; inherited, they look for a backend in C++ and raise.
+    supports_reconfigure = False
+    supports_window = False
+    supports_abort_hooks = False
+    supports_completion_hooks = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"

@@ -12,7 +12,8 @@ import logging
 import sys
 from typing import Any
 
-from ..torch_release import check, problem
+from .. import torch_features
+from ..torch_release import problem, untested
 from ..torch_terms import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,13 @@ def register() -> None:
     in those that do not use it.  A torch that takes no backend in this way is a warning of the logger.
     """
     try:
-        check()
+        if message := problem():
+            raise ImportError(message, name="torch")
         import torch.distributed as dist
 
         if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+            torch_features.keep_flight_recorder_off()
     except Exception as error:
         logger.warning(
             "torch.distributed does not take the backend %r: %s: %s", BACKEND, type(error).__name__, error
@@ -39,10 +42,11 @@ def register() -> None:
 def called_by_torch() -> None:
     """The entry point, which torch calls when this module, and with it :func:`register`, has been imported.
 
-    With a release of torch that is not supported ``import torch`` goes on.  The package is forgotten then, so
-    that the program's own ``import shoal`` looks at the release again, and raises.
+    ``import torch`` succeeds with every release.  If the release is not supported or not tested, the package
+    is removed from ``sys.modules``, so that the program's own ``import shoal`` checks it again, and raises or
+    warns.
     """
-    if problem():
+    if problem() or untested():
         for name in [name for name in sys.modules if name.partition(".")[0] == "shoal"]:
             del sys.modules[name]
 

@@ -13,7 +13,6 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import torch_features
 from ..errors import DeviceMismatch
 from .commands import Template, filled
 from .interrupts import uncut
@@ -122,7 +122,7 @@ def predict(
             return found
         try:
             return _predict(operator, args, kwargs, operands, scalars, False)
-        except FakeTensorDeviceMismatchError as error:
+        except torch_features.fake_device_mismatch() as error:
             raise DeviceMismatch(
                 f"{operator}: {error} These are devices within a node: move the tensors to one of them, with "
                 ".cuda(k), or .within(-1) for the processor"
@@ -206,7 +206,8 @@ def _predict(
             for position, (fake, known) in enumerate(zip(fakes, operands, strict=True))
             if told(fake)._replace(within=known.within) != known.told
         }
-        if torch.Tag.out in operator.tags and (mutated or any(not each.numel() for each in given_back)):
+        enlarged = mutated or any(not each.numel() for each in given_back)
+        if enlarged and torch_features.writes_to_out(operator):
             # How the kernel lays out a tensor that it makes larger, only the kernel knows; and of some
             # operators torch does not say that they do.
             return None

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import UsageError
 from ..spec import LEGAL_REDUCTIONS, PREMUL_SUM, REDUCTIONS, ReduceOp
+from ..torch_features import premul_factor
 
 #: A :class:`shoal.ReduceOp`, its name in any case, or a value of ``torch.distributed.ReduceOp``.
 ReduceOpLike: TypeAlias = Any
@@ -47,7 +48,7 @@ def reduction(op: ReduceOpLike) -> ReduceOp:
             "op=PREMUL_SUM: the factor is missing; use shoal.ReduceOp.premul_sum(factor), or "
             "_make_nccl_premul_sum(factor) where the value must be torch's"
         )
-    return ReduceOp.premul_sum(op.factor)
+    return ReduceOp.premul_sum(premul_factor(op))
 
 
 def supports_complex(reduceOp: ReduceOpLike) -> bool:
