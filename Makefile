@@ -25,7 +25,8 @@ MANIFEST := build/sources
 $(shell mkdir -p build; echo '$(SOURCES)' | cmp -s - $(MANIFEST) || echo '$(SOURCES)' > $(MANIFEST))
 CPP := $(filter %.cc %.h,$(SOURCES))
 
-.PHONY: help demo test stress sanitize bench bootstrap scaling controller training lint type format docs wheel core clean
+.PHONY: help demo test matrix gpu nightly stress rounds chaos sanitize bench bootstrap scaling controller training lint type \
+        format docs wheel core clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,23 +38,30 @@ demo: $(DONE)/shoal  ## train a small network on handwritten digits with two ran
 # Four processes share the files among them, also on two cores, because many tests wait for processes,
 # deadlines and the network.
 # tests/conftest.py sorts the files.
-test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest -m "not stress" -n 4 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest; RETRY=1 runs a module that failed again
+	$(BIN)/python -m $(if $(RETRY),tools.retry,pytest) -m "not stress" -n 4 --dist loadfile --no-loadscope-reorder \
+	  --durations=20 $(ARGS)
+
+matrix: $(DONE)/shoal  ## tests with other releases of torch, an hour; TORCH=2.14.1 for one of them
+	PYTHONPATH=. $(BIN)/python -m tools.matrix $(TORCH) $(ARGS)
+
+nightly: stress chaos sanitize  ## everything that is too long for `make test`, three hours
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.
-stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives; STRESS=short for a fraction of it
-	for run in $$(seq $(if $(filter short,$(STRESS)),2,20)); do \
-	  $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; \
-	done
+stress: $(DONE)/shoal  ## the long tests, the races 20 times, a million collectives
+	for run in $$(seq 20); do $(BIN)/python -m pytest -q -m "concurrency and not stress" $(ARGS) || exit 1; done
 	$(BIN)/python -m pytest -m stress -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(MAKE) rounds ROUNDS=long
+
+rounds: $(BIN)/ruff  ## random rounds of the core, 2 minutes; ROUNDS=long for ten times as many
 	$(CORE_TESTS) -B build/stress
 	$(TOOLS) cmake --build build/stress --target stress
-	build/stress/stress --operations $(if $(filter short,$(STRESS)),100000,1000000)
+	build/stress/stress --operations $(if $(filter long,$(ROUNDS)),1000000,100000)
 	build/stress/stress --frames 100000
 	build/stress/stress --passes 100000
-	build/stress/stress --posts $(if $(filter short,$(STRESS)),50,200)
+	build/stress/stress --posts $(if $(filter long,$(ROUNDS)),200,20)
 	build/stress/stress --letters 100000
-	build/stress/stress --agreements $(if $(filter short,$(STRESS)),100000,1000000)
+	build/stress/stress --agreements $(if $(filter long,$(ROUNDS)),1000000,50000)
 
 # A minute of random rounds each, in builds of their own.  `build/tsan/stress --seed K --operations 1` plays
 # one round again.

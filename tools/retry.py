@@ -1,0 +1,137 @@
+"""Run pytest, and run each module with a failed test once more by itself.
+
+    python -m tools.retry -m "not stress" -n 4 --dist loadfile
+
+takes options of pytest (no paths) and runs all tests.  It fails if a module fails again.  The output of each
+first failure is printed at the end, under FLAKY: a test that fails once in fifty runs is a fault to find.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: with more failed modules than this, the change is at fault and not chance: they are not run again
+MOST_RETRIES = 8
+
+#: exit codes of pytest
+PASSED, FAILED, NO_TESTS = 0, 1, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test that ran.
+
+    Attributes:
+        module: path of its file, relative to the root of the checkout.
+        name: the name of the function, with its parameters.
+        outcome: "passed", "failed" or "skipped".
+        output: the traceback of a failure, and what the test printed.
+    """
+
+    module: str
+    name: str
+    outcome: str
+    output: str = ""
+
+
+@dataclass
+class Result:
+    """The outcome of a run.
+
+    Attributes:
+        code: the exit code: 0 if every test passed, at once or when its module ran again.
+        cases: the last outcome of each test.
+        flaky: failures of the first run whose modules passed when they ran again.
+    """
+
+    code: int
+    cases: dict[tuple[str, str], Case] = field(default_factory=dict)
+    flaky: list[Case] = field(default_factory=list)
+
+    def count(self, outcome: str, folder: str = "") -> int:
+        """Return the number of tests with this outcome in the modules below ``folder``."""
+        return sum(case.outcome == outcome and case.module.startswith(folder) for case in self.cases.values())
+
+
+def run(
+    options: Sequence[str],
+    paths: Sequence[str] = (),
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Result:
+    """Run pytest on ``paths`` (all tests if there are none), and failed modules again, each by itself."""
+    code, cases = _pytest([*options, *paths], python, environment)
+    result = Result(code, cases)
+    failed = [case for case in cases.values() if case.outcome == "failed"]
+    modules = sorted({case.module for case in failed})
+    if code != FAILED or not failed:
+        return result
+    if len(modules) > MOST_RETRIES:
+        print(f"\n{len(modules)} modules failed, more than {MOST_RETRIES}: none is run again", flush=True)
+        return result
+    again = set()
+    for module in modules:
+        print(f"\n{module} failed and is run again by itself", flush=True)
+        code, cases = _pytest([*options, "-n", "0", module], python, environment)
+        result.cases.update(cases)
+        if code != PASSED:
+            again.add(module)
+    result.flaky = [case for case in failed if case.module not in again]
+    result.code = FAILED if again else PASSED
+    return result
+
+
+def report(result: Result) -> None:
+    """Print the first failures of tests that passed later, and a closing line with the counts."""
+    for case in result.flaky:
+        print(f"\nFLAKY {case.module}::{case.name} failed in the first run:\n{case.output}")
+    counts = [f"{result.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")]
+    print(f"\n{', '.join(counts)}", flush=True)
+
+
+def _pytest(
+    arguments: Sequence[str], python: str, environment: Mapping[str, str] | None
+) -> tuple[int, dict[tuple[str, str], Case]]:
+    """The exit code of pytest, and its tests by module and name."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "junit.xml"
+        # The older form of the file has the path of each test's module.
+        recorded = ["-o", "junit_family=xunit1", f"--junitxml={record}"]
+        code = subprocess.run(
+            [python, "-m", "pytest", *arguments, *recorded], cwd=ROOT, env=environment, check=False
+        ).returncode
+        if not record.exists():
+            return code or FAILED, {}
+        cases = [_case(element) for element in ElementTree.parse(record).iter("testcase")]
+    found: dict[tuple[str, str], Case] = {}
+    for case in cases:  # a test whose teardown fails is listed twice
+        if found.get((case.module, case.name), case).outcome != "failed":
+            found[case.module, case.name] = case
+    return code, found
+
+
+def _case(element: ElementTree.Element) -> Case:
+    failures = [child for child in element if child.tag in ("failure", "error")]
+    outcome = "failed" if failures else "passed" if element.find("skipped") is None else "skipped"
+    printed = [child.text or "" for child in element if child.tag in ("system-out", "system-err")]
+    output = [child.text or child.get("message", "") for child in failures]
+    module = element.get("file") or element.get("classname", "").replace(".", "/") + ".py"
+    return Case(module, element.get("name", ""), outcome, "\n".join([*output, *printed] if failures else []))
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    outcome = run(sys.argv[1:])
+    report(outcome)
+    print(f"in {time.monotonic() - started:.0f} s", flush=True)
+    sys.exit(outcome.code)
