@@ -81,6 +81,17 @@ def test_a_rank_leaves(tmp_path: Path) -> None:
         assert [each.value for each in ranks.join()] == [False, True]
 
 
+def without(group: shoal.ProcessGroup, scratch: str) -> int | None:
+    begin(group.rank, group.size, f"{scratch}/meeting")
+    dist.rebuild(without=[1])
+    return dist.get_world_size() if dist.is_initialized() else None
+
+
+def test_a_rank_that_lives_is_left_out(tmp_path: Path) -> None:
+    with processes(without, 3, str(tmp_path), timeout=PATIENCE) as ranks:
+        assert [each.value for each in ranks.join()] == [2, None, 2]
+
+
 def test_there_must_be_a_default_group() -> None:
     with pytest.raises(shoal.UsageError, match="rebuild"):
         dist.rebuild()
