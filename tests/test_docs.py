@@ -145,6 +145,29 @@ def test_every_program_on_the_pages_runs(program: str, tmp_path: Path) -> None:
     run_program(script, 1 if is_master else 2, folder=tmp_path, is_master=is_master)
 
 
+def _printed(page: str) -> list[tuple[str, list[list[str]]]]:
+    """The programs below which a page has their output on two ranks, and the lines of each rank."""
+    blocks = re.findall(r"```python\n([^`]*)```\n\n```\n(\[0\] [^`]*)```", (ROOT / page).read_text())
+    return [
+        (program, [re.findall(rf"^\[{rank}\] (.*)$", output, re.MULTILINE) for rank in (0, 1)])
+        for program, output in blocks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [*_printed("docs/tutorial.md"), *_printed("docs/join.md")],
+    ids=itertools.count(1),
+)
+def test_a_program_prints_what_the_page_has_below_it(
+    program: str, lines: list[list[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    written = run_program(script, 2, folder=tmp_path)
+    assert [each.splitlines() for each in written] == lines
+
+
 def test_the_tests_on_the_page_about_tests_pass(tmp_path: Path) -> None:
     *programs, counts = _programs("docs/testing.md")
     for number, program in enumerate([*programs, programs[0] + counts]):
