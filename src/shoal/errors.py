@@ -110,6 +110,9 @@ class _OfRanks(RuntimeError):
 class GroupError(ShoalError):
     """Something ended the group.  Every pending and later operation on it raises.
 
+    ``agree`` and ``rebuild`` still work, unless this rank has closed the group itself:
+    :meth:`shoal.ProcessGroup.rebuild` makes a group of the ranks that can go on.
+
     In a group with ``scope="pair"`` it ended one message, and whatever else goes between the two ranks if one
     of them is lost; the group stays usable.
 
@@ -165,7 +168,8 @@ class OperationTimeout(_OfRanks, GroupError, TimeoutError):
     Attributes:
         ranks: the ranks that never arrived at the operation, as far as known, numbered in this group.
 
-    A rank that is merely slow needs a longer timeout; a rank that hangs needs a debugger.
+    A rank that is merely slow needs a longer timeout (``docs/timeouts.md``); a rank that hangs needs a
+    debugger.  :meth:`shoal.ProcessGroup.rebuild` gives a group that works again.
     """
 
 
@@ -209,7 +213,11 @@ class TooFewRanks(GroupError):
 
 
 class GroupClosed(GroupError):
-    """The group was closed, here or by the peer an operation needs.  Nothing more can be sent."""
+    """The group was closed, here or by the peer an operation needs.
+
+    Where a peer closed it, the others can go on without that peer: :meth:`shoal.ProcessGroup.rebuild`.  A
+    rank that closed the group itself can neither send nor rebuild it.
+    """
 
 
 class ForkedProcess(GroupError):
