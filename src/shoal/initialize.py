@@ -80,11 +80,8 @@ def init(
     check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
     count = lanes(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
-    if (joins := config.JOIN.get()) and url in (None, "env://") and store is None and rank is None:
-        raise ConfigurationError(
-            f"SHOAL_JOIN={'auto' if joins == 'auto' else 1}: this process has no rank among those that meet "
-            "here; it joins a running session by shoal.elastic.Session(state)"
-        )
+    if url in (None, "env://") and store is None and rank is None:
+        refuse_joiner()
     for what, text in (("name", name), ("host_id", host_id)):
         if not isinstance(text, str | None) or text == "":
             raise UsageError(f"{what}={text!r}: expected a str that is not empty")
@@ -96,6 +93,15 @@ def init(
 
 #: arguments that :func:`init` takes itself
 _ARGUMENTS = [name for name in signature(init).parameters if name != "options"]
+
+
+def refuse_joiner() -> None:
+    """Raise ConfigurationError if ``SHOAL_JOIN`` says that this process joins a running session."""
+    if joins := config.JOIN.get():
+        raise ConfigurationError(
+            f"SHOAL_JOIN={'auto' if joins == 'auto' else 1}: this process has no rank among those that meet "
+            "here; it joins a running session by shoal.elastic.Session(state)"
+        )
 
 
 def world_group(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,110 +11,21 @@ import pytest
 from shoal import ConfigurationError, RendezvousError, RendezvousTimeout
 from shoal.rendezvous import schemes
 from shoal.rendezvous.environment import derived_port, read
+from tests.support.launch_environments import (
+    ALL,
+    Environment,
+    Maker,
+    by_hand,
+    kubernetes,
+    mpich,
+    open_mpi,
+    shoal_run,
+    slurm,
+    torchrun,
+)
 from tests.support.ports import free_port
 
 from .together import all_well, meet_at, release_all, together
-
-Environment = dict[str, str]
-
-
-def _shoal(rank: int, size: int, port: int) -> Environment:
-    return {
-        "SHOAL_STORE": f"tcp://127.0.0.1:{port}",
-        "SHOAL_RANK": str(rank),
-        "SHOAL_SIZE": str(size),
-        "SHOAL_LOCAL_RANK": str(rank),
-        "SHOAL_LOCAL_SIZE": str(size),
-        "SHOAL_JOB": "some job",
-        "SHOAL_EPOCH": "7",
-    }
-
-
-def _by_hand(rank: int, size: int, port: int) -> Environment:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _torchrun(rank: int, size: int, port: int) -> Environment:
-    return {
-        **_by_hand(rank, size, port),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RESTART_COUNT": "2",
-        "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _slurm(rank: int, size: int, port: int) -> Environment:
-    return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NTASKS": str(size),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "node003",
-    }
-
-
-def _open_mpi(rank: int, size: int, port: int) -> Environment:
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
-        "PMIX_NAMESPACE": "prterun-node-4711@1",
-    }
-
-
-def _mpich(rank: int, size: int, port: int) -> Environment:
-    return {
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": str(size),
-        "PMI_FD": "6",
-        "MPI_LOCALRANKID": str(rank),
-        "MPI_LOCALNRANKS": str(size),
-    }
-
-
-def _open_mpi_with_master(rank: int, size: int, port: int) -> Environment:
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {**_open_mpi(rank, size, port), **master}
-
-
-def _mpich_with_store(rank: int, size: int, port: int) -> Environment:
-    return {**_mpich(rank, size, port), "SHOAL_STORE": f"tcp://127.0.0.1:{port}"}
-
-
-def _kubernetes(rank: int, size: int, port: int) -> Environment:
-    return {
-        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-        "JOB_COMPLETION_INDEX": str(rank),
-        "SHOAL_SIZE": str(size),
-        "SHOAL_STORE": f"tcp://127.0.0.1:{port}",
-    }
-
-
-ALL = [
-    _shoal,
-    _by_hand,
-    _torchrun,
-    _slurm,
-    _open_mpi,
-    _mpich,
-    _open_mpi_with_master,
-    _mpich_with_store,
-    _kubernetes,
-]
-Maker = Callable[[int, int, int], Environment]
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +68,7 @@ def test_a_rank_beyond_the_size_is_refused(environment: Maker) -> None:
         read(environment(2, 2, 1))
 
 
-@pytest.mark.parametrize("environment", [_torchrun, _slurm, _open_mpi, _mpich])
+@pytest.mark.parametrize("environment", [torchrun, slurm, open_mpi, mpich])
 def test_ranks_on_one_host_agree_on_a_secret(environment: Maker) -> None:
     calls = [lambda r=r: meet_at("env://", environ=environment(r, 2, 1)) for r in range(2)]
     members = all_well(together(*calls))
@@ -183,34 +93,34 @@ def test_a_size_without_a_launcher_is_refused() -> None:
 def test_job_and_epoch_come_from_the_launcher() -> None:
     found = {environment.__name__: read(environment(0, 2, 1)) for environment in ALL}
     assert {name: (launch.job, launch.epoch) for name, launch in found.items() if launch} == {
-        "_shoal": ("some job", 7),
-        "_by_hand": ("default", 0),
-        "_torchrun": ("default", 2),
-        "_slurm": ("slurm-4711.0", 0),
-        "_open_mpi": ("mpi-prterun-node-4711@1", 0),
-        "_mpich": ("default", 0),
-        "_open_mpi_with_master": ("mpi-prterun-node-4711@1", 0),
-        "_mpich_with_store": ("default", 0),
-        "_kubernetes": ("default", 0),
+        "shoal_run": ("some job", 7),
+        "by_hand": ("default", 0),
+        "torchrun": ("default", 2),
+        "slurm": ("slurm-4711.0", 0),
+        "open_mpi": ("mpi-prterun-node-4711@1", 0),
+        "mpich": ("default", 0),
+        "open_mpi_with_master": ("mpi-prterun-node-4711@1", 0),
+        "mpich_with_store": ("default", 0),
+        "kubernetes": ("default", 0),
     }
 
 
 def test_shoals_variables_go_before_those_of_another_launcher() -> None:
-    launch = read({**_slurm(1, 2, 1), "SHOAL_STORE": "file:///x", "SHOAL_JOB": "j", "SHOAL_EPOCH": "3"})
+    launch = read({**slurm(1, 2, 1), "SHOAL_STORE": "file:///x", "SHOAL_JOB": "j", "SHOAL_EPOCH": "3"})
     assert launch is not None
     assert (launch.rank, launch.url, launch.job, launch.epoch) == (1, "file:///x", "j", 3)
-    launch = read({**_slurm(1, 2, 1), **_shoal(0, 4, 1)})
+    launch = read({**slurm(1, 2, 1), **shoal_run(0, 4, 1)})
     assert launch is not None
     assert (launch.rank, launch.size) == (0, 4)
 
 
 def test_the_innermost_launcher_counts() -> None:
-    helper = _slurm(0, 2, 1)  # mpirun starts one helper on each host through srun
-    for inner in (_open_mpi, _mpich, _torchrun):
+    helper = slurm(0, 2, 1)  # mpirun starts one helper on each host through srun
+    for inner in (open_mpi, mpich, torchrun):
         launch = read({**helper, **inner(3, 4, 1)})
         assert launch is not None
         assert (launch.rank, launch.size) == (3, 4)
-    launch = read({**_slurm(1, 2, 1), "PMI_RANK": "1", "PMI_SIZE": "2"})  # srun --mpi=pmi2
+    launch = read({**slurm(1, 2, 1), "PMI_RANK": "1", "PMI_SIZE": "2"})  # srun --mpi=pmi2
     assert launch is not None
     assert launch.launcher == "Slurm"
 
@@ -229,12 +139,12 @@ def test_the_number_of_a_pod_is_its_rank_only_where_a_group_has_a_size() -> None
     with pytest.raises(ConfigurationError, match="Kubernetes gives rank and size but not where"):
         read({**swept, "SHOAL_SIZE": "4"})
     with pytest.raises(ConfigurationError, match="Kubernetes gives this process rank 3 in a job of size 2"):
-        read(_kubernetes(3, 2, 1))
+        read(kubernetes(3, 2, 1))
 
 
-@pytest.mark.parametrize("inner", [_shoal, _torchrun, _open_mpi, _mpich, _slurm])
+@pytest.mark.parametrize("inner", [shoal_run, torchrun, open_mpi, mpich, slurm])
 def test_a_launcher_within_a_pod_goes_before_the_pod(inner: Maker) -> None:
-    launch = read({**_kubernetes(1, 2, 1), **inner(3, 8, 1)})
+    launch = read({**kubernetes(1, 2, 1), **inner(3, 8, 1)})
     assert launch is not None
     assert (launch.rank, launch.size) == (3, 8)
 
@@ -251,7 +161,7 @@ def test_a_rank_waits_for_the_name_of_a_pod_that_comes_later(monkeypatch: pytest
     monkeypatch.setattr(schemes, "resolve", look_up)
     monkeypatch.setattr(schemes, "_NAME_PAUSE", 0.001)
     monkeypatch.setattr(schemes, "_means_loopback", lambda host: True)
-    environ = {**_kubernetes(0, 1, 1), "SHOAL_SIZE": "2", "SHOAL_SECRET": "x"}
+    environ = {**kubernetes(0, 1, 1), "SHOAL_SIZE": "2", "SHOAL_SECRET": "x"}
     environ["SHOAL_STORE"] = f"tcp://train-0.train:{free_port()}"
     calls = [
         lambda r=r: meet_at("env://", environ={**environ, "JOB_COMPLETION_INDEX": str(r)}) for r in range(2)
@@ -263,7 +173,7 @@ def test_a_rank_waits_for_the_name_of_a_pod_that_comes_later(monkeypatch: pytest
 
 
 def test_a_name_that_nobody_knows_is_an_error_at_once_and_in_kubernetes_in_the_end() -> None:
-    unknown = {**_kubernetes(1, 2, 1), "SHOAL_STORE": "tcp://train-0.invalid:29400"}
+    unknown = {**kubernetes(1, 2, 1), "SHOAL_STORE": "tcp://train-0.invalid:29400"}
     with pytest.raises(RendezvousTimeout, match=r"'train-0.invalid', has been unknown.*headless Service"):
         meet_at("env://", environ=unknown, timeout=0.2)
     del unknown["KUBERNETES_SERVICE_HOST"]
@@ -274,7 +184,7 @@ def test_a_name_that_nobody_knows_is_an_error_at_once_and_in_kubernetes_in_the_e
 
 def test_slurm_on_several_hosts_meets_on_the_first() -> None:
     nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[003-004]"}
-    launch = read({**_slurm(1, 4, 1), **nodes})
+    launch = read({**slurm(1, 4, 1), **nodes})
     assert launch is not None
     assert launch.url == f"tcp://node003:{derived_port('slurm-4711.0')}"
     assert launch.local_size is None
@@ -282,7 +192,7 @@ def test_slurm_on_several_hosts_meets_on_the_first() -> None:
 
 
 def test_torchrun_on_several_hosts_keeps_off_the_agents_port() -> None:
-    launch = read({**_torchrun(1, 4, 29500), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
+    launch = read({**torchrun(1, 4, 29500), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
     assert launch is not None
     url = urlsplit(launch.url or "")
     assert url.hostname == "10.0.0.1"
@@ -293,8 +203,8 @@ def test_torchrun_on_several_hosts_keeps_off_the_agents_port() -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        {**_open_mpi(0, 4, 1), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        {**_mpich(0, 4, 1), "MPI_LOCALNRANKS": "2"},
+        {**open_mpi(0, 4, 1), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        {**mpich(0, 4, 1), "MPI_LOCALNRANKS": "2"},
         {"RANK": "0", "WORLD_SIZE": "2"},
         {"SHOAL_RANK": "0", "SHOAL_SIZE": "2"},
     ],
@@ -312,7 +222,7 @@ def test_a_launcher_that_forgot_a_variable_is_named() -> None:
 
 
 def test_several_hosts_without_a_secret_are_told_how_to_set_one() -> None:
-    environ = {**_by_hand(1, 2, 29500), "MASTER_ADDR": "192.0.2.7"}
+    environ = {**by_hand(1, 2, 29500), "MASTER_ADDR": "192.0.2.7"}
     with pytest.raises(ConfigurationError, match=r"torchrun: .* has no secret: .*openssl rand"):
         meet_at("env://", environ=environ)
 
@@ -326,7 +236,7 @@ def test_the_environment_cannot_send_us_back_to_itself() -> None:
 def test_half_of_a_rank_is_no_group_of_one(name: str, missing: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} is set, but {missing} is not"):
         read({name: "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
-    launch = read({name: "2", **_slurm(1, 2, 1)})
+    launch = read({name: "2", **slurm(1, 2, 1)})
     assert launch is not None
     assert launch.launcher == "Slurm"
 
@@ -346,6 +256,6 @@ def test_slurm_without_a_steps_number_is_recognised_outside_batch_scripts() -> N
 
 def test_slurm_meets_at_the_master_that_was_named() -> None:
     nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[003-004]"}
-    launch = read({**_slurm(1, 4, 1), **nodes, "MASTER_ADDR": "node004", "MASTER_PORT": "29500"})
+    launch = read({**slurm(1, 4, 1), **nodes, "MASTER_ADDR": "node004", "MASTER_PORT": "29500"})
     assert launch is not None
     assert launch.url == "tcp://node004:29500"

@@ -65,6 +65,20 @@ with elastic.Session(state, min=2 if lasts else 1) as session:
     sys.stdout.write(f"rank {me}: left {session.left}, {state.steps} steps, {changes}\\n")
 """
 
+_TORCH = """
+import os, sys, torch
+import shoal.compat
+import torch.distributed as dist
+dist.init_process_group("shoal")
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+group = dist.new_group(list(range(dist.get_world_size())))
+names = [None] * dist.get_world_size()
+dist.all_gather_object(names, os.environ["SLURMD_NODENAME"], group=group)
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item():g} {''.join(names)}\\n")
+dist.destroy_process_group()
+"""
+
 _PLACE = """
 import os, sys
 from shoal.rendezvous import rendezvous
@@ -113,6 +127,20 @@ def test_ranks_on_two_nodes_name_the_one_that_exits_and_srun_ends_with_its_code(
     assert sorted(re.findall(r"^rank .*", said, re.M)) == sorted(
         [*sums, "rank 0 lost (2,)", "rank 1 lost (2,)"]
     )
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_torch_distributed_needs_nothing_but_srun(
+    slurm: SlurmCluster, told: dict[str, str], tmp_path: Path, nodes: str
+) -> None:
+    """``torch.distributed.init_process_group("shoal")`` reads Slurm's variables."""
+    if nodes == "1":
+        del told["SHOAL_SECRET"]
+    code, said = slurm.run(_srun(_TORCH, f"-N{nodes}", "-n4"), told)
+    assert code == 0, said
+    where = "aaaa" if nodes == "1" else "aabb"
+    assert sorted(said.splitlines()) == [f"rank {rank} of 4: 10 {where}" for rank in range(4)]
+    assert not list(tmp_path.glob("shoal-*/*"))
 
 
 def test_an_elastic_job_goes_on_through_a_kill_and_a_rank_that_leaves(

@@ -1,20 +1,19 @@
 """From what torch.distributed knows of a new group to a connected shoal group.
 
-Torch hands over a store that its ranks share.  The default group connects through it; groups made later
-need no communication at all where the default group is ours: they use its connections.
+Torch hands over a store that its ranks share.  The default group connects through it, unless its ranks have
+already met by the variables of their launcher (:mod:`shoal.compat.launcher_store`).  Groups made later need
+no communication at all where the default group is ours: they use its connections.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
-from torch.distributed.constants import default_pg_timeout
 
 from .. import config
 from ..backend.arguments import check_options, lanes
@@ -23,12 +22,13 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import default_groups
 from ..initialize import world_group
-from ..rendezvous import Place, Request, Venue, meet_at
+from ..rendezvous import Membership, Place, Request, Venue, meet_at
 from ..rendezvous.caller_store import store_address
 from ..store import adopt
 from ..torch_terms import BACKEND
 from ..wire import Deadline
 from .devices import others
+from .launcher_store import group_timeout, launcher_store
 from .process_group import TorchProcessGroup
 
 #: seconds for a goodbye after the group could not be made
@@ -44,6 +44,16 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
             (``transport``, ``concurrency``, ...) as a mapping.  Options of torch's own backends are let be,
             as Gloo does: what they say of the timeout, torch has said already.
     """
+    met = launcher_store(options.store)
+    try:
+        return _create(options, backend_options)
+    except BaseException as error:
+        if met is not None:
+            met.abandon(error)
+        raise
+
+
+def _create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | None) -> TorchProcessGroup:
     if isinstance(backend_options, Backend.Options):
         backend_options = None
     if backend_options is not None and not isinstance(backend_options, Mapping):
@@ -53,9 +63,9 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
         )
     # Torch gives a maker neither the string that the user wrote nor what it says of other devices, and
     # drops the backends of those when a maker returns a whole group.
-    config_string = str(sys._getframe(2).f_locals.get("backend", BACKEND))
+    config_string = str(sys._getframe(3).f_locals.get("backend", BACKEND))
     default = _default_group()
-    timeout = _timeout(options.timeout)
+    timeout = group_timeout(options.timeout)
     if options.global_ranks_in_group and default is not None:
         # The group is matched by its members and their count of such groups, not by torch's name for it: from
         # torch 2.14 on, new_group(use_local_synchronization=True) gives later groups several names.
@@ -73,13 +83,6 @@ def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | 
         raise
 
 
-def _timeout(given: timedelta) -> timedelta:
-    """The timeout from torch, or ``SHOAL_TIMEOUT`` if it is the default: torch does not tell who chose it."""
-    if given == default_pg_timeout and config.TIMEOUT.is_set():
-        return timedelta(seconds=config.TIMEOUT.get())
-    return given
-
-
 def _default_group() -> ProcessGroup | None:
     """The shoal group of all ranks, if torch's default group stands on one."""
     default = dist.group.WORLD if dist.is_initialized() else None
@@ -94,6 +97,15 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
     concurrency = lanes(extra.pop("concurrency", None))
     factory = backend_factory(NATIVE)
     check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
+    name = options.group_id if options.global_ranks_in_group else "world"
+    met = launcher_store(options.store)
+    membership = None if met is None else met.take()
+    if membership is None:
+        membership = _meet(options, limit)
+    return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)
+
+
+def _meet(options: Any, limit: float) -> Membership:
     store = adopt(options.store)
     # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
     # The store may be gone before the group, with rank 0, which torch lets serve it; and torch's C++ prints a
@@ -111,6 +123,4 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
     request = Request(
         urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
     )
-    name = options.group_id if options.global_ranks_in_group else "world"
-    membership = meet_at(Place.at(venue, request))
-    return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)
+    return meet_at(Place.at(venue, request))

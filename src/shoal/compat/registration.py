@@ -15,6 +15,7 @@ from typing import Any
 from .. import torch_features
 from ..torch_release import problem, untested
 from ..torch_terms import BACKEND
+from .env_handler import install
 
 logger = logging.getLogger(__name__)
 
@@ -23,20 +24,31 @@ def register() -> None:
     """Add "shoal" to the backends of torch.distributed.  Any number of times.
 
     Never raises: ``import torch`` would fail with it in every program beside which shoal is installed, also
-    in those that do not use it.  A torch that takes no backend in this way is a warning of the logger.
+    in those that do not use it.  The logger warns if torch does not take the backend, or the handler for
+    ``env://``.
     """
     try:
         if message := problem():
             raise ImportError(message, name="torch")
         import torch.distributed as dist
 
-        if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
+        if not dist.is_available():
+            return
+        if BACKEND.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
             torch_features.keep_flight_recorder_off()
     except Exception as error:
         logger.warning(
             "torch.distributed does not take the backend %r: %s: %s", BACKEND, type(error).__name__, error
         )
+        return
+    try:
+        install()
+    except Exception as error:
+        logger.warning(
+            "init_process_group(%r) does not read the variables of Slurm and MPI: %s: %s",
+            BACKEND, type(error).__name__, error,
+        )  # fmt: skip
 
 
 def called_by_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from shoal.tools.bench.environments import mpi_environment
-from tests.support.ports import free_port
 from tests.support.stage import PRELUDE, ROOT, Ended, Stage
 
 TORCHRUN = (str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node", "2")
@@ -97,17 +95,9 @@ def test_under_torchrun_a_rank_hears_within_a_second_that_another_one_was_killed
     stage.assert_nothing_is_left()
 
 
-def _lines_of_the_page() -> str:
-    """What docs/launcher.md says a script needs to find its place under every launcher."""
-    page = (ROOT / "docs" / "launcher.md").read_text()
-    section = page.partition("## Under other launchers")[2]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None
-    return found.group(1)
-
-
-#: torch.distributed by these lines, then torch's functions as shoal has them, which need none
+#: torch.distributed, then torch's functions as shoal has them
 BOTH_WAYS = """
+    dist.init_process_group("shoal")
     assert dist.get_backend() == "shoal"
     first = total()
     dist.destroy_process_group()
@@ -123,7 +113,7 @@ def test_one_script_meets_under_every_launcher(
     stage: Stage, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # where the benchmark's MPI lies, in the pinned versions
-    script = stage.script(BOTH_WAYS, prelude=PRELUDE + _lines_of_the_page())
+    script = stage.script(BOTH_WAYS)
     environment = {
         # Open MPI refuses root, and more ranks than cores, unless told otherwise.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -131,11 +121,10 @@ def test_one_script_meets_under_every_launcher(
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
     if launcher in ("mpich", "openmpi"):
-        environment["MASTER_PORT"] = str(free_port())
         mpiexec = mpi_environment(launcher) / "bin" / "mpiexec"
         ended = stage.execute(str(mpiexec), "-n", "2", sys.executable, script, **environment)
     elif launcher == "python":
-        ended = stage.run(script, MASTER_PORT=str(free_port()))
+        ended = stage.run(script)
     else:
         command = (*SHOAL_RUN, "--no-prefix") if launcher == "shoal run" else TORCHRUN
         ended = stage.run(*command, script)
