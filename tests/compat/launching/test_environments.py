@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +31,9 @@ from tests.support.launch_environments import (
     slurm,
 )
 from tests.support.ports import free_port
-from tests.support.stage import FOREIGN
+from tests.support.stage import FOREIGN, Stage
+
+from .test_failures import SURVIVE
 
 
 def slurm_on_two_hosts(rank: int, size: int, port: int) -> Environment:
@@ -170,6 +173,18 @@ def one_makes_no_group(index: int, folder: str) -> None:
 def test_the_others_are_told_if_torch_makes_no_group_after_the_meeting(tmp_path: Path) -> None:
     fork_server()
     mp.start_processes(one_makes_no_group, (str(tmp_path),), nprocs=2, start_method="forkserver")
+
+
+def test_a_killed_rank_0_is_named_though_it_served_the_store(stage: Stage) -> None:
+    script = stage.script(SURVIVE.format(rank=0, end="os.kill(os.getpid(), signal.SIGKILL)"))
+    port = free_port()
+    started = [stage.start(script, **slurm_on_two_hosts(rank, 3, port)) for rank in range(3)]
+    killed, *survivors = [stage.end(process) for process in started]
+    assert killed.code == -signal.SIGKILL
+    for survivor in survivors:
+        assert (survivor.code, survivor.err) == (0, ""), survivor
+        assert survivor.out.startswith("PeerLost (0,)"), survivor
+    stage.assert_nothing_is_left()
 
 
 def test_without_a_launcher_there_is_a_group_of_one() -> None:
