@@ -17,7 +17,7 @@ import torch
 from ..errors import StateDiverged
 from ..future import Future
 from ..group import ProcessGroup
-from ..parallel.digest import plain_memory
+from ..tensor_bytes import TensorBytes, plain_memory
 from .state import State
 
 #: bytes of a piece
@@ -54,7 +54,8 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     group.recv(length, holders[0], _LENGTH).wait()
     raw = torch.empty(int(length), dtype=torch.uint8)
     group.recv(raw, holders[0], _SKELETON).wait()
-    skeleton = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
+    with TensorBytes(raw) as view:
+        skeleton = torch.load(io.BytesIO(view), weights_only=True)
     content = _filled(skeleton, state.content(shared=True))
     waits = [
         group.recv(piece, holders[number % len(holders)], _FIRST + number)

@@ -23,6 +23,7 @@ from ..errors import UsageError
 from ..future import Future
 from ..keywords import explained
 from ..spec import ANY_SOURCE
+from ..tensor_bytes import TensorBytes
 from .collectives import Collectives
 from .point_to_point import PointToPoint
 from .submission import called
@@ -166,4 +167,5 @@ def received(content: torch.Tensor, rank: int) -> Any:
 
 
 def _unpickled(content: torch.Tensor) -> Any:
-    return pickle.loads(content.cpu().numpy().data)
+    with TensorBytes(content) as view:
+        return pickle.loads(view)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from typing import Any
 
 import torch
+
+from ..tensor_bytes import TensorBytes
 
 
 class Digest:
@@ -34,12 +35,5 @@ class Digest:
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         self._hash.update(f"{name}:{tensor.dtype}{tuple(tensor.shape)}\n".encode())
-        plain = plain_memory(tensor)
-        if plain.numel():
-            length = plain.numel() * plain.element_size()
-            self._hash.update((ctypes.c_char * length).from_address(plain.data_ptr()))
-
-
-def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of ``tensor`` in contiguous memory of the CPU: its own, or a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        with TensorBytes(tensor) as view:
+            self._hash.update(view)
