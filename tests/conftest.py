@@ -46,7 +46,7 @@ LONGEST = (
     "elastic/test_alike.py", "rendezvous/test_under_slurm.py", "hosts/test_orphans.py",
     "hosts/test_random_kills.py", "launch/test_hosts.py", "compat/frameworks/test_frameworks.py",
     "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
-    "examples/test_notebook.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
+    "examples/test_notebook.py", "test_without_numpy.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
     "compat/launching/test_failures.py", "examples/test_digits.py",
 )  # fmt: skip
 
