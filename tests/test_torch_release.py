@@ -20,7 +20,11 @@ from shoal import torch_release
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "shoal"
 
-SENTENCE = "shoal was tried with torch 2.13 only, and this is torch {}: pip install 'torch>=2.13,<2.14'"
+REFUSED = "shoal needs torch>=2.11,<2.16, but torch {} is installed: pip install 'torch>=2.11,<2.16'"
+UNTESTED = (
+    "torch {} is newer than the releases that shoal was tested with (torch>=2.11,<2.16); if something fails, "
+    "try: pip install 'torch>=2.11,<2.16'"
+)
 
 #: a torch of another release, which calls its backends at the end of its import, as the real one does
 OTHER_TORCH = """
@@ -42,44 +46,71 @@ def _entry_point() -> str:
 
 
 def _with_torch(
-    folder: Path, program: str, *, calls_backends: bool = False
+    folder: Path, version: str, program: str, *, calls_backends: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` where ``import torch`` gives a torch 2.14.1 that has nothing else."""
+    """Run ``program`` where ``import torch`` gives an empty torch of this version."""
     package = folder / "torch"
     package.mkdir()
     entry_point = repr(_entry_point() if calls_backends else None)
     (package / "__init__.py").write_text(OTHER_TORCH.format(entry_point=entry_point))
-    (package / "version.py").write_text("from typing import Optional\n\n__version__ = '2.14.1'\n")
+    (package / "version.py").write_text(f"from typing import Optional\n\n__version__ = '{version}'\n")
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{Path(shoal.__file__).parent.parent}"}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_another_torch_is_refused_at_import_in_one_sentence(tmp_path: Path) -> None:
-    result = _with_torch(tmp_path, "import shoal")
+def test_an_older_torch_is_refused_at_import_in_one_sentence(tmp_path: Path) -> None:
+    result = _with_torch(tmp_path, "2.10.0", "import shoal")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == f"ImportError: {SENTENCE.format('2.14.1')}"
+    assert result.stderr.splitlines()[-1] == f"ImportError: {REFUSED.format('2.10.0')}"
 
 
-def test_another_torch_is_imported_with_a_warning_and_shoal_still_refused(tmp_path: Path) -> None:
+def test_an_older_torch_is_imported_with_a_warning_and_shoal_still_refused(tmp_path: Path) -> None:
     program = "import torch; print('torch is there'); import shoal.distributed"
-    result = _with_torch(tmp_path, program, calls_backends=True)
+    result = _with_torch(tmp_path, "2.10.0", program, calls_backends=True)
     assert result.stdout == "torch is there\n"
-    assert result.stderr.splitlines()[-1] == f"ImportError: {SENTENCE.format('2.14.1')}"
-    assert result.stderr.splitlines()[0].endswith(SENTENCE.format("2.14.1"))
+    assert result.stderr.splitlines()[-1] == f"ImportError: {REFUSED.format('2.10.0')}"
+    assert result.stderr.splitlines()[0].endswith(REFUSED.format("2.10.0"))
     assert result.stderr.startswith("torch.distributed does not take the backend 'shoal'")
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cpu", "2.13.0a0+git1234567"])
+def test_a_newer_torch_is_used_after_one_warning(tmp_path: Path) -> None:
+    program = "import shoal; import shoal.errors; print(shoal.__version__)"
+    result = _with_torch(tmp_path, "2.16.0", program)
+    assert result.returncode == 0
+    assert result.stdout == f"{shoal.__version__}\n"
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert UNTESTED.format("2.16.0") in result.stderr
+
+
+def test_a_newer_torch_itself_is_imported_without_the_warning(tmp_path: Path) -> None:
+    program = "import torch; print('torch is there', flush=True); import shoal"
+    result = _with_torch(tmp_path, "2.16.0", program, calls_backends=True)
+    assert result.returncode == 0
+    assert result.stdout == "torch is there\n"
+    # An empty torch takes no backend, which is the other line.
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert UNTESTED.format("2.16.0") in result.stderr
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0a0+git1234567", "2.15.1", "2.15.0+cpu"])
 def test_supported_releases_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", _torch(version))
     assert torch_release.problem() is None
+    assert torch_release.untested() is None
 
 
-@pytest.mark.parametrize("version", ["2.4.1", "2.12.1+cu130", "2.14.0", "3.13.0", "unknown"])
-def test_releases_that_were_not_tried_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["2.4.1", "1.13.1", "2.10.0+cu130", "unknown"])
+def test_older_releases_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", _torch(version))
-    assert torch_release.problem() == SENTENCE.format(version)
+    assert torch_release.problem() == REFUSED.format(version)
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20270101+cpu", "3.0.0"])
+def test_newer_releases_are_untested_and_not_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _torch(version))
+    assert torch_release.problem() is None
+    assert torch_release.untested() == UNTESTED.format(version)
 
 
 def _torch(version: str) -> ModuleType:

@@ -2,15 +2,13 @@
 
 Every difference is found by looking for the feature and not by comparing version numbers, so that builds
 between two releases work too.  Nothing else in the package asks torch what it has; a test forbids it.
-Importing this module imports torch, and no part of it that is slow to import.
+A function imports what it needs of torch, so that importing this module costs nothing.
 """
 
 from __future__ import annotations
 
 import functools
 from typing import Any
-
-import torch
 
 
 def premul_factor(op: Any) -> Any:
@@ -36,7 +34,7 @@ def fake_device_mismatch() -> type[Exception]:
 
 
 @functools.cache
-def writes_to_out(operator: torch._ops.OpOverload) -> bool:
+def writes_to_out(operator: Any) -> bool:
     """Whether an operator is a variant that writes into its argument ``out=``.
 
     Its schema says so in every release; ``torch.Tag.out`` exists from torch 2.13 on.

@@ -195,7 +195,7 @@ def register() -> None:
         except ImportError:
             raise UnsupportedOperation(
                 f"torch {torch.__version__} takes no devices that are written in Python: the "
-                "master-worker mode needs torch 2.13"
+                "master-worker mode needs torch 2.11 or later"
             ) from None
         named = torch._C._get_privateuse1_backend_name()
         if named != "privateuseone":
