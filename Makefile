@@ -45,6 +45,10 @@ test: $(DONE)/shoal  ## every test but the long ones; ARGS="..." goes to pytest;
 matrix: $(DONE)/shoal  ## tests with other releases of torch, an hour; TORCH=2.14.1 for one of them
 	PYTHONPATH=. $(BIN)/python -m tools.matrix $(TORCH) $(ARGS)
 
+# It uses the torch of PYTHON, not .venv: on a machine with a GPU that is the one with CUDA.
+gpu:  ## the tests for a GPU, with the torch of PYTHON; WHEELS=folder where there is no network
+	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
 nightly: stress chaos sanitize  ## everything that is too long for `make test`, three hours
 
 # The races are run again and again, in fresh processes, because one good run of a race proves little.

@@ -1,0 +1,159 @@
+"""Test shoal on a machine with a GPU; ``make gpu``.
+
+    make gpu PYTHON=python3 WHEELS=folder
+
+uses the torch of ``PYTHON``, which must see a GPU, and nothing else that is installed for shoal: it builds
+shoal from this checkout into ``build/gpu``, with wheels from the folder ``WHEELS`` for packages that are
+missing (without it: from pip's index).  It runs the tests that are marked ``gpu``, and trains over
+``init_process_group("cpu:shoal,cuda:nccl")`` with one rank for each GPU, and over ``"cpu:shoal,cuda:gloo"``
+with two ranks, which may share a GPU (NCCL refuses that).  The results go to
+``benchmarks/results/gpu-<card>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "gpu"
+#: the packages that shoal imports at run time and that torch does not bring along, by module
+NEEDS = {"click": "click", "msgspec": "msgspec", "psutil": "psutil", "rich": "rich"}
+#: seconds until a step is taken for hung
+LIMIT_S = 240
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__)
+    parser.add_argument("--wheels", help="folder of wheels; nothing is downloaded then")
+    parser.add_argument("--results", default=ROOT / "benchmarks" / "results", type=Path, help="folder")
+    given = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"shoal's GPU tests need a GPU, and torch {torch.__version__} sees none", file=sys.stderr)
+        return 1
+    built = _build(given.wheels)
+    environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    record: dict[str, Any] = {
+        "machine": _machine(),
+        "built_seconds": built,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    cards = torch.cuda.device_count()
+    record["tests"] = _tests(environment)
+    record["nccl"] = _program(cards, "nccl", environment)
+    record["gloo"] = _program(max(2, cards), "gloo", environment)
+    given.results.mkdir(parents=True, exist_ok=True)
+    card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
+    path = given.results / f"gpu-{card}.json"
+    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    print(json.dumps(record, indent=1, sort_keys=True))
+    failed = [
+        name for part in ("nccl", "gloo") for name, each in record[part]["checks"].items() if each != "passed"
+    ]
+    good = (
+        record["tests"]["code"] == 0
+        and not failed
+        and not record["nccl"]["code"]
+        and not record["gloo"]["code"]
+    )
+    print(f"{'passed' if good else 'FAILED'}; results: {path}", flush=True)
+    return 0 if good else 1
+
+
+def _build(wheels: str | None) -> float:
+    """Build and install shoal and what it lacks; return the seconds of the build."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    source = ["--no-index", "--find-links", str(Path(wheels).resolve())] if wheels else []
+    missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
+    target = ["--upgrade", "--target", str(SITE)]
+    if missing:
+        subprocess.run([*pip, *source, *target, *missing], check=True, timeout=LIMIT_S)
+    started = time.monotonic()
+    subprocess.run([*pip, *source, *target, "--no-build-isolation", str(ROOT)], check=True, timeout=LIMIT_S)
+    return round(time.monotonic() - started, 1)
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    ).stdout.split("\n")[0].strip()  # fmt: skip
+    return {
+        "card": torch.cuda.get_device_name(0),
+        "cards": torch.cuda.device_count(),
+        "driver": driver,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _tests(environment: dict[str, str]) -> dict[str, Any]:
+    """Run the tests that are marked; only their files are read, since others need more packages."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text()
+    )
+    sys.path.insert(0, str(ROOT))
+    from tools import retry
+
+    result = retry.run(["-m", "gpu", "-v", "-p", "no:cacheprovider"], files, environment=environment)
+    outcomes = {f"{case.module}::{case.name}": case.outcome for case in result.cases.values()}
+    failures = {f"{case.module}::{case.name}": case.output[-3000:] for case in result.flaky}
+    failures |= {
+        f"{case.module}::{case.name}": case.output[-3000:]
+        for case in result.cases.values()
+        if case.outcome == "failed"
+    }
+    return {"code": result.code, "outcomes": outcomes, "failures": failures}
+
+
+def _program(ranks: int, engine: str, environment: dict[str, str]) -> dict[str, Any]:
+    program = [str(ROOT / "benchmarks" / "gpu_programs.py"), "--engine", engine]
+    command = [sys.executable, "-m", "shoal", "run", "-n", str(ranks), *program]
+    print("+", " ".join(command), flush=True)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        code, text, errors = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as expired:
+        code, text, errors = 124, _text(expired.stdout), _text(expired.stderr)
+    print(text, errors, sep="\n", flush=True)
+    figures: dict[str, Any] = {}
+    for line in text.splitlines():
+        if (start := line.find('{"')) >= 0:
+            figures = json.loads(line[start:])
+    return {
+        "ranks": ranks,
+        "code": code,
+        "checks": {name: each["outcome"] for name, each in figures.items()},
+        "figures": figures,
+        "stderr": errors[-2000:],
+    }
+
+
+def _text(captured: bytes | str | None) -> str:
+    return captured.decode(errors="replace") if isinstance(captured, bytes) else captured or ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
