@@ -45,6 +45,7 @@ LONGEST = (
     "examples/test_kubernetes.py", "hosts/test_training.py", "failure/test_standstills.py",
     "elastic/test_alike.py", "rendezvous/test_under_slurm.py", "hosts/test_orphans.py",
     "hosts/test_random_kills.py", "launch/test_hosts.py", "compat/frameworks/test_frameworks.py",
+    "compat/frameworks/test_page.py",
     "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
     "examples/test_notebook.py", "test_without_numpy.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
     "compat/launching/test_failures.py", "examples/test_digits.py",

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -34,12 +35,17 @@ _STACKS = 220
 
 
 class QuickLauncher:
-    """Runs jobs one after the other; a context."""
+    """Runs jobs one after the other; a context.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for the output of the jobs.
+        preload: modules that all ranks need, beside torch and shoal.
+    """
+
+    def __init__(self, folder: Path, preload: Sequence[str] = ()) -> None:
         self._out, self._err = folder / "job.out", folder / "job.err"
         self._jobs, jobs = Pipe()
-        self._process = fork_server().Process(target=serve, args=(jobs,), name="quick launcher")
+        self._process = fork_server().Process(target=serve, args=(jobs, preload), name="quick launcher")
         self._process.start()
         jobs.close()
 
@@ -74,11 +80,13 @@ class QuickLauncher:
         assert self._process.exitcode == 0
 
 
-def serve(jobs: Connection) -> None:
+def serve(jobs: Connection, preload: Sequence[str]) -> None:
     """Launch what is asked for until the other end is closed."""
     import shoal.compat.connect
     import shoal.launch.run  # noqa: F401
 
+    for module in preload:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     gc.freeze()  # or each rank walks over all of torch when it ends
     with contextlib.suppress(EOFError):

@@ -20,9 +20,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 SHOAL_RUN = ("-m", "shoal", "run", "-n", "2")
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-needs_fabric = pytest.mark.skipif(
-    find_spec("lightning_fabric") is None, reason="lightning-fabric is not installed"
-)
+needs_fabric = pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="lightning is not installed")
 
 
 def run(program: str, folder: Path, *launcher: str, **environment: str) -> list[dict[str, Any]]:
@@ -35,7 +33,7 @@ def run(program: str, folder: Path, *launcher: str, **environment: str) -> list[
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,  # on a busy machine: importing Lightning takes each process eight seconds of a core
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
@@ -83,7 +81,7 @@ def test_accelerate_trains_under_shoal_run_with_its_own_variables(tmp_path: Path
     [
         pytest.param((), id="its own launcher"),
         pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.stress),  # under which Accelerate is tried
-        pytest.param(SHOAL_RUN, id="shoal run"),
+        pytest.param(SHOAL_RUN, id="shoal run", marks=pytest.mark.stress),  # under which test_page.py runs
     ],
 )
 def test_fabric_trains_by_ddp_and_fsdp2_under(launcher: tuple[str, ...], tmp_path: Path) -> None:
