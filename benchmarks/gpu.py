@@ -115,7 +115,9 @@ def _tests(environment: dict[str, str]) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT))
     from tools import retry
 
-    result = retry.run(["-m", "gpu", "-v", "-p", "no:cacheprovider"], files, environment=environment)
+    result = retry.run(
+        ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark"], files, environment=environment
+    )
     outcomes = {f"{case.module}::{case.name}": case.outcome for case in result.cases.values()}
     failures = {f"{case.module}::{case.name}": case.output[-3000:] for case in result.flaky}
     failures |= {

@@ -82,7 +82,8 @@ def run(
     again = set()
     for module in modules:
         print(f"\n{module} failed and is run again by itself", flush=True)
-        code, cases = _pytest([*options, "-n", "0", module], python, environment)
+        alone = ["-n", "0"] if "-n" in options else []
+        code, cases = _pytest([*options, *alone, module], python, environment)
         result.cases.update(cases)
         if code != PASSED:
             again.add(module)
@@ -115,7 +116,8 @@ def _pytest(
         cases = [_case(element) for element in ElementTree.parse(record).iter("testcase")]
     found: dict[tuple[str, str], Case] = {}
     for case in cases:  # a test whose teardown fails is listed twice
-        if found.get((case.module, case.name), case).outcome != "failed":
+        before = found.get((case.module, case.name))
+        if before is None or before.outcome != "failed":
             found[case.module, case.name] = case
     return code, found
 

@@ -20,17 +20,17 @@ def premul_factor(op: Any) -> Any:
     return op.__getstate__()[1]  # (kind, factor) in every release
 
 
-@functools.cache
-def fake_device_mismatch() -> type[Exception]:
-    """Return the error class of fake tensors for operands on two devices.
+def is_device_mismatch(error: RuntimeError) -> bool:
+    """Whether fake tensors raised ``error`` because the operands of an operator are on two devices.
 
-    It exists from torch 2.13 on.  Earlier releases raise a plain RuntimeError; the class that is returned for
-    them is never raised.
+    From torch 2.13 on the error has a class of its own; before, only its text tells.
     """
     from torch._subclasses import fake_tensor
 
-    found: type[Exception] | None = getattr(fake_tensor, "FakeTensorDeviceMismatchError", None)
-    return found or type("FakeTensorDeviceMismatchError", (RuntimeError,), {})
+    kind: type[RuntimeError] | None = getattr(fake_tensor, "FakeTensorDeviceMismatchError", None)
+    if kind is not None:
+        return isinstance(error, kind)
+    return "found two different devices" in str(error)
 
 
 @functools.cache
@@ -60,3 +60,18 @@ def keep_flight_recorder_off() -> None:
             attach(group, *args, **kwargs)
 
     vars(dist.distributed_c10d)["_maybe_attach_flight_recorder"] = attach_to_others
+
+
+#: the names of methods of a group until torch 2.12, by their names from torch 2.13 on
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def group_method(group: Any, name: str) -> Any:
+    """Return a method of one of torch's own process groups, under its name in any release."""
+    return getattr(group, name if hasattr(group, name) else _OLDER_NAMES.get(name, name))

@@ -17,6 +17,8 @@ from torch._C import _DisableTorchDispatch, _len_torch_dispatch_stack
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
+from ..torch_features import group_method
+
 #: whether a mode is active, as a number
 modes_active = _len_torch_dispatch_stack
 
@@ -42,7 +44,7 @@ class Shown:
             kwargs = {key: _emptied(argument) for key, argument in kwargs.items()}
         # Our methods take arguments in more forms than torch's; those of torch.distributed's functions fit.
         with contextlib.suppress(TypeError):
-            getattr(self._group, name)(*args, **kwargs)
+            group_method(self._group, name)(*args, **kwargs)
 
 
 def _emptied(argument: Any) -> Any:

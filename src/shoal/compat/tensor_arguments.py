@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..errors import UsageError
+from ..torch_features import group_method
 from .shown import modes_active
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -67,7 +68,7 @@ def routed(method: Method) -> Method:
         if self._others:
             x = first_tensor((*args, *kwargs.values()))
             if x is not None and x.device.type in self._others:
-                return getattr(self._others[x.device.type], name)(*args, **kwargs)
+                return group_method(self._others[x.device.type], name)(*args, **kwargs)
         if modes_active():
             self._shown.show(name, args, kwargs)
         return method(self, *args, **kwargs)

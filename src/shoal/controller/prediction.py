@@ -122,12 +122,13 @@ def predict(
             return found
         try:
             return _predict(operator, args, kwargs, operands, scalars, False)
-        except torch_features.fake_device_mismatch() as error:
-            raise DeviceMismatch(
-                f"{operator}: {error} These are devices within a node: move the tensors to one of them, with "
-                ".cuda(k), or .within(-1) for the processor"
-            ) from None
-        except RuntimeError:  # of a kernel of GPUs, which torch for processors lacks, or of such arguments
+        except RuntimeError as error:
+            if torch_features.is_device_mismatch(error):
+                raise DeviceMismatch(
+                    f"{operator}: {error} These are devices within a node: move the tensors to one of them, "
+                    "with .cuda(k), or .within(-1) for the processor"
+                ) from None
+            # The error is of a kernel for GPUs, which a build for CPUs lacks, or of the arguments.
             found = _predict(operator, args, kwargs, operands, scalars, True)
             return None if found is None else found.on(gpus[-1])
 

@@ -1,0 +1,36 @@
+"""The programs of ``make gpu``, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAMS = ROOT / "benchmarks" / "gpu_programs.py"
+
+
+def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(PROGRAMS), "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.partition("[0] ")[2])
+    assert {name: result["outcome"] for name, result in figures.items()} == dict.fromkeys(
+        ("collectives", "objects", "ddp", "checkpoint", "fsdp2", "refusal", "latency"), "passed"
+    )
+    assert 0 <= figures["ddp"]["distance"] < 1e-4
+    assert figures["latency"]["cpu_ms"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    expected = f"shoal's GPU tests need a GPU, and torch {torch.__version__} sees none\n"
+    assert done.stderr.endswith(expected)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,85 @@
+"""A failed module is run again, and a test that fails twice fails the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tools import retry
+
+ALONE = ["-p", "no:cacheprovider", "-q"]
+
+
+@pytest.fixture
+def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tests of their own, in the place of the project's."""
+    monkeypatch.setattr(retry, "ROOT", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return tmp_path
+
+
+def write(folder: Path, name: str, *lines: str) -> None:
+    (folder / name).write_text("\n".join(["from pathlib import Path", *lines]) + "\n")
+
+
+FAILS_ONCE = (
+    "def test_once():",
+    "    seen = Path(__file__).with_name('seen')",
+    "    first = not seen.exists()",
+    "    seen.touch()",
+    "    assert not first, 'the first time'",
+)
+
+
+def test_a_test_that_fails_once_passes_and_is_flaky(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tests, "test_flaky.py", *FAILS_ONCE)
+    write(tests, "test_good.py", "def test_good(): pass")
+    result = retry.run(ALONE)
+    retry.report(result)
+    assert result.code == 0
+    assert [(case.module, case.name) for case in result.flaky] == [("test_flaky.py", "test_once")]
+    assert (result.count("passed"), result.count("failed")) == (2, 0)
+    printed = capfd.readouterr().out
+    assert "FLAKY test_flaky.py::test_once failed in the first run:" in printed
+    assert "the first time" in printed.partition("FLAKY")[2]
+    assert printed.endswith("\n2 passed, 0 failed, 0 skipped\n")
+
+
+def test_a_test_that_fails_again_fails_the_run(tests: Path) -> None:
+    write(tests, "test_bad.py", "def test_bad(): assert 0, 'always'", *FAILS_ONCE)
+    result = retry.run(ALONE)
+    assert result.code == 1
+    assert (result.count("passed"), result.count("failed")) == (1, 1)
+    assert result.flaky == []
+
+
+def test_an_error_at_teardown_is_a_failure(tests: Path) -> None:
+    write(
+        tests, "test_teardown.py", "import pytest", "@pytest.fixture", "def broken():", "    yield",
+        "    assert 0, 'at the end'", "def test_it(broken): pass", "def test_both(broken): assert 0, 'itself'",
+    )  # fmt: skip
+    result = retry.run(ALONE)
+    assert result.code == 1
+    assert (result.count("passed"), result.count("failed")) == (0, 2)
+
+
+def test_a_file_that_cannot_be_imported_fails_the_run(tests: Path) -> None:
+    write(tests, "test_broken.py", "import no_such_module")
+    write(tests, "test_good.py", "def test_good(): pass")
+    assert retry.run(ALONE).code != 0
+
+
+def test_many_failed_modules_are_not_run_again(tests: Path) -> None:
+    for number in range(retry.MOST_RETRIES + 1):
+        write(
+            tests, f"test_bad_{number}.py", "def test_bad():", f"    Path('runs').open('a').write('{number}')"
+        )
+        with (tests / f"test_bad_{number}.py").open("a") as file:
+            file.write("    assert 0\n")
+    result = retry.run(ALONE)
+    assert result.code == 1
+    assert len((tests / "runs").read_text()) == retry.MOST_RETRIES + 1
+
+
+def test_no_tests_at_all_is_a_failure(tests: Path) -> None:
+    assert retry.run(ALONE).code == retry.NO_TESTS
