@@ -33,6 +33,32 @@ def is_device_mismatch(error: RuntimeError) -> bool:
     return "found two different devices" in str(error)
 
 
+def corrected_metadata(operator: Any, results: Any) -> Any:
+    """Correct results of torch's kernels for metadata that are wrong before torch 2.13.
+
+    Args:
+        operator: the operator, an overload.
+        results: of the operator on fake tensors.
+
+    Returns:
+        The results, in their own types if nothing is wrong.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    if operator is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        out, logsumexp = results
+        if out.dtype == torch.float64 and logsumexp.dtype != out.dtype:
+            return out, logsumexp.double()
+    elif operator is aten.mkldnn_rnn_layer_backward.default:
+        # Without biases the gradient of the bias had the shape of a weight.
+        x, first, second, bias, _, *states = results
+        if bias.dim() > 1:
+            bias = bias.new_empty(bias.shape[0])
+            return x, first, second, bias, bias, *states
+    return results
+
+
 @functools.cache
 def writes_to_out(operator: Any) -> bool:
     """Whether an operator is a variant that writes into its argument ``out=``.

@@ -41,3 +41,10 @@ MODULES = {
     "nn.LinearCrossEntropyLoss": "torch cuts what it computes into other parts on other devices than the CPU",
     "nn.Transformer": "with a mask of padding it takes nested tensors, and nodes hold dense ones",
 }
+
+#: entries that some supported releases of torch lack
+NOT_IN_EVERY_RELEASE = {
+    "native_group_norm",
+    "nn.functional.linear_cross_entropy.chunked",
+    "nn.functional.linear_cross_entropy.chunked_none",
+}

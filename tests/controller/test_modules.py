@@ -109,5 +109,5 @@ def test_all_modules_do_on_a_node_what_they_do_here(master: Master, part: int) -
 
 def test_the_excepted_modules_are_few_and_are_entries(master: Master) -> None:
     names = {info.name for info in _module_db()}
-    assert names >= MODULES.keys()
+    assert names | {"nn.LinearCrossEntropyLoss"} >= MODULES.keys()  # not in every release of torch
     assert len(MODULES) <= 0.03 * len(names)

@@ -56,7 +56,8 @@ def test_a_test_that_fails_again_fails_the_run(tests: Path) -> None:
 def test_an_error_at_teardown_is_a_failure(tests: Path) -> None:
     write(
         tests, "test_teardown.py", "import pytest", "@pytest.fixture", "def broken():", "    yield",
-        "    assert 0, 'at the end'", "def test_it(broken): pass", "def test_both(broken): assert 0, 'itself'",
+        "    assert 0, 'at the end'", "def test_it(broken): pass",
+        "def test_both(broken): assert 0, 'itself'",
     )  # fmt: skip
     result = retry.run(ALONE)
     assert result.code == 1

@@ -177,7 +177,7 @@ def _predict(
         given, named = filled(args, kwargs, fakes, scalars, place)
         try:
             with quiet():
-                result = operator(*given, **named)
+                result = torch_features.corrected_metadata(operator, operator(*given, **named))
         except _ASK:
             return None
         results: list[Told] = []
