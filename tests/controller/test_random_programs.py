@@ -141,7 +141,8 @@ def _run(seed: int, device: str) -> list[Any]:
             try:
                 made = step(kind, random.Random(seed), values[at], values[other], device)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
-                said.append(type(error).__name__)
+                # In torch 2.15 a kernel for metadata raises the parent class of what the kernel raises.
+                said.append(type(error).__name__.replace("NotImplementedError", "RuntimeError"))
                 continue
             if made is not None:
                 values.append(made)

@@ -17,7 +17,7 @@ _kept: list[object] = []
 
 
 class _OneThread(dist.ProcessGroupGloo):
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
         options._timeout = timeout

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import multiprocessing
 import os
 import runpy
@@ -23,6 +22,7 @@ from shoal.launch.environment import Job, ReservedPort
 from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
+from tests.support.freezing import freeze
 from tests.support.quick_workers import nursery, start_at
 
 #: seconds that a rank gets to write its stacks, once its time is up, and for each part of them
@@ -102,7 +102,7 @@ def _play(
     if workers is not None:
         start_at(workers)
     multiprocessing.set_start_method(None, force=True)  # the default again, not that of the fork server
-    gc.freeze()  # as the ranks of shoal.testing do
+    freeze()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(descriptor, number)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -27,6 +26,8 @@ import torch
 
 from shoal.launch import guardian
 from shoal.testing.processes import fork_server
+
+from .freezing import freeze
 
 #: a job takes a second on an idle machine
 DEADLINE = 240
@@ -88,7 +89,7 @@ def serve(jobs: Connection, preload: Sequence[str]) -> None:
     for module in preload:
         importlib.import_module(module)
     torch.set_num_threads(1)
-    gc.freeze()  # or each rank walks over all of torch when it ends
+    freeze()
     with contextlib.suppress(EOFError):
         while True:
             job = jobs.recv()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import os
 import pickle
 import runpy
@@ -29,6 +28,8 @@ from typing import Any
 from shoal.controller import launching
 from shoal.testing.leaks import ignoring
 from shoal.testing.processes import fork_server, preload
+
+from .freezing import freeze
 
 preload(__name__, "shoal.controller.node.serving", "shoal.controller.prediction")
 
@@ -136,7 +137,7 @@ def _serve(address: str, ended: Connection, listening: Connection) -> None:
     Args:
         listening: is told when workers can be asked for.
     """
-    gc.freeze()  # or each worker walks over all of torch when it collects
+    freeze()
     waking, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, _pass)
     signal.set_wakeup_fd(wake)
