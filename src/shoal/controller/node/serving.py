@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -177,8 +178,13 @@ def ignore_interrupts() -> None:
 
 
 def keep_modules() -> None:
-    """Spare garbage collections what is there now: they would look at all of torch, amid the operations."""
+    """Keep garbage collections, which come amid the operations, from walking over all loaded modules.
+
+    At the end of the process they are collected as usual: packages that look for leaks then, such as triton,
+    would report them.
+    """
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def end() -> NoReturn:
