@@ -130,10 +130,10 @@ def test_no_module_takes_public_names_from_the_package_itself() -> None:
     assert offenders == set()
 
 
-def test_only_its_backend_and_the_benchmark_of_gloo_go_through_torch_distributed() -> None:
+def test_only_its_backend_features_and_the_benchmark_of_gloo_go_through_torch_distributed() -> None:
     importers = _importers_of("torch.distributed") | _importers_of("torch._C._distributed_c10d")
     others = {name for name in importers if not name.startswith("shoal.compat.")}
-    assert others == {"shoal.tools.bench.ranks.gloo"}
+    assert others == {"shoal.tools.bench.ranks.gloo", "shoal.torch_features"}
 
 
 @pytest.mark.parametrize(

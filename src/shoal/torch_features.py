@@ -8,7 +8,10 @@ A function imports what it needs of torch, so that importing this module costs n
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .errors import UnsupportedOperation
 
 
 def premul_factor(op: Any) -> Any:
@@ -101,3 +104,68 @@ _OLDER_NAMES = {
 def group_method(group: Any, name: str) -> Any:
     """Return a method of one of torch's own process groups, under its name in any release."""
     return getattr(group, name if hasattr(group, name) else _OLDER_NAMES.get(name, name))
+
+
+class HookTypes(NamedTuple):
+    """Types of the arguments of hooks around operations."""
+
+    #: returns the member of ``HookOpName`` for a name of torch 2.15
+    operation: Callable[[str], Any]
+    #: ``PreHookArgs``
+    before: Callable[[], Any]
+    #: ``PostHookArgs``
+    after: Callable[[], Any]
+
+
+@functools.cache
+def hook_types() -> HookTypes:
+    """Return the types of hooks around operations, which exist from torch 2.14 on.
+
+    Raises:
+        UnsupportedOperation: this release has none.
+    """
+    import torch
+    from torch._C import _distributed_c10d
+
+    c10d: Any = _distributed_c10d
+    names = getattr(c10d, "HookOpName", None)
+    if names is None:
+        raise UnsupportedOperation(
+            f"hooks around operations need torch 2.14 or later; torch {torch.__version__} is installed"
+        )
+
+    @functools.cache
+    def operation(name: str) -> Any:
+        # From torch 2.15 on each form of an operation has a name; in torch 2.14 all forms share one.
+        family = name
+        for form in ("_INTO_TENSOR_COALESCED", "_TENSOR_COALESCED", "_COALESCED", "_BASE"):
+            family = family.removesuffix(form)
+        return getattr(names, name, None) or getattr(names, family)
+
+    return HookTypes(operation, c10d.PreHookArgs, c10d.PostHookArgs)
+
+
+def attach_hooks_to_groups() -> None:
+    """Let ``NanCheckHook.attach`` and ``FlightRecorderHook.attach`` (torch 2.14 on) call groups of shoal.
+
+    Both register hooks in C++, where operations of a group in Python do not pass.  For such a group they call
+    its method ``_attach_nan_check`` or ``_attach_flight_recorder``; other groups are attached to as before.
+    """
+    from torch._C import _distributed_c10d
+
+    for name, method in (
+        ("NanCheckHook", "_attach_nan_check"),
+        ("FlightRecorderHook", "_attach_flight_recorder"),
+    ):
+        if (hook := getattr(_distributed_c10d, name, None)) is not None:
+            hook.attach = staticmethod(_attaching(hook.attach, method))
+
+
+def _attaching(attach: Callable[..., Any], method: str) -> Callable[..., Any]:
+    @functools.wraps(attach)
+    def attach_any(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(type(pg), "__shoal_group__"):
+            return getattr(pg, method)(*args, **kwargs)
+        return attach(pg, *args, **kwargs)
+
+    return attach_any

@@ -25,8 +25,10 @@ from ..torch_terms.durations import limit as limit_of
 from ..torch_terms.in_turn import in_turn
 from ..torch_terms.reductions import reduction
 from . import sparse_all_reduce, tensor_lists
+from .hooks import OperationHooks
+from .routing import hooked, routed
 from .shown import Shown
-from .tensor_arguments import are_several, only, parts, real, routed
+from .tensor_arguments import are_several, only, parts, real
 from .uncompiled import uncompiled
 from .work import Work
 
@@ -45,6 +47,12 @@ class TorchCollectives(dist.ProcessGroup):
     _others: dict[str, dist.ProcessGroup]
     #: The futures of operations begun since the last _start_coalescing; None outside such a block.
     _coalesced: list[Future[Any]] | None = None
+    #: whether there are hooks around operations
+    _hooked = False
+
+    @functools.cached_property
+    def _hooks(self) -> OperationHooks:
+        return OperationHooks()
 
     @functools.cached_property
     def _shown(self) -> Shown:
@@ -52,7 +60,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     # -- everybody to everybody ----------------------------------------------------------------
 
-    @routed
+    @routed("ALLREDUCE", inputs="tensors")
     def allreduce(
         self, tensors: _Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Work:
@@ -66,14 +74,14 @@ class TorchCollectives(dist.ProcessGroup):
             return self._work(sparse_all_reduce.all_reduce(self.group, x, op, limit), [x])
         return self._work(self.group.all_reduce(x, op, timeout=limit), [x])
 
-    @routed
+    @routed("ALLREDUCE_COALESCED", inputs="tensors")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
         op, _, limit = self._options(opts)
         future = coalesced.all_reduce(self.group, [real(x) for x in tensors], op, limit)
         return self._work(future, list(tensors))
 
-    @routed
+    @routed("ALLGATHER", inputs="inputs", outputs="outputs")
     def allgather(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
@@ -89,7 +97,7 @@ class TorchCollectives(dist.ProcessGroup):
         out, x = parts(outputs, "allgather"), only(inputs, "allgather")
         return self._work(in_turn(out, lambda each: self.group.all_gather(x, each, timeout=limit)), out)
 
-    @routed
+    @routed("ALLGATHER_COALESCED", inputs="inputs", outputs="outputs")
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -100,13 +108,13 @@ class TorchCollectives(dist.ProcessGroup):
         future = coalesced.all_gather(self.group, "allgather_coalesced", there, here, limit)
         return self._work(future, [list(out) for out in outputs])
 
-    @routed
+    @routed("ALLGATHER_BASE", inputs="input", outputs="output")
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Bring every rank's tensor to all ranks, one after another in ``output``."""
         _, _, limit = self._options(opts)
         return self._work(self.group.all_gather_single(real(output), real(input), timeout=limit), [output])
 
-    @routed
+    @routed("ALLGATHER_INTO_TENSOR_COALESCED", inputs="inputs", outputs="outputs")
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -115,7 +123,7 @@ class TorchCollectives(dist.ProcessGroup):
         single = functools.partial(self.group.all_gather_single, timeout=limit)
         return self._each("all_gather_single_coalesced", single, outputs, inputs)
 
-    @routed
+    @routed("REDUCE_SCATTER", inputs="inputs", outputs="outputs")
     def reduce_scatter(
         self,
         outputs: _Tensors,
@@ -131,7 +139,7 @@ class TorchCollectives(dist.ProcessGroup):
         future = self.group.reduce_scatter(out, parts(inputs, "reduce_scatter"), op, timeout=limit)
         return self._work(future, [out])
 
-    @routed
+    @routed("REDUCE_SCATTER_BASE", inputs="input", outputs="output")
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Reduce a tensor over all ranks, and leave each rank its part of the result."""
         op, _, limit = self._options(opts)
@@ -139,7 +147,7 @@ class TorchCollectives(dist.ProcessGroup):
             self.group.reduce_scatter_single(real(output), real(input), op, timeout=limit), [output]
         )
 
-    @routed
+    @routed("REDUCE_SCATTER_TENSOR_COALESCED", inputs="inputs", outputs="outputs")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -148,7 +156,7 @@ class TorchCollectives(dist.ProcessGroup):
         single = functools.partial(self.group.reduce_scatter_single, op=op, timeout=limit)
         return self._each("reduce_scatter_single_coalesced", single, outputs, inputs)
 
-    @routed
+    @routed("ALLTOALL", inputs="inputs", outputs="outputs")
     def alltoall(
         self,
         outputs: Sequence[torch.Tensor],
@@ -164,7 +172,7 @@ class TorchCollectives(dist.ProcessGroup):
         out, there = parts(outputs, "alltoall"), parts(inputs, "alltoall")
         return self._work(in_turn(out, lambda each: self.group.all_to_all(each, there, timeout=limit)), out)
 
-    @routed
+    @routed("ALLTOALL_BASE", inputs="input", outputs="output")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -186,7 +194,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     # -- from and to one rank ------------------------------------------------------------------
 
-    @routed
+    @routed("BROADCAST", inputs="tensors", root="opts")
     def broadcast(
         self,
         tensors: _Tensors,
@@ -204,7 +212,7 @@ class TorchCollectives(dist.ProcessGroup):
         x = only(tensors, "broadcast")
         return self._work(self.group.broadcast(x, root, timeout=limit), [x])
 
-    @routed
+    @routed("REDUCE", inputs="tensors", root="opts")
     def reduce(
         self,
         tensors: _Tensors,
@@ -219,7 +227,7 @@ class TorchCollectives(dist.ProcessGroup):
         op, root, limit = self._options(opts, timeout, op, root)
         return self._work(self.group.reduce(x, root, op, timeout=limit), [x])
 
-    @routed
+    @routed("GATHER", inputs="inputs", outputs="outputs", root="opts")
     def gather(
         self,
         outputs: _Tensors,
@@ -244,7 +252,7 @@ class TorchCollectives(dist.ProcessGroup):
         here = mine or [nothing] * self.group.size
         return self._work(in_turn(here, lambda each: self.group.all_to_all(each, there, timeout=limit)), mine)
 
-    @routed
+    @routed("GATHER", inputs="input", outputs="output", root="opts")
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather tensors of one size on one rank, concatenated in ``output`` (torch 2.14 and later).
 
@@ -273,7 +281,7 @@ class TorchCollectives(dist.ProcessGroup):
             out = out.view(-1)
         return self._work(self.group.all_to_all_single(out, x, received, sent, timeout=limit), [output])
 
-    @routed
+    @routed("SCATTER", inputs="inputs", outputs="outputs", root="opts")
     def scatter(
         self,
         outputs: _Tensors,
@@ -299,19 +307,19 @@ class TorchCollectives(dist.ProcessGroup):
 
     # -- one to one ----------------------------------------------------------------------------
 
-    @routed
+    @routed("SEND", inputs="tensors", root="dst")
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank of the group."""
         x = only(tensors, "send")
         return self._work(self.group.send(x, dst, tag, timeout=self._seconds), [x])
 
-    @routed
+    @routed("RECV", outputs="tensors", root="src")
     def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank of the group."""
         x = only(tensors, "recv")
         return self._work(self.group.recv_message(x, src, tag, timeout=self._seconds), [x])
 
-    @routed
+    @routed("RECV", outputs="tensors")
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Work:
         """Receive a tensor from any rank; the work's ``source_rank()`` tells from which."""
         x = only(tensors, "recv_anysource")
@@ -319,6 +327,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     # -- barriers ------------------------------------------------------------------------------
 
+    @hooked("BARRIER")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Complete when every rank has called it."""
         if isinstance(opts, timedelta):

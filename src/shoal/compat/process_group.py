@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
-from ..errors import UsageError
+from ..errors import UnsupportedOperation, UsageError
 from ..group import ProcessGroup
 from ..torch_terms import BACKEND
 from ..torch_terms.durations import CLOSING
 from .collectives import TorchCollectives
+from .hooks import Hook, NanCheck
 from .uncompiled import uncompiled
 
 
@@ -137,17 +138,81 @@ class TorchProcessGroup(TorchCollectives):
             return self._get_backend(device).allocate_tensor(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
         return self.group.empty(size, dtype=dtype)
 
-    def _has_hooks(self) -> bool:
-        return False
-
     def _get_sequence_number_for_group(self) -> int:
         return self.group._number
 
     def _set_sequence_number_for_group(self) -> None:
         """Both sides count from the beginning."""
 
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
+        """Call ``hook(PreHookArgs)`` before every operation, in the order of ids (torch 2.14 and later).
+
+        If it raises, the operation is not issued, and the exception is raised in the caller.
+
+        Args:
+            hook_id: for :meth:`unregister_pre_hook`; replaces an earlier hook of this id.
+            hook: the function.
+
+        Raises:
+            UnsupportedOperation: this torch has no such hooks.
+        """
+        self._hooks.register_before(hook_id, hook)
+        self._hooked = True
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Remove a hook; nothing happens if there is none of this id."""
+        self._hooks.unregister_before(hook_id)
+        self._hooked = bool(self._hooks)
+
+    def register_post_hook(self, hook_id: int, hook: Hook) -> None:
+        """Call ``hook(PostHookArgs)`` after every operation was issued, in the order of ids.
+
+        The operation may not be complete then, and is not cancelled if the hook raises.  Arguments and errors
+        are those of :meth:`register_pre_hook`.
+        """
+        self._hooks.register_after(hook_id, hook)
+        self._hooked = True
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Remove a hook; nothing happens if there is none of this id."""
+        self._hooks.unregister_after(hook_id)
+        self._hooked = bool(self._hooks)
+
+    def _attach_nan_check(self) -> NanCheck:
+        """``NanCheckHook.attach`` for this group: :func:`shoal.torch_features.attach_hooks_to_groups`."""
+        return NanCheck(self)
+
+    def _attach_flight_recorder(self, *_: Any) -> None:
+        """``FlightRecorderHook.attach`` for this group."""
+        raise UnsupportedOperation(
+            f"FlightRecorderHook.attach: torch's flight recorder records backends in C++, and group "
+            f"{self.group_name!r} is of the backend {BACKEND!r}. shoal records it already: "
+            "print(group.group.recorder.dump()), see docs/recorder.md"
+        )
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Refuse: ``supports_abort_hooks`` is False."""
+        self._refuse_hook("register_abort_hook", "wait for operations and catch shoal.GroupError")
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Refuse: there are no abort hooks."""
+        self._refuse_hook("unregister_abort_hook", "there is nothing to unregister")
+
+    def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
+        self._refuse_hook("_register_on_completion_hook", "use work.get_future().then(...)")
+
+    def _refuse_hook(self, name: str, instead: str) -> None:
+        raise UnsupportedOperation(
+            f"{name} on rank {self.group.rank}: the backend {BACKEND!r} has no such hooks; {instead}"
+        )
+
+    def _has_hooks(self) -> bool:
+        return False  # hooks of completion
+
     def _wait_for_pending_works(self) -> None:
-        """There are no hooks to wait for."""
+        """There are no hooks of completion to wait for."""
 
     # -- groups made from this one -------------------------------------------------------------
 

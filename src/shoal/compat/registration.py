@@ -37,6 +37,7 @@ def register() -> None:
         if BACKEND.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
             torch_features.keep_flight_recorder_off()
+            torch_features.attach_hooks_to_groups()
     except Exception as error:
         logger.warning(
             "torch.distributed does not take the backend %r: %s: %s", BACKEND, type(error).__name__, error

@@ -1,18 +1,13 @@
-"""The tensors that torch's callers pass: one, a list of one, or lists of lists; and whose they are."""
+"""The tensors that torch's callers pass: one, a list of one, or lists of lists."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from ..errors import UsageError
-from ..torch_features import group_method
-from .shown import modes_active
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def only(tensors: Any, what: str) -> torch.Tensor:
@@ -56,21 +51,10 @@ def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
     return None
 
 
-def routed(method: Method) -> Method:
-    """Hand a call with tensors of another backend's devices over to that backend's group.
-
-    Calls that stay are shown to torch's dispatch modes.
-    """
-    name = method.__name__
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._others:
-            x = first_tensor((*args, *kwargs.values()))
-            if x is not None and x.device.type in self._others:
-                return group_method(self._others[x.device.type], name)(*args, **kwargs)
-        if modes_active():
-            self._shown.show(name, args, kwargs)
-        return method(self, *args, **kwargs)
-
-    return cast(Method, call)
+def every_tensor(argument: Any) -> list[torch.Tensor]:
+    """The tensors in an argument that may be a tensor, a list of them, or a list of lists."""
+    if isinstance(argument, torch.Tensor):
+        return [real(argument)]
+    if isinstance(argument, (list, tuple)):
+        return [x for part in argument for x in every_tensor(part)]
+    return []

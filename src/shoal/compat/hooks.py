@@ -1,0 +1,171 @@
+"""Torch's hooks around operations, for groups of shoal (torch 2.14 and later).
+
+Torch calls hooks in its dispatcher, and calls of a group in Python do not pass through the dispatcher.  A
+group of shoal therefore keeps its hooks in an :class:`OperationHooks`, which calls them in the same order and
+with the same arguments: the decorator of each method (:mod:`shoal.compat.routing`) describes them as a
+:class:`HookedOperation`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import torch_features
+from ..errors import UsageError
+from .tensor_arguments import every_tensor
+
+#: a function of torch's ``PreHookArgs`` or ``PostHookArgs``
+Hook = Callable[[Any], None]
+
+#: ids of NaN checks; torch begins here too, above the small numbers that users choose
+_nan_check_ids = itertools.count(0x4E414E43)
+
+
+class HookedOperation:
+    """The description of one method of a group for hooks.
+
+    Args:
+        method: of the group.
+        name: of the operation in torch's ``HookOpName`` (torch 2.15; earlier ones have fewer names).
+        inputs: parameter with the tensors that this rank sends; "": there is none.
+        outputs: parameter with the tensors that this rank receives; "": there is none.
+        root: parameter with the rank of the root or of the peer, ``opts`` for the root in torch's options;
+            "": there is none, and hooks get -1.
+    """
+
+    def __init__(
+        self, method: Callable[..., Any], name: str, inputs: str = "", outputs: str = "", root: str = ""
+    ) -> None:
+        self.name = name
+        self._signature = inspect.signature(method)
+        self._inputs, self._outputs, self._root = inputs, outputs, root
+
+    def arguments(self, group: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return torch's ``PreHookArgs`` for a call of the method, without an ``op_id``.
+
+        Args:
+            group: whose method is called.
+            args, kwargs: of the call.
+        """
+        given = self._signature.bind(group, *args, **kwargs).arguments
+        opts = given.get("opts")
+        types = torch_features.hook_types()
+        seen = types.before()
+        seen.name = types.operation(self.name)
+        seen.async_op = getattr(opts, "asyncOp", True)
+        seen.input_tensors = every_tensor(given.get(self._inputs))
+        seen.output_tensors = every_tensor(given.get(self._outputs))
+        if self._root == "opts":
+            seen.root = group._options(opts, root=given.get("root"))[1]
+        elif self._root:
+            seen.root = given[self._root]
+        return seen
+
+
+class OperationHooks:
+    """The hooks that are registered on one group."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Hook] = {}
+        self._after: dict[int, Hook] = {}
+        self._ids = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._before or self._after)
+
+    def register_before(self, hook_id: int, hook: Hook) -> None:
+        """Call ``hook(PreHookArgs)`` before each operation; it replaces an earlier hook of this id."""
+        self._before = _with(self._before, hook_id, hook, "pre")
+
+    def register_after(self, hook_id: int, hook: Hook) -> None:
+        """Call ``hook(PostHookArgs)`` after each operation was issued; it replaces one of this id."""
+        self._after = _with(self._after, hook_id, hook, "post")
+
+    def unregister_before(self, hook_id: int) -> None:
+        """Remove the hook of an id, if there is one."""
+        self._before = {number: hook for number, hook in self._before.items() if number != hook_id}
+
+    def unregister_after(self, hook_id: int) -> None:
+        """Remove the hook of an id, if there is one."""
+        self._after = {number: hook for number, hook in self._after.items() if number != hook_id}
+
+    def around(
+        self,
+        operation: HookedOperation,
+        issue: Callable[..., Any],
+        group: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Issue an operation between its hooks, in the order of their ids, and return its work.
+
+        An exception of a hook is raised in the caller.  If a hook before the operation raises, the operation
+        is not issued and later hooks are not called.
+        """
+        number = next(self._ids)
+        seen = operation.arguments(group, args, kwargs)
+        seen.op_id = number
+        for hook in self._before.values():
+            hook(seen)
+        work = issue(group, *args, **kwargs)
+        if self._after:
+            done = torch_features.hook_types().after()
+            done.name, done.async_op, done.work, done.op_id = seen.name, seen.async_op, work, number
+            for hook in self._after.values():
+                hook(done)
+        return work
+
+
+class NanCheck:
+    """A check of every tensor that a group sends; ``NanCheckHook.attach`` returns it for groups of shoal.
+
+    The group owns the check, so this object is needed only for :meth:`remove`.
+
+    Args:
+        group: to attach to.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._rank = group.rank()
+        self._hook_id = next(_nan_check_ids)
+        names = torch_features.hook_types().operation
+        self._from_root = (names("BROADCAST"), names("SCATTER"))
+        group.register_pre_hook(self._hook_id, self._check)  # type: ignore[attr-defined] # torch 2.14
+
+    def remove(self) -> None:
+        """End the check.  Any number of times."""
+        if (group := self._group()) is not None:
+            group.unregister_pre_hook(self._hook_id)  # type: ignore[attr-defined] # torch 2.14
+
+    def _check(self, seen: Any) -> None:
+        if seen.name in self._from_root and seen.root != self._rank:
+            return  # the tensor is an output here
+        for x in seen.input_tensors:
+            if not x.is_floating_point():
+                continue
+            try:
+                torch.ops.c10d.check_for_nan(x.coalesce().values() if x.is_sparse else x)
+            except RuntimeError as error:
+                raise UsageError(
+                    f"{seen.name.name} on rank {self._rank}: {error} The tensor has shape {list(x.shape)}; "
+                    "nothing was sent. NanCheckHook.attach or TORCH_DIST_NAN_CHECK=1 asked for this check"
+                ) from error
+
+
+def _with(hooks: dict[int, Hook], hook_id: int, hook: Hook, kind: str) -> dict[int, Hook]:
+    """Return ``hooks`` and one more, in the order of ids; a copy, since an operation may be using the old."""
+    torch_features.hook_types()  # raises if this torch has none
+    if not hasattr(hook_id, "__index__") or not callable(hook):
+        raise UsageError(
+            f"register_{kind}_hook: expected an int and a function, got {hook_id!r} and {hook!r}"
+        )
+    return dict(sorted({**hooks, operator.index(hook_id): hook}.items()))
