@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import proxy_tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ..errors import UnsupportedOperation
 from . import composite, current
@@ -185,18 +186,11 @@ def register() -> None:
     """Make ``node`` a device of torch, once a process.
 
     Raises:
-        UnsupportedOperation: this torch has no such hook, or another package has it.
+        UnsupportedOperation: another package has torch's only such device.
     """
     with _registering:
         if _libraries:
             return
-        try:
-            from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-        except ImportError:
-            raise UnsupportedOperation(
-                f"torch {torch.__version__} takes no devices that are written in Python: the "
-                "master-worker mode needs torch 2.11 or later"
-            ) from None
         named = torch._C._get_privateuse1_backend_name()
         if named != "privateuseone":
             raise UnsupportedOperation(

@@ -246,7 +246,7 @@ class _Index:
 def _can_list(foreign: _TorchStore) -> bool:
     """Whether ``list_keys`` works."""
     if type(_bottom(foreign)).__module__ == "torch._C._distributed_c10d":
-        return hasattr(foreign, "list_keys")  # older torch has none
+        return True
     try:
         foreign.list_keys()
     except (AttributeError, NotImplementedError):
