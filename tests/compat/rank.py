@@ -69,6 +69,9 @@ def serve(
     for theirs in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", theirs)  # torch deprecates what it still uses itself
 
+    # Until torch 2.12 it warns of calls that say check_invariants= too.
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+
     context = _join(rank, size, backend, channel)
     channel.send(("value", pickle.dumps(None), "", time.monotonic()))
     while (call := channel.recv()) is not None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal import UsageError
+
 from ..support import releases
 from .both import both, layouts
 from .values import COMPLEX, DTYPES, NOT_WITH_GLOO, assert_all_same, assert_same, spread, value
@@ -238,6 +240,69 @@ def test_deprecated_names_of_all_gather_single(ranks):
     ranks(2).run(deprecated_names)
 
 
+# -- gather_single -------------------------------------------------------------------------------
+
+needs_gather_single = pytest.mark.skipif(
+    releases.gather_single is None, reason="this torch has no gather_single"
+)
+
+
+def gather_single(context, dtype):
+    """The values of Gloo's gather: Gloo itself has no gather_single."""
+    size, rank = context.size, context.rank
+    for root in (0, size - 1):
+        for shape in ((3,), (2, 3), (0,), ()):
+            x = value(rank, dtype, shape)
+            reference = [torch.empty_like(x) for _ in range(size)] if rank == root else None
+            if dtype in NOT_WITH_GLOO or dtype in COMPLEX:
+                if reference is not None:
+                    reference = [value(r, dtype, shape) for r in range(size)]
+            else:
+                dist.gather(x, reference, root, group=context.gloo)
+            stacked, flat = [size, *shape], [size * shape[0], *shape[1:]] if shape else [size]
+            for asynchronous in (False, True):
+                for layout in layouts(context, context.group):
+                    for form in (stacked, flat):
+                        out = torch.zeros(form).to(dtype) if rank == root else None
+                        work = releases.gather_single(layout(x), out, root, async_op=asynchronous)
+                        if asynchronous:
+                            work.wait()
+                        if out is not None:
+                            assert_all_same(list(out.view(stacked)), reference)
+
+
+@needs_gather_single
+@by_dtype
+@by_size
+def test_gather_single(ranks, size, dtype):
+    ranks(size).run(gather_single, dtype)
+
+
+def wrong_outputs(context):
+    size, rank = context.size, context.rank
+    x = value(rank, torch.float32, (4,))
+    for out in (torch.zeros(4 * size + 1), torch.zeros(4 * size - 4), torch.zeros(4 * size, 2)[:, 0]):
+        # The root refuses its output before anything is sent, and may call again with another.
+        if rank == 0:
+            with pytest.raises(UsageError, match=rf"contiguous output of {4 * size} elements"):
+                releases.gather_single(x, out, 0)
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        releases.gather_single(x, None if rank == 0 else torch.zeros(3), size)  # no such root
+    out = torch.zeros(4 * size) if rank == 0 else None
+    releases.gather_single(x, out, 0)
+    if rank == 0:
+        assert_all_same(list(out.view(size, 4)), [value(r, torch.float32, (4,)) for r in range(size)])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+
+
+@needs_gather_single
+@by_size
+def test_gather_single_refuses_a_wrong_output_and_the_group_goes_on(ranks, size):
+    ranks(size).run(wrong_outputs)
+
+
 # -- all_to_all ----------------------------------------------------------------------------------
 
 
@@ -249,10 +314,10 @@ def all_to_all(context, dtype):
             expected = [value(peer, dtype, shape, seed=rank) for peer in range(size)]
             for layout in layouts(context, group):
                 outs = [layout(torch.zeros(shape).to(dtype)) for _ in range(size)]
-                dist.all_to_all(outs, [layout(x) for x in inputs], group=group)
+                releases.all_to_all(outs, [layout(x) for x in inputs], group=group)
                 assert_all_same(outs, expected)
             outs = [torch.zeros(shape).to(dtype) for _ in range(size)]
-            dist.all_to_all(outs, inputs, group=group, async_op=True).wait()
+            releases.all_to_all(outs, inputs, group=group, async_op=True).wait()
             assert_all_same(outs, expected)
 
 
@@ -267,7 +332,7 @@ def uneven_all_to_all(context):
     inputs = [value(rank, torch.float32, (rank * peer, 2), seed=peer) for peer in range(size)]
     expected = [value(peer, torch.float32, (rank * peer, 2), seed=rank) for peer in range(size)]
     outs = [torch.zeros(rank * peer, 2) for peer in range(size)]
-    dist.all_to_all(outs, inputs)
+    releases.all_to_all(outs, inputs)
     assert_all_same(outs, expected)
 
 

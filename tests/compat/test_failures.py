@@ -197,7 +197,11 @@ MISSING = {
     "options": with_options,
     "group": lambda group: dist.all_reduce(torch.ones(3), group=group),
     "message": lambda group: dist.recv(torch.ones(3), 1, group=group),
-    "barrier": lambda group: dist.barrier(group=group, timeout=SHORT),
+    "barrier": lambda group: (
+        dist.barrier(group=group, timeout=SHORT)
+        if releases.BARRIER_TIMEOUT
+        else group.barrier(timeout=SHORT).wait()
+    ),
     "monitored_barrier": lambda group: group.monitored_barrier(SHORT, wait_all_ranks=True),
     "set": set_timeout,
 }
@@ -238,6 +242,40 @@ def monitored(context):
 
 def test_monitored_barrier(ranks):
     ranks(4).run(monitored)
+
+
+BARRIERS = {
+    "group": lambda group: group.monitored_barrier(SHORT),
+    "torch": lambda group: dist.monitored_barrier(group, SHORT, wait_all_ranks=True),
+}
+
+
+def absent(context, function):
+    name = f"absent/{context.scratch.name}"
+    group = dist.new_group()
+    hold_back(context, name)
+    if context.rank != 1:
+        with pytest.raises(OperationTimeout, match=r"0\.3 s") as caught:
+            BARRIERS[function](group)
+        assert caught.value.ranks == (1,)
+    let_go(context, name)
+    check_others(context, group)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "group",
+        pytest.param(
+            "torch",
+            marks=pytest.mark.skipif(
+                not releases.MONITORED_BARRIER_FOR_ANY_BACKEND, reason="torch's function knows Gloo alone"
+            ),
+        ),
+    ],
+)
+def test_monitored_barrier_names_a_rank_that_does_not_come(ranks, function):
+    ranks(4).run(absent, function)
 
 
 # -- the end of a group --------------------------------------------------------------------------

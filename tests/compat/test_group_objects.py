@@ -53,6 +53,29 @@ def test_several_tensors_of_a_rank(ranks):
     ranks(2).run(several)
 
 
+def supported(context):
+    for name in (
+        "supports_splitting",
+        "supports_coalescing",
+        "supports_time_estimate",
+        "_supports_time_estimate",
+        "supports_reconfigure",
+        "supports_window",
+        "supports_abort_hooks",
+        "supports_completion_hooks",
+    ):
+        assert getattr(context.group, name) is False, name
+    # Those of torch's class that are properties look for a backend in C++, and raise.
+    inherited = {name for name in dir(dist.ProcessGroup) if "supports_" in name}
+    methods = {"supports_tensor_alloc"}
+    assert all(getattr(context.group, name) is False for name in inherited - methods)
+    assert context.group.supports_tensor_alloc(torch.device("cpu")) is True
+
+
+def test_what_a_group_does_not_support_is_false(ranks):
+    ranks(2).run(supported)
+
+
 def twice(context):
     for group in both(context):
         x, y = torch.tensor([context.rank + 1]), torch.tensor([10])

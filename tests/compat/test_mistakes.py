@@ -11,6 +11,8 @@ import torch.distributed as dist
 import shoal
 import shoal.distributed
 
+from ..support import releases
+
 
 def ones(*shape, **kwargs):
     return torch.ones(shape or (2,), **kwargs)
@@ -36,13 +38,13 @@ MISTAKES = {
     ),
     "the largest of sparse": lambda d, g: d.all_reduce(torch.eye(2).to_sparse(), d.ReduceOp.MAX, group=g),
     "compressed sparse": lambda d, g: d.all_reduce(torch.eye(2).to_sparse_csr(), group=g),
-    "an expanded output": lambda d, g: d.all_gather_single(ones(1).expand(4), ones(), group=g),
+    "an expanded output": lambda d, g: d.all_gather_into_tensor(ones(1).expand(4), ones(), group=g),
     "expanded outputs": lambda d, g: d.all_gather([ones(1).expand(2)] * 2, ones(), group=g),
     "too few outputs": lambda d, g: d.all_gather(lists(1), ones(), group=g),
     "outputs that are too long": lambda d, g: d.all_gather(lists(2), ones(1), group=g),
     "outputs of another dtype": lambda d, g: d.all_gather([ones().int(), ones().int()], ones(), group=g),
-    "an output that is too long": lambda d, g: d.all_gather_single(ones(5), ones(), group=g),
-    "an output of another dtype": lambda d, g: d.all_gather_single(ones(4).int(), ones(), group=g),
+    "an output that is too long": lambda d, g: d.all_gather_into_tensor(ones(5), ones(), group=g),
+    "an output of another dtype": lambda d, g: d.all_gather_into_tensor(ones(4).int(), ones(), group=g),
     "no outputs": lambda d, g: d.all_gather(None, ones(), group=g),
     "too many inputs": lambda d, g: d.reduce_scatter(ones(), lists(3), group=g),
     "longer than the splits": lambda d, g: d.all_to_all_single(ones(6), ones(4), [2, 2], [2, 2], group=g),
@@ -83,6 +85,10 @@ MISTAKES = {
     "no list of objects": lambda d, g: d.broadcast_object_list(None, 0, group=g),
     "a name for a timeout": lambda d, g: d.barrier(timeout="x", group=g),
 }
+
+
+if not releases.REFUSES_RANKS_GIVEN_TWICE:
+    del MISTAKES["a group of twins"]
 
 
 def raised(call, *args):

@@ -39,7 +39,7 @@ def shared_outputs(context):
         results["gather"] = buffer.tolist()
 
         buffer = torch.zeros(2)
-        dist.all_to_all([buffer] * size, [ones(10 * rank + r) for r in range(size)], group=group)
+        releases.all_to_all([buffer] * size, [ones(10 * rank + r) for r in range(size)], group=group)
         results["all_to_all"] = buffer.tolist()
 
         buffers = [torch.zeros(2), torch.zeros(1)]
@@ -94,9 +94,9 @@ def shared_inputs(context):
         dist.reduce_scatter(out, [x] * size, group=group)
         assert out.tolist() == [size * (size + 1) / 2] * 2
         outputs = [torch.zeros(2) for _ in range(size)]
-        dist.all_to_all(outputs, [x] * size, group=group)
+        releases.all_to_all(outputs, [x] * size, group=group)
         assert [y.tolist() for y in outputs] == [[r + 1.0] * 2 for r in range(size)]
-        dist.all_to_all(outputs, outputs, group=group)
+        releases.all_to_all(outputs, outputs, group=group)
         assert [y.tolist() for y in outputs] == [[context.rank + 1.0] * 2] * size
         dist.scatter(out, [x] * size if context.rank == 0 else None, 0, group=group)
         assert out.tolist() == [1.0] * 2

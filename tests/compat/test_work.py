@@ -29,7 +29,8 @@ def let_go(context, name):
 
 
 def late(context, kind):
-    for number, group in enumerate(both(context)):
+    gloo = kind != "all_to_all" or releases.GLOO_ALL_TO_ALL
+    for number, group in enumerate(both(context, gloo=gloo)):
         name = f"late/{kind}/{context.scratch.name}/{number}"
         x = torch.full((4,), float(context.rank + 1))
         hold_back(context, name)
@@ -136,7 +137,8 @@ def states(context):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some are deprecated
             assert work.is_success()
-            assert work.exception() is None
+            if group is context.group:  # Gloo's raises TypeError until torch 2.12
+                assert work.exception() is None
             (result,) = work.result()
         assert result.data_ptr() == x.data_ptr()
         assert work.get_future().done()

@@ -6,8 +6,10 @@ Tests ask for a feature here and not for a version number.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -24,6 +26,21 @@ functional_reduce_scatter_single = getattr(
 #: whether ``torch.distributed.monitored_barrier`` takes groups of any backend (torch 2.14) or of Gloo alone
 MONITORED_BARRIER_FOR_ANY_BACKEND = hasattr(dist, "gather_single")
 
+#: whether ``new_group`` has ``sort_ranks`` (torch 2.12)
+SORT_RANKS = "sort_ranks" in inspect.signature(dist.new_group).parameters
+#: Gloo has ``all_to_all`` and refuses a rank that is given twice, and functions with ``get_rank(group)`` of a
+#: group in Python can be compiled, in the same releases
+GLOO_ALL_TO_ALL = REFUSES_RANKS_GIVEN_TWICE = COMPILES_GET_RANK = SORT_RANKS
+#: whether ``barrier`` has ``timeout`` (torch 2.12)
+BARRIER_TIMEOUT = "timeout" in inspect.signature(dist.barrier).parameters
+#: parameters that some functions do not have in every supported release: name -> parameters
+LATER_PARAMETERS = {
+    "barrier": {"timeout"},  # torch 2.12
+    "new_group": {"sort_ranks"},  # torch 2.12
+    "split_group": {"backend"},  # torch 2.13
+}
+#: whether stores have ``barrier`` (torch 2.12)
+STORE_BARRIER = hasattr(dist.Store, "barrier")
 #: ``torch.distributed.gather_single`` (torch 2.14); None: there is none
 gather_single = getattr(dist, "gather_single", None)
 #: whether groups have hooks around operations (torch 2.14)
@@ -33,6 +50,29 @@ HOOKS_IN_ORDER = hasattr(dist.ProcessGroup, "supports_abort_hooks")
 #: classes of torch 2.14; None: there is none
 NanCheckHook = getattr(_distributed_c10d, "NanCheckHook", None)
 FlightRecorderHook = getattr(_distributed_c10d, "FlightRecorderHook", None)
+
+
+def all_to_all(outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
+    """``torch.distributed.all_to_all``; until torch 2.11, where Gloo has none, messages over Gloo."""
+    if GLOO_ALL_TO_ALL or dist.get_backend(group) != "gloo":
+        return dist.all_to_all(outputs, inputs, group=group, async_op=async_op)
+    inputs = [x.clone() for x in inputs]
+    rank = dist.get_rank(group)
+    for peer, (out, x) in enumerate(zip(outputs, inputs, strict=True)):
+        if peer == rank:
+            out.copy_(x)
+            continue
+        sent = dist.isend(x, group=group, group_dst=peer)
+        dist.recv(out, group=group, group_src=peer)
+        sent.wait()
+    return _Complete() if async_op else None
+
+
+class _Complete:
+    """The handle of an operation that is complete."""
+
+    def wait(self) -> bool:
+        return True
 
 
 @contextlib.contextmanager
