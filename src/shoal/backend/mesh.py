@@ -425,7 +425,7 @@ class _Builder:
         failure_report.told([rank])
         return RendezvousError(
             f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
-            "prints, and start the job again"
+            f"prints, and {self._me.advice}"
         )
 
     def _look_for_reason(self, ranks: Sequence[int]) -> None:

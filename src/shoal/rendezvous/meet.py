@@ -133,6 +133,7 @@ def meet_at(place: Place, look: Callable[[], None] = nothing) -> Membership:
         here=place.here,
         deadline=place.request.deadline,
         look=look,
+        advice=venue.advice,
     )
     try:
         meeting.join()
@@ -210,6 +211,7 @@ def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -
         interface=interface,
         host=place.host,
         place=place,
+        advice=place.venue.advice,
         release=release,
         abandon=abandon,
         look=meeting.look,

@@ -69,7 +69,7 @@ from .record import (
 )
 from .room import Room, died, never_came
 from .summary import Met, Present, call_off, decode_met, host_key, tell_if_all_came
-from .venue import nothing
+from .venue import START_AGAIN, nothing
 
 #: seconds between two looks at members that are leaving
 _LEAVING_CHECK = 0.5
@@ -94,6 +94,7 @@ class Meeting:
         host: identity of the host that is told to the others.
         deadline: until when everybody must be there.
         look: called while others are waited for; an error that it raises ends the meeting for all.
+        advice: what a user does after the meeting has failed, as the end of a sentence.
 
     Attributes:
         rank, size: known after :meth:`join`.
@@ -113,6 +114,7 @@ class Meeting:
         here: Here,
         deadline: Deadline,
         look: Callable[[], None] = nothing,
+        advice: str = START_AGAIN,
     ) -> None:
         self._root = store
         self._where = f"job {job!r}, epoch {epoch}"
@@ -124,6 +126,7 @@ class Meeting:
         )
         self._deadline = deadline
         self._look = look
+        self._next_step = advice
         self._room = Room(self._root, self._me, -1)
         self.rank = -1
         self.size = -1
@@ -174,7 +177,7 @@ class Meeting:
             if (why := self._room.why_failed()) is not None:
                 raise self._failed(why)
         if dead:
-            raise self._doomed(died(dead), dead, at=max(each.at for each in dead.values()))
+            raise self._doomed(died(dead, self._next_step), dead, at=max(each.at for each in dead.values()))
         absent: dict[int, str] = {}
         if not self._met:
             with contextlib.suppress(StoreError, WireError):
@@ -262,7 +265,7 @@ class Meeting:
                 time.sleep(_PAUSE)
             named = ", ".join(map(str, gone))
             raise self._failed(
-                f"{named} died while the ranks were meeting, and the store is gone; start the job again"
+                f"{named} died while the ranks were meeting, and the store is gone; {self._next_step}"
             ) from error
 
     def _look_until_all_came(self) -> Met:
@@ -300,7 +303,7 @@ class Meeting:
         self._room, gone, record = Room.current(self._root, self._me)
         if (why := self._room.why_failed_before()) is not None:
             raise self._failed(why)
-        if self._room.fail_if_doomed(gone):
+        if self._room.fail_if_doomed(gone, self._next_step):
             return False
         rank = self._claim(record)
         if rank is None:
@@ -427,7 +430,7 @@ class Meeting:
             if self._room.is_abandoned(members):
                 self._room.close()
                 return
-            if self._room.fail_if_doomed():
+            if self._room.fail_if_doomed(advice=self._next_step):
                 return
             if not self._room.is_ending(members):
                 raise self._refuse(self._why_no_place(members))

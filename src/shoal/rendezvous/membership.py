@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..store import Store
 from .place import Place
+from .venue import START_AGAIN
 
 
 def _nothing(*_: object) -> None:
@@ -29,6 +30,7 @@ class Membership:
             process is stopped; the others wait for it.
         host: identity of the host; ranks with equal values try shared memory first.
         place: where the ranks have met, and others can come later; None: nobody can.
+        advice: what a user does when the ranks cannot connect, as the end of a sentence.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in
             the store, closes it, and stops the server if this rank hosts it.
         abandon: called in the place of ``release``, with the error, when this rank could not connect:
@@ -53,6 +55,7 @@ class Membership:
     ranks: tuple[int, ...] = ()
     waits_for_stopped: bool = False
     place: Place | None = None
+    advice: str = START_AGAIN
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=_nothing, compare=False, repr=False)
     look: Callable[..., None] = field(default=_nothing, compare=False, repr=False)

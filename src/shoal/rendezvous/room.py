@@ -34,6 +34,7 @@ from .record import (
     room_of,
 )
 from .summary import MET
+from .venue import START_AGAIN
 
 #: the reason of a room that all members left
 _DONE = b"1"
@@ -177,16 +178,17 @@ class Room:
         (left,) = self.store.peek(["left"])
         return 0 if left is None else decode_number(left)
 
-    def fail_if_doomed(self, gone: Sequence[Arrival] | None = None) -> bool:
+    def fail_if_doomed(self, gone: Sequence[Arrival] | None = None, advice: str = START_AGAIN) -> bool:
         """Fail the room if a member died before all had come; whether the room has ended.
 
         Args:
             gone: as of :meth:`dead`.
+            advice: as of :func:`died`.
         """
         # In this order: a room that is not complete after the death never was.
         dead = self.dead(gone)
         if dead and not self.is_complete():
-            self.fail(died(dead), at=max(each.at for each in dead.values()))
+            self.fail(died(dead, advice), at=max(each.at for each in dead.values()))
             return True
         return False
 
@@ -238,10 +240,14 @@ class Room:
             self._root.wait([self._ended_key], timeout)
 
 
-def died(members: Mapping[int, Descriptor]) -> str:
-    """The reason of a meeting that failed because these members died."""
+def died(members: Mapping[int, Descriptor], advice: str = START_AGAIN) -> str:
+    """The reason of a meeting that failed because these members died.
+
+    Args:
+        advice: what a user does then, as the end of a sentence.
+    """
     named = ", ".join(f"rank {rank} ({each})" for rank, each in sorted(members.items()))
-    return f"{named} died while the ranks were meeting; start the job again"
+    return f"{named} died while the ranks were meeting; {advice}"
 
 
 def never_came(ranks: Mapping[int, str]) -> str:

@@ -45,6 +45,10 @@ def nothing() -> None:
     """Nothing is to be done."""
 
 
+#: what a user does after a meeting has failed, as error messages say it
+START_AGAIN = "start the job again"
+
+
 @dataclass(frozen=True, slots=True)
 class Venue:
     """Where the ranks of a job meet, as the handler of a URL's scheme found it.
@@ -60,6 +64,7 @@ class Venue:
         brief: the store may be gone before the group, so the ranks leave the meeting when they are connected.
         address: numeric network address of the store, where it has one; ranks on other hosts listen on
             the interface that leads there.
+        advice: what a user does after a meeting here has failed, as the end of a sentence.
         alone: None, but for a process that serves the store to the others and so must be the last to go:
             tells whether all others disconnected.
         met: called when all ranks have met.
@@ -77,6 +82,7 @@ class Venue:
     private: bool = False
     brief: bool = False
     address: str | None = None
+    advice: str = START_AGAIN
     alone: Callable[[], bool] | None = None
     met: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
