@@ -23,6 +23,15 @@ def premul_factor(op: Any) -> Any:
     return op.__getstate__()[1]  # (kind, factor) in every release
 
 
+def enables_reconfigure(options: Any) -> bool:
+    """Whether a group was asked for with ``enable_reconfigure=True``, which exists from torch 2.14 on.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+    """
+    return bool(getattr(options, "enable_reconfigure", False))
+
+
 def is_device_mismatch(error: RuntimeError) -> bool:
     """Whether fake tensors raised ``error`` because the operands of an operator are on two devices.
 

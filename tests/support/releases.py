@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import ErrorType as ErrorType
 from torch.distributed import _functional_collectives as functional
 
 #: ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` until torch 2.12, and their older names
@@ -25,6 +26,8 @@ functional_reduce_scatter_single = getattr(
 )
 #: whether ``torch.distributed.monitored_barrier`` takes groups of any backend (torch 2.14) or of Gloo alone
 MONITORED_BARRIER_FOR_ANY_BACKEND = hasattr(dist, "gather_single")
+#: whether there is ``torch.distributed._reconfigure`` (torch 2.14)
+HAS_RECONFIGURE = hasattr(dist, "_reconfigure")
 
 #: whether ``new_group`` has ``sort_ranks`` (torch 2.12)
 SORT_RANKS = "sort_ranks" in inspect.signature(dist.new_group).parameters

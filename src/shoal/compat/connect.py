@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from .. import config
+from .. import config, torch_features
 from ..backend.arguments import check_options, lanes
-from ..backend.registry import NATIVE, backend_factory
+from ..backend.registry import NATIVE, BackendFactory, backend_factory
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import default_groups
@@ -27,9 +28,12 @@ from ..rendezvous.caller_store import store_address
 from ..store import adopt
 from ..torch_terms import BACKEND
 from ..wire import Deadline
-from .devices import others
+from .attempt import Settings
+from .devices import other_backends, others
 from .launcher_store import group_timeout, launcher_store
 from .process_group import TorchProcessGroup
+from .reconfigurable import ReconfigurableProcessGroup
+from .reconfigurer import Reconfigurer
 
 #: seconds for a goodbye after the group could not be made
 _FAILED = 5.0
@@ -66,6 +70,8 @@ def _create(options: Any, backend_options: Mapping[str, Any] | Backend.Options |
     config_string = str(sys._getframe(3).f_locals.get("backend", BACKEND))
     default = _default_group()
     timeout = group_timeout(options.timeout)
+    if torch_features.enables_reconfigure(options):
+        return _reconfigurable(options, timeout, dict(backend_options or {}), config_string)
     if options.global_ranks_in_group and default is not None:
         # The group is matched by its members and their count of such groups, not by torch's name for it: from
         # torch 2.14 on, new_group(use_local_synchronization=True) gives later groups several names.
@@ -92,11 +98,37 @@ def _default_group() -> ProcessGroup | None:
 default_groups.append(_default_group)
 
 
-def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
+def _checked(extra: dict[str, Any]) -> tuple[BackendFactory, int]:
+    """Check the environment and ``pg_options``, from which ``concurrency`` is taken out."""
     config.check()
     concurrency = lanes(extra.pop("concurrency", None))
     factory = backend_factory(NATIVE)
     check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
+    return factory, concurrency
+
+
+def _reconfigurable(
+    options: Any, timeout: timedelta, extra: dict[str, Any], backends: str
+) -> ReconfigurableProcessGroup:
+    if named := other_backends(backends):
+        raise UsageError(
+            f"enable_reconfigure=True with the backends {backends!r}: torch reconfigures groups of one "
+            f'backend only; expected init_process_group("{BACKEND}", enable_reconfigure=True), without '
+            f"{', '.join(named)}"
+        )
+    if launcher_store(options.store) is not None:
+        raise UsageError(
+            "enable_reconfigure=True needs a store that outlives the ranks: set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT, or give init_process_group a store"
+        )
+    factory, concurrency = _checked(extra)
+    settings = Settings(options.store, "world", factory, concurrency, extra)
+    reconfigurer = Reconfigurer(settings, options.group_rank, options.group_size)
+    return ReconfigurableProcessGroup(reconfigurer, options.store, timeout)
+
+
+def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
+    factory, concurrency = _checked(extra)
     name = options.group_id if options.global_ranks_in_group else "world"
     met = launcher_store(options.store)
     membership = None if met is None else met.take()

@@ -25,19 +25,22 @@ def others(backends: str, options: Any) -> dict[str, dist.ProcessGroup]:
         backends: as for ``init_process_group``: a name, or ``"device:name,..."``.
         options: torch's ``_DistributedBackendOptions``, with a store of the group's own.
     """
+    found = other_backends(backends)
+    return {device: _group(torch.device(device), name, options) for device, name in found.items()}
+
+
+def other_backends(backends: str) -> dict[str, str]:
+    """Return the backends of the devices other than the CPU that ``backends`` names, by device type."""
     if ":" not in backends:
         return {}
     table = dict(pair.lower().split(":", 1) for pair in backends.split(","))
-    made: dict[str, dist.ProcessGroup] = {}
     for device, name in table.items():
         if (name == BACKEND) != (device == "cpu"):
             raise UsageError(
                 f"backends {backends!r}: {BACKEND} takes tensors of the CPU, but {device!r} is given "
                 f'{name!r}; expected "cpu:{BACKEND},<device>:<its backend>"'
             )
-        if device != "cpu":
-            made[device] = _group(torch.device(device), name, options)
-    return made
+    return {device: name for device, name in table.items() if device != "cpu"}
 
 
 def _group(device: torch.device, name: str, options: Any) -> dist.ProcessGroup:

@@ -46,12 +46,15 @@ class TorchProcessGroup(TorchCollectives):
             others: groups of other backends over the same ranks, by device type.
         """
         super().__init__(group.rank, group.size)  # type: ignore[call-arg] # torch's stub lacks it
-        self.group = group
+        self._use(group)
         self._store = store
         self._seconds = timeout.total_seconds()
         self._others = others or {}
         self._name = group.name
         self._description = ""
+
+    def _use(self, group: ProcessGroup) -> None:
+        self.group = group
 
     # -- identity ------------------------------------------------------------------------------
 
@@ -96,9 +99,7 @@ class TorchProcessGroup(TorchCollectives):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of later operations."""
         if timeout <= timedelta(0):
-            raise UsageError(
-                f"set_timeout on rank {self.group.rank}: expected a positive time, got {timeout}"
-            )
+            raise UsageError(f"set_timeout on rank {self.rank()}: expected a positive time, got {timeout}")
         self._seconds = timeout.total_seconds()
         for other in self._others.values():
             other.set_timeout(timeout)
@@ -128,6 +129,20 @@ class TorchProcessGroup(TorchCollectives):
     supports_window = False
     supports_abort_hooks = False
     supports_completion_hooks = False
+
+    def get_reconfigure_handle(self) -> str:
+        """Raise: the members of this group do not change."""
+        raise self._fixed("get_reconfigure_handle")
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Raise: the members of this group do not change."""
+        raise self._fixed("reconfigure")
+
+    def _fixed(self, name: str) -> UnsupportedOperation:
+        return UnsupportedOperation(
+            f"{name} on rank {self.rank()} of group {self.group_name!r}: its members cannot change; make the "
+            f'default group with init_process_group("{BACKEND}", enable_reconfigure=True)'
+        )
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
