@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal import PeerLost, UsageError
+from shoal import PeerLost, ProcessGroup, UsageError
 from shoal.errors import RendezvousError, ShoalError
+from shoal.rendezvous.host import process_is_gone
 from shoal.testing import Network, no_leaks, processes
 from shoal.testing.network import why_unavailable
 
 from ..support import releases
+from ..support.waiting import until
 from .members import LIMIT, SOON, Member, joined, parts, pid_of, world_of
 from .pool import Pool, Pools
 
@@ -45,18 +47,9 @@ def three(pools):
 # -- deaths --------------------------------------------------------------------------------------
 
 
-def await_end_of(pid):
-    """Wait until a process has ended."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] in "ZX":
-                    return
-        except OSError:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"process {pid} lives")
+def await_end_of(handle):
+    """Wait until the process that a handle belongs to has ended."""
+    until(lambda: process_is_gone(parts(handle)["process"]))
 
 
 def survivors_of(context, connected, when):
@@ -73,15 +66,15 @@ def survivors_of(context, connected, when):
             me.store.wait([f"called {rank}" for rank in (0, 1, 3)])
         os.kill(os.getpid(), signal.SIGKILL)
     if when == "before its call":
-        await_end_of(pid)
+        await_end_of(handles[2])
     if when == "in its call" and context.rank == 3:  # somebody must be missing
         me.store.set("called 3", "")
-        await_end_of(pid)
+        await_end_of(handles[2])
     began = time.monotonic()
     work = dist._reconfigure(2, handles)
     me.store.set(f"called {context.rank}", "")
     if when != "before its call":
-        await_end_of(pid)
+        await_end_of(handles[2])
         began = time.monotonic()
     with pytest.raises((RendezvousError, PeerLost)) as raised:
         work.wait()
@@ -117,7 +110,7 @@ def without_the_store(context):
         me.store.wait(["got 1", "got 2"])
         os.kill(os.getpid(), signal.SIGKILL)
     me.store.set(f"got {context.rank}", "")
-    await_end_of(pid_of(handles[0]))
+    await_end_of(handles[0])
     dist._reconfigure(2, handles[1:]).wait()
     me.check(2, context.rank - 1)
     dist.group.WORLD.shutdown()
@@ -283,6 +276,7 @@ def many_times(context):
                 x = torch.ones(100)
                 dist.all_reduce(x)
                 assert x[0] == (1 if alone else 3)
+            assert len([each for each in gc.get_objects() if isinstance(each, ProcessGroup)]) <= 4
             me.reconfigure(1000, "end")
             me.together("end")
             backend = dist.group.WORLD._reconfigurer._connections.base._links.backend

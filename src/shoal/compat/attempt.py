@@ -43,7 +43,7 @@ _SHORT = 1.0
 #: seconds that are left of a deadline at least
 _SHORTEST = 0.001
 #: seconds for a process whose connections ended to end too, and between two looks at it
-_DYING, _PAUSE = 0.2, 0.01
+_DYING, _PAUSE = 1.0, 0.01
 #: members that a message about a timeout lists
 _LISTED = 16
 _ADVICE = "call torch.distributed._reconfigure again with a new uuid and the handles of the living members"
@@ -113,7 +113,7 @@ class Attempt:
     Attributes:
         uuid, members: the arguments of the call.
         rank: of this process among the members.
-        connections: those that the process had at the call.
+        connections: those that the process had at the call; None: it had none, or it does not wait any more.
         deadline: until when all members must be connected.
         timeout: default of operations in the new group, in seconds.
         future: completes when the new group is in use, or with the error.
@@ -137,9 +137,14 @@ class Attempt:
         Raises:
             ShoalError: a member ended, did not come in time, or cancelled its call.
         """
-        if common_world(self.members) is not None and self.connections is not None:
-            return self._connect_over(self.connections), self.connections
-        return self._connect_anew()
+        try:
+            if common_world(self.members) is not None and self.connections is not None:
+                return self._connect_over(self.connections), self.connections
+            return self._connect_anew()
+        finally:
+            # New connections keep this object, by what they call while they connect.  It must not keep older
+            # ones, which would keep still older ones.
+            self.connections = None
 
     def cancel(self, why: str) -> None:
         """End it on all members.
@@ -251,14 +256,15 @@ class Attempt:
 
     def _look(self, keys: Store) -> Callable[[], None]:
         """Return a function that raises if a member will not come; the members call it while they meet."""
-        own, connections = self.members[self.rank], self.connections
+        own = self.members[self.rank]
         # Losses in the handle were known when the list was made, and the process is in it all the same.
         known = frozenset(own.lost)
-        if connections is not None and own.world is None:
-            known = connections.lost()
+        if self.connections is not None and own.world is None:
+            known = self.connections.lost()
 
         def lost(member: Handle) -> bool:
             """Whether the connection to a member on another host ended since."""
+            connections = self.connections
             return (
                 connections is not None
                 and (member.world, member.machine != own.machine) == (connections.ident, True)
