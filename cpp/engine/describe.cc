@@ -1,7 +1,7 @@
 #include "engine/describe.h"
 
 #include <cstdio>
-#include <sstream>
+#include <string>
 
 namespace shoal {
 namespace {
@@ -21,21 +21,19 @@ bool reduces(Kind kind) {
 
 std::string describe(const Fingerprint& call) {
   const auto kind = static_cast<Kind>(call.kind);
-  std::ostringstream out;
-  out << name(kind) << '(';
+  std::string out = std::string(name(kind)) + '(';
   if (kind != Kind::kBarrier) {
-    out << name(static_cast<DType>(call.dtype));
-    if (call.count > 0 || call.sizes == 0) out << '[' << call.count << ']';
+    out += name(static_cast<DType>(call.dtype));
+    if (call.count > 0 || call.sizes == 0) out += '[' + std::to_string(call.count) + ']';
     if (call.sizes != 0) {
       char hash[24];
       std::snprintf(hash, sizeof hash, " sizes#%08x", static_cast<unsigned>(call.sizes));
-      out << hash;
+      out += hash;
     }
-    if (reduces(kind)) out << ", op=" << name(static_cast<RedOp>(call.op));
-    if (call.root >= 0) out << ", root=" << call.root;
+    if (reduces(kind)) out += std::string(", op=") + name(static_cast<RedOp>(call.op));
+    if (call.root >= 0) out += ", root=" + std::to_string(call.root);
   }
-  out << ')';
-  return out.str();
+  return out + ')';
 }
 
 std::string describe(const Request& request) {

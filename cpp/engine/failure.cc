@@ -1,7 +1,8 @@
 // How a group ends before its time: deaths, aborts, and what the peers report.
 
 #include <algorithm>
-#include <sstream>
+#include <charconv>
+#include <string_view>
 
 #include "engine/context.h"
 #include "engine/group.h"
@@ -10,6 +11,21 @@ namespace shoal {
 namespace {
 
 const std::string kReported = " (reported by rank ";
+
+// The numbers of a line, separated by spaces, up to the first thing that is none.
+std::vector<int> numbers(std::string_view line) {
+  std::vector<int> found;
+  const char* at = line.data();
+  for (const char* const end = at + line.size(); at < end;) {
+    int number = 0;
+    const auto [next, error] = std::from_chars(at, end, number);
+    if (error != std::errc{}) break;
+    found.push_back(number);
+    at = next;
+    while (at < end && *at == ' ') ++at;
+  }
+  return found;
+}
 const std::string kGaveItUp = "; the others gave it up: ";
 
 void add_loss(Error& error, int rank, const std::string& why) {
@@ -72,11 +88,8 @@ std::optional<Error> Group::failure() {
 void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
   Error error;
   error.code = code;
-  std::istringstream in(text);
-  std::string line;
-  std::getline(in, line);
-  std::istringstream ranks(line);
-  for (int r; ranks >> r;) error.ranks.push_back(r);
+  const std::string_view line = std::string_view(text).substr(0, text.find('\n'));
+  error.ranks = numbers(line);
   if (code == ErrorCode::kPeerLost)
     for (int lost : error.ranks) context_->peers().lost_to_others(global(lost));
   error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
