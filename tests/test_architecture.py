@@ -196,8 +196,8 @@ def test_the_files_of_tests_with_which_runs_begin_are_there() -> None:
 
 
 def test_the_core_uses_no_streams_of_the_cpp_library() -> None:
-    # They look for facets of a locale, and end the process where libstdc++ is linked into the module and another
-    # package brings a second one (seen with the compiler of a GPU image, and torch).
+    # They look for facets of a locale, and end the process where libstdc++ is linked into the module while
+    # another package brings a second one (seen with the compiler of a GPU image, and torch).
     sources = [path for path in (ROOT / "cpp").rglob("*.[ch]*") if "tests" not in path.parts]
     assert len(sources) > 50
     found = [
