@@ -21,6 +21,7 @@ from shoal.errors import InvalidFutureState, PeerLost
 from shoal.future import Future, future, pool, state
 from shoal.recorder import FlightRecorder
 from shoal.spec import OpKind
+from tests.support.bytecodes import enable_opcode_events
 
 from .sources import ManualSource
 
@@ -191,6 +192,7 @@ def _interrupted(act: Callable[[], object], steps: int) -> tuple[bool, bool]:
             struck = True
             raise KeyboardInterrupt
 
+    enable_opcode_events()
     before, handler = sys.gettrace(), signal.signal(signal.SIGINT, handle)
     try:
         sys.settrace(trace)

@@ -12,6 +12,7 @@ from shoal.rpc import Agent
 from shoal.rpc.call import _Source
 from shoal.testing import Agents
 from tests.rpc import handlers
+from tests.support.bytecodes import enable_opcode_events
 
 
 def _interrupted(source: _Source, steps: int) -> bool:
@@ -28,6 +29,7 @@ def _interrupted(source: _Source, steps: int) -> bool:
             raise KeyboardInterrupt
         return trace
 
+    enable_opcode_events()
     before = sys.gettrace()
     sys.settrace(trace)
     try:

@@ -18,6 +18,7 @@ import pytest
 import shoal
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import FileStore, Store
+from tests.support.bytecodes import enable_opcode_events
 
 from .conformance import StoreConformance
 
@@ -222,6 +223,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.
 def interrupt_at_every_instruction(exists: bool, folder_of_store: Path) -> int:
     """Open a file store with a Ctrl-C at each instruction in turn; how many there were."""
     folder = str(Path(shoal.store.__file__).parent)
+    enable_opcode_events()
     before, points, opened = len(os.listdir("/proc/self/fd")), 0, False
     while not opened:
         path = folder_of_store / ("store" if exists else f"store{points}")

@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -168,6 +169,8 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.update(env)
     failure_report._line = failure_report._inherited()
     faulthandler.dump_traceback_later(_STACKS)  # on stderr, which the launcher passes on
+    # Python 3.12 and later warn of a fork beside the thread of the line above.
+    warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
     sys.argv[:] = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     python = ctypes.pythonapi
