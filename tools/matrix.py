@@ -15,8 +15,10 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from typing import Any
 
 from tools import retry
 
@@ -137,52 +139,49 @@ def _quick(python: str) -> bool:
     return result.code == 0
 
 
-def _all(python: str, release: str, suites: list[str]) -> bool:
-    started = time.monotonic()
-    paths = [f"tests/{suite}" for suite in suites]
-    result = retry.run(OPTIONS, paths, python=python, environment=_environment())
+def _all(python: str, release: str, suites: Sequence[str]) -> bool:
+    result = retry.run(
+        OPTIONS, [f"tests/{suite}" for suite in suites], python=python, environment=_environment()
+    )
     retry.report(result)
-    failed = [case for case in result.cases.values() if case.outcome == "failed"]
-    record = {
-        "python": platform.python_version(),
-        "processor": _processor(),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(time.monotonic() - started),
-        "suites": {
-            suite: {
-                outcome: result.count(outcome, f"tests/{suite}/")
-                for outcome in ("passed", "failed", "skipped")
-            }
-            for suite in suites
-        },
-        "failed": sorted(f"{case.module}::{case.name}" for case in failed),
-        "flaky": sorted(f"{case.module}::{case.name}" for case in result.flaky),
-    }
-    if set(suites) == set(SUITES):
-        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        kept[release] = record
-        RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-        write_table()
+    if not result.cases:
+        return False  # pytest itself failed
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for suite in suites:
+        folder = f"tests/{suite}/"
+        failed = [case for case in result.cases.values() if case.outcome == "failed"]
+        kept.setdefault(release, {})[suite] = {
+            **{outcome: result.count(outcome, folder) for outcome in ("passed", "failed", "skipped")},
+            "failures": _names(failed, folder),
+            "flaky": _names(result.flaky, folder),
+            "python": platform.python_version(),
+            "processor": _processor(),
+            "commit": _git("rev-parse", "--short", "HEAD"),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+    RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    write_table()
     return result.code == 0
+
+
+def _names(cases: Iterable[retry.Case], folder: str) -> list[str]:
+    return sorted(f"{case.module}::{case.name}" for case in cases if case.module.startswith(folder))
 
 
 def table() -> str:
     """Return the table of the installation page, from the results that are kept."""
     kept = json.loads(RESULTS.read_text())
-    lines = [
-        f"| torch | {' | '.join(SUITES)} | Python | commit |",
-        "| --- |" + " ---: |" * len(SUITES) + " --- | --- |",
-    ]
-    for release in sorted(kept, key=lambda each: [int(part) for part in each.split(".")]):
-        record = kept[release]
-        cells = [_cell(record["suites"][suite]) for suite in SUITES]
-        lines.append(f"| {release} | {' | '.join(cells)} | {record['python']} | {record['commit']} |")
+    lines = [f"| torch | {' | '.join(SUITES)} |", "| --- |" + " --- |" * len(SUITES)]
+    for release in RELEASES:
+        cells = [_cell(kept.get(release, {}).get(suite)) for suite in SUITES]
+        lines.append(f"| {release} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(counts: dict[str, int]) -> str:
-    return f"{counts['passed']} passed" + (f", {counts['failed']} failed" if counts["failed"] else "")
+def _cell(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "not run as a whole"
+    return f"{record['passed']} passed" + (f", {record['failed']} failed" if record["failed"] else "")
 
 
 def write_table() -> None:
