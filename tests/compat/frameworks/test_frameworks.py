@@ -79,7 +79,7 @@ def test_accelerate_trains_under_shoal_run_with_its_own_variables(tmp_path: Path
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param((), id="its own launcher"),
+        pytest.param((), id="its own launcher", marks=pytest.mark.stress),  # 20 to 50 s
         pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.stress),  # under which Accelerate is tried
         pytest.param(SHOAL_RUN, id="shoal run", marks=pytest.mark.stress),  # under which test_page.py runs
     ],
