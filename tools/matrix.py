@@ -41,13 +41,16 @@ QUICK = (
 )  # fmt: skip
 OPTIONS = ("-q", "-m", "not stress", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
 
-#: one set of NVIDIA's libraries that serves the CUDA 13 builds of torch 2.11 to 2.15
+#: one set of NVIDIA's libraries, those of torch 2.14.1 with a newer nvshmem, that serves torch 2.11 to 2.15
 NVIDIA = (
-    "nvidia-cublas<14", "nvidia-cuda-cupti<14", "nvidia-cuda-nvrtc<14", "nvidia-cuda-runtime<14",
-    "nvidia-cudnn-cu13>=9.24,<10", "nvidia-cufft<13", "nvidia-cufile<2", "nvidia-curand<11",
-    "nvidia-cusolver<13", "nvidia-cusparse<13", "nvidia-cusparselt-cu13>=0.8.1,<0.9",
-    "nvidia-nccl-cu13>=2.30.7,<3", "nvidia-nvjitlink<14", "nvidia-nvshmem-cu13>=3.4.5,<4", "nvidia-nvtx<14",
+    "nvidia-cublas==13.1.1.3", "nvidia-cuda-cupti==13.0.85", "nvidia-cuda-nvrtc==13.0.88",
+    "nvidia-cuda-runtime==13.0.96", "nvidia-cudnn-cu13==9.24.0.43", "nvidia-cufft==12.0.0.61",
+    "nvidia-cufile==1.15.1.6", "nvidia-curand==10.4.0.35", "nvidia-cusolver==12.0.4.66",
+    "nvidia-cusparse==12.6.3.3", "nvidia-cusparselt-cu13==0.8.1", "nvidia-nccl-cu13==2.30.7",
+    "nvidia-nvjitlink>=13.0.88,<14", "nvidia-nvshmem-cu13==3.7.2", "nvidia-nvtx==13.0.85",
 )  # fmt: skip
+#: the largest of them, beside torch itself
+LARGEST = NVIDIA[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     failed = False
     for release in given.releases or RELEASES:
-        if given.if_local and not (_is_local(f"torch=={release}") and _is_local("nvidia-cublas<14")):
+        if given.if_local and not (_is_local(f"torch=={release}") and _is_local(LARGEST)):
             print(f"torch {release} is not available without a download: skipped", flush=True)
             continue
         python = prepare(release)
