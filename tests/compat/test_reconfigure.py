@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+import traceback
 
 import pytest
 import torch
@@ -213,11 +214,13 @@ def forked(context):
                 with pytest.raises(UsageError, match="forked child"):
                     dist._reconfigure(3, handles)
                 os.write(write, b"as expected")
+            except BaseException:
+                os.write(write, traceback.format_exc().encode())
             finally:
                 os._exit(0)
         os.close(write)
-        with open(read, "rb") as file:
-            assert file.read() == b"as expected"
+        with open(read) as file:
+            assert file.read() == "as expected"
         os.waitpid(child, 0)
         me.together("forked")
         if context.rank != 0:
