@@ -88,7 +88,7 @@ def run_out(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
     ("timeout", "end", "error", "words"),
     [
         (PATIENCE, cancel, CallCancelled, "make at 'owner' was cancelled"),
-        (3.0, run_out, RpcError, r"make at 'owner' had no reply within 3 s"),
+        (8.0, run_out, RpcError, r"make at 'owner' had no reply within 8 s"),
         (PATIENCE, cut_off, RpcError, r"make at 'owner'.* was lost before it replied"),
     ],
 )
