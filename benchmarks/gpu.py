@@ -27,8 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu"
-#: the packages that shoal imports at run time and that torch does not bring along, by module
-NEEDS = {"click": "click", "msgspec": "msgspec", "psutil": "psutil", "rich": "rich"}
+#: packages that shoal imports at run time and torch does not bring along; their modules have the same names
+NEEDS = ("click", "msgspec", "psutil", "rich")
 #: seconds until a step is taken for hung
 LIMIT_S = 240
 
@@ -79,7 +79,7 @@ def _build(wheels: str | None) -> float:
     """Build and install shoal and what it lacks; return the seconds of the build."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     source = ["--no-index", "--find-links", str(Path(wheels).resolve())] if wheels else []
-    missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
+    missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
     target = ["--upgrade", "--target", str(SITE)]
     if missing:
         subprocess.run([*pip, *source, *target, *missing], check=True, timeout=LIMIT_S)

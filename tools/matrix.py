@@ -99,7 +99,7 @@ def prepare(release: str) -> str:
 
 
 def _requirements(packages: Path) -> list[str]:
-    """What the torch in a folder needs, without markers."""
+    """Return the requirements of the torch in a folder, without markers."""
     (info,) = packages.glob("torch-*.dist-info")
     return [need.partition(";")[0].strip() for need in PathDistribution(info).requires or ()]
 

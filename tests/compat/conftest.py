@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .pool import Pools
+from .pool import Pool, Pools
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +15,17 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Processes without a group."""
+    pools = Pools(backend=None)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def three(pools: Pools) -> Pool:
+    """Three processes without a group."""
+    return pools(3)

@@ -16,25 +16,10 @@ from shoal.errors import ShoalError
 
 from ..support import releases
 from .members import SOON, joined, pid_of, world_of
-from .pool import Pools
 
 pytestmark = pytest.mark.skipif(
     not releases.HAS_RECONFIGURE, reason="torch.distributed._reconfigure exists from torch 2.14 on"
 )
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Processes without a group."""
-    pools = Pools(backend=None)
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def three(pools):
-    """Three of them."""
-    return pools(3)
 
 
 # -- who can be a member -------------------------------------------------------------------------

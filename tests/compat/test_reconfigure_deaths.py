@@ -23,25 +23,11 @@ from shoal.testing.network import why_unavailable
 from ..support import releases
 from ..support.waiting import until
 from .members import LIMIT, SOON, Member, joined, parts, pid_of, world_of
-from .pool import Pool, Pools
+from .pool import Pool
 
 pytestmark = pytest.mark.skipif(
     not releases.HAS_RECONFIGURE, reason="torch.distributed._reconfigure exists from torch 2.14 on"
 )
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """Processes without a group."""
-    pools = Pools(backend=None)
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def three(pools):
-    """Three of them."""
-    return pools(3)
 
 
 # -- deaths --------------------------------------------------------------------------------------
@@ -155,7 +141,7 @@ def test_living_members_that_lost_each_other_connect_anew(three):
 
 
 def on_other_hosts(group, address):
-    """Of three processes on three hosts, rank 2 dies in a call that a fourth has not made."""
+    """Rank 2 of three processes on three hosts dies in a call that a fourth has not made."""
     if group.rank == 0:
         server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         group.store.set("port", str(server.port))
