@@ -20,7 +20,7 @@ void Agreement::vote(Vote vote, std::int64_t deadline, std::int64_t now) {
   if (!begun_) begun_ = now;
   deadline_ = deadline;
   followers_[static_cast<std::size_t>(settings_.rank)].vote = std::move(vote);
-  if (decision_) outcome_ = decision_->ranks.has(settings_.rank) ? Outcome::kDecided : Outcome::kLeftOut;
+  if (decision_) outcome_ = decision_->keeps(settings_.rank) ? Outcome::kDecided : Outcome::kLeftOut;
   advance();
 }
 
@@ -138,7 +138,7 @@ void Agreement::decide(const Decision& decision, const RankSet& whom) {
   decision_ = decision;
   const bool voted = followers_[static_cast<std::size_t>(settings_.rank)].vote.has_value();
   if (voted && outcome_ == Outcome::kOpen)
-    outcome_ = decision.ranks.has(settings_.rank) ? Outcome::kDecided : Outcome::kLeftOut;
+    outcome_ = decision.keeps(settings_.rank) ? Outcome::kDecided : Outcome::kLeftOut;
   wake_ = kNever;
   request_.reset();
   tell(whom);

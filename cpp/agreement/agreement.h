@@ -35,7 +35,8 @@ namespace shoal::agreement {
 struct Settings {
   int rank = 0;
   int size = 0;
-  // After the first vote: how long a leader waits for those who live and have not voted.
+  // After the first vote: how long a leader waits for those who live and have not voted, unless the op is
+  // kGrow.
   std::int64_t vote_timeout = 0;
   // How long a leader waits for losses to become known to it: those that others tell of, and the states of
   // those that it has just begun to lead.
@@ -131,6 +132,7 @@ class Agreement {
   void ask_again();
   void propose();
   std::optional<Decision> count_votes();
+  Decision combine(const RankSet& voters) const;
   RankSet complaints(const RankSet& voters) const;
   RankSet voters() const;
 

@@ -29,6 +29,7 @@ std::uint64_t reduce(Op op, std::uint64_t a, std::uint64_t b) {
   const bool less = static_cast<std::int64_t>(a) < static_cast<std::int64_t>(b);
   switch (op) {
     case Op::kAnd:
+    case Op::kGrow:
       return a & b;
     case Op::kOr:
       return a | b;
@@ -56,7 +57,7 @@ std::string with_length(const std::string& value) {
 
 const char* flaw_of_value(Op op, const std::string& value, std::size_t limit) {
   if (value.size() > limit) return "a value is longer than votes may be";
-  if (op == Op::kGather) return nullptr;
+  if (gathers(op)) return nullptr;
   if (op != Op::kCommon) return value.size() == kInteger ? nullptr : "a value is not one integer";
   if (value.size() % kInteger != 0) return "a value is no list of integers";
   const auto list = integers(value);
@@ -78,7 +79,14 @@ const char* flaw_of_gathered(const std::string& value, int ranks, std::size_t li
   return at == value.size() ? nullptr : "a gathered value has more votes than ranks";
 }
 
-bool is_op(Op op) { return op >= Op::kAnd && op <= Op::kGather; }
+bool is_op(Op op) { return op >= Op::kAnd && op <= Op::kGrow; }
+
+const char* flaw_of_ops(const std::string& value, int ranks) {
+  if (value.size() != static_cast<std::size_t>(ranks))
+    return "a decision has another number of ops than ranks";
+  const bool known = std::ranges::all_of(value, [](char op) { return is_op(static_cast<Op>(op)); });
+  return known ? nullptr : "a decision tells of an unknown op";
+}
 
 }  // namespace
 
@@ -87,9 +95,12 @@ Decision combine(int size, const std::vector<std::pair<int, const Vote*>>& votes
   result.ranks = RankSet(size);
   for (const auto& [rank, vote] : votes) result.ranks.add(rank);
   const Op op = votes.front().second->op;
-  if (std::ranges::any_of(votes, [&](const auto& entry) { return entry.second->op != op; })) return result;
+  if (std::ranges::any_of(votes, [&](const auto& entry) { return entry.second->op != op; })) {
+    for (const auto& [rank, vote] : votes) result.value += static_cast<char>(vote->op);
+    return result;
+  }
   result.op = op;
-  if (op == Op::kGather) {
+  if (gathers(op)) {
     for (const auto& [rank, vote] : votes) result.value += with_length(vote->value);
     return result;
   }
@@ -105,11 +116,9 @@ const char* flaw_of(const Vote& vote, int size) {
 
 const char* flaw_of(const Decision& decision, int size) {
   if (!decision.ranks.any()) return "a decision has no ranks";
-  if (decision.op == Op::kDiffers)
-    return decision.value.empty() ? nullptr : "a decision without an op has a value";
+  if (decision.op == Op::kDiffers) return flaw_of_ops(decision.value, decision.ranks.count());
   if (!is_op(decision.op)) return "a decision has an unknown op";
-  if (decision.op == Op::kGather)
-    return flaw_of_gathered(decision.value, decision.ranks.count(), vote_limit(size));
+  if (gathers(decision.op)) return flaw_of_gathered(decision.value, decision.ranks.count(), vote_limit(size));
   return flaw_of_value(decision.op, decision.value, vote_limit(size));
 }
 

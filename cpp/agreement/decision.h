@@ -12,8 +12,9 @@
 
 namespace shoal::agreement {
 
-// How votes become one value.  kAnd to kSum: 8 bytes, a signed integer, sums wrap.  kCommon: ascending
-// integers of 8 bytes, and those that are in all votes.  kGather: any bytes, and the list of them.
+// What a member has called, and so how votes become one value.  kAnd to kSum: 8 bytes, a signed integer, sums
+// wrap.  kCommon: ascending integers of 8 bytes, and those that are in all votes.  kGather: any bytes, and
+// the list of them.
 enum class Op : std::uint8_t {
   kDiffers = 0,  // only of a decision: the members did not call with the same op
   kAnd = 1,
@@ -23,7 +24,11 @@ enum class Op : std::uint8_t {
   kSum = 5,
   kCommon = 6,
   kGather = 7,
+  kRebuild = 8,  // as kGather
+  kGrow = 9,     // as kAnd; nobody who lives is left out for being late
 };
+
+inline bool gathers(Op op) { return op == Op::kGather || op == Op::kRebuild; }
 
 // Bytes of one vote.  All votes of a group together stay below 4 MiB.
 constexpr std::size_t vote_limit(int size) {
@@ -40,9 +45,13 @@ struct Vote {
 
 struct Decision {
   Op op = Op::kDiffers;
-  std::string value;  // kGather: for each rank, ascending, 4 bytes of length and its vote
-  RankSet ranks;      // whose votes these are, and who goes on; all others are lost
+  // kGather, kRebuild: for each rank, ascending, 4 bytes of length and its vote.  kDiffers: for each rank,
+  // ascending, its op in one byte.
+  std::string value;
+  // Whose votes these are.  They go on, and all others are lost; after kDiffers all go on.
+  RankSet ranks;
   bool operator==(const Decision&) const = default;
+  bool keeps(int rank) const { return op == Op::kDiffers || ranks.has(rank); }
 };
 
 // A decision that a member has accepted, but that need not be decided.

@@ -135,11 +135,15 @@ RankSet Agreement::voters() const {
   return result;
 }
 
-// What the votes make, once all that may still come have come.
+// What the votes make, once all that may still come have come.  Different ops are different whatever comes.
 std::optional<Decision> Agreement::count_votes() {
   const RankSet voters = this->voters();
   if (!voters.any()) return std::nullopt;
+  const auto op_of = [&](int rank) { return followers_[static_cast<std::size_t>(rank)].vote->op; };
+  const Op op = op_of(voters.lowest());
+  if (std::ranges::any_of(voters.list(), [&](int rank) { return op_of(rank) != op; })) return combine(voters);
   if (voters != everyone_ - lost_) {
+    if (op == Op::kGrow) return std::nullopt;
     const std::int64_t until = std::max(*begun_ + settings_.vote_timeout, leads_since_ + settings_.settle);
     if (now_ < until) {
       wake_at(until);
@@ -151,10 +155,13 @@ std::optional<Decision> Agreement::count_votes() {
     wake_at(until);
     return std::nullopt;
   }
+  return combine(voters - dropped);
+}
+
+Decision Agreement::combine(const RankSet& voters) const {
   std::vector<std::pair<int, const Vote*>> votes;
-  for (int rank : (voters - dropped).list())
-    votes.emplace_back(rank, &*followers_[static_cast<std::size_t>(rank)].vote);
-  return combine(settings_.size, votes);
+  for (int rank : voters.list()) votes.emplace_back(rank, &*followers_[static_cast<std::size_t>(rank)].vote);
+  return agreement::combine(settings_.size, votes);
 }
 
 // Whom to leave out, because others have lost it and this member has not: who lacks the most of the others,

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .errors import PeerLost as PeerLost
     from .errors import ProtocolError as ProtocolError
     from .errors import QuorumLost as QuorumLost
+    from .errors import RebuildCalled as RebuildCalled
     from .errors import RecordingMismatch as RecordingMismatch
     from .errors import RemoteError as RemoteError
     from .errors import RemoteOpError as RemoteOpError
@@ -156,6 +157,7 @@ _PUBLIC = {
         "PeerLost",
         "ProtocolError",
         "QuorumLost",
+        "RebuildCalled",
         "RecordingMismatch",
         "RemoteError",
         "RemoteOpError",

@@ -138,6 +138,18 @@ class PeerLost(_OfRanks, GroupError, ConnectionError):
     """
 
 
+class RebuildCalled(PeerLost):
+    """``agree`` met a rank that calls :meth:`shoal.ProcessGroup.rebuild`.
+
+    That rank knows of a loss, or had an error, of which this one has not heard yet.
+
+    Attributes:
+        ranks: all that this rank knows to be lost, numbered in this group.  May be empty.
+
+    Nothing was agreed on, on any rank.  Call ``rebuild`` too; the other rank waits for it.
+    """
+
+
 class ProtocolError(_OfRanks, GroupError, WireError):
     """A member of the group sent, or wrote into shared memory, what the protocol does not allow.
 

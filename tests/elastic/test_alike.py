@@ -49,10 +49,10 @@ def note(ident: str, *, over: bool = False) -> bytes:
     return msgspec.json.encode(SessionNote(ident, over))
 
 
-def comes(place: Place) -> Any:
-    """What a process is told that may begin the session."""
+def comes(place: Place, timeout: float = PATIENCE, *, begins: bool = True) -> Any:
+    """What a process is told that may begin the session, or that only joins one."""
     try:
-        return await_invitation(place, Deadline(PATIENCE), begins=True)
+        return await_invitation(place, Deadline(timeout), begins=begins)
     except (StateLost, SystemExit) as error:
         return error
 
@@ -139,6 +139,17 @@ def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(
         found = thread.end()
     assert isinstance(found, StateLost)
     assert "has given no sign of life for" in str(found)
+
+
+def test_a_session_whose_ranks_have_died_is_not_waited_for(place: Place) -> None:
+    with keys_of(place) as store:
+        store.set(SESSION, note("1" * 16))
+        store.set(beat_key("1" * 16), b"the last")
+        timeout, began = 2 * SILENCE, time.monotonic()
+        found = comes(place, timeout, begins=False)
+        assert isinstance(found, StateLost)
+        assert time.monotonic() - began >= timeout
+        assert "(SHOAL_JOIN=1) waited for has given no sign of life for 0.6 s.  Start all ranks" in str(found)
 
 
 def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None:

@@ -168,6 +168,43 @@ def test_a_newcomer_that_gives_up_late_is_gone_without_and_comes_again() -> None
     assert logs[0].events[1].lost == (3,)
 
 
+def busy(group: ProcessGroup | None, leaves: bool) -> Log:
+    """Train; after a commit, in which a newcomer waits or rank 0 leaves, rank 1 does something of its own."""
+
+    def visit(point: str, step: Step) -> None:
+        if group is None or step.number != JOIN_AT or step._session.group.size != 3:
+            return
+        session = step._session
+        assert isinstance(session, Session)
+        if point == "between" and group.rank == 0:
+            group.store.set("asks", b"")
+            if leaves:
+                session.leave()
+            else:
+                await_newcomers(step, 1)
+        if point == "after commit" and group.rank == 1:
+            time.sleep(2.5)
+
+    return train(group, visit)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_that_is_busy_is_waited_for(leaves: bool) -> None:
+    hurried = {"SHOAL_VOTE_TIMEOUT": "0.5"}
+    with no_leaks(), processes(busy, 3, leaves, timeout=PATIENCE, env=hurried) as ranks:
+        ranks.store.wait(["asks"], PATIENCE)
+        if not leaves:
+            ranks.newcomer(busy, None, leaves)
+        outcomes = ranks.join()
+    logs = logs_of(outcomes)
+    assert all(event.lost == () for log in logs for event in log.events)
+    if leaves:
+        assert [event.left for event in logs[1].events] == [(0,)]
+    else:
+        assert_as_undisturbed(logs)
+        assert logs[0].events[0].joined == (3,)
+
+
 def with_a_spare(group: ProcessGroup | None) -> Log:
     """Train with three ranks at most; rank 1 dies while a fourth process waits."""
 

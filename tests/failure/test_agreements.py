@@ -138,12 +138,33 @@ def test_what_is_no_vote_is_refused_and_counts_for_nothing() -> None:
 
 def test_ranks_that_give_different_ops_all_hear_of_it() -> None:
     def rank(group: ProcessGroup) -> str:
-        with pytest.raises(CollectiveMismatch, match="other ranks called it with another op") as caught:
+        if group.rank == 2:  # it comes when the others know, and is not left out
+            group.store.wait(["knows/0", "knows/1"])
+        with pytest.raises(CollectiveMismatch) as caught:
             group.agree(1, "and" if group.rank else "or").wait()
+        group.store.set(f"knows/{group.rank}", b"")
         assert group.agree(1, "sum").wait().value == 3  # and the group is as it was
         return str(caught.value)
 
-    assert ["op='or'" in said for said in on_ranks(rank, 3)] == [True, False, False]
+    first, second, third = on_ranks(rank, 3)
+    both = "rank 0 called agree(op='or'); rank 1 called agree(op='and')"
+    assert first == f"agree on rank 0 of group 'world': {both}"
+    assert second == f"agree on rank 1 of group 'world': {both}"
+    assert "rank 0 called agree(op='or'); ranks 1, 2 called agree(op='and')" in third
+
+
+def test_ranks_that_agree_to_grow_wait_for_one_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_VOTE_TIMEOUT", "0.3")
+
+    def rank(group: ProcessGroup) -> Any:
+        began = time.monotonic()
+        if group.rank == 1:
+            time.sleep(1.0)
+        agreed = group._agree_to_grow(group.rank != 2).wait()
+        assert group.rank == 1 or time.monotonic() - began > 0.6
+        return agreed
+
+    assert on_ranks(rank, 3) == [Agreement(0, (0, 1, 2), ())] * 3
 
 
 def test_a_backend_without_agreements_says_so() -> None:

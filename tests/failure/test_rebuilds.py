@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import Evicted, GroupClosed, GroupError, PeerLost, ProcessGroup, TooFewRanks, UsageError
+from shoal import (
+    Evicted,
+    GroupClosed,
+    GroupError,
+    PeerLost,
+    ProcessGroup,
+    RebuildCalled,
+    TooFewRanks,
+    UsageError,
+)
 from shoal.group.rebuild import Rebuilt, new_ranks
 from shoal.testing import faults, no_leaks, processes, run_threads
 from tests.support.waiting import until
@@ -212,13 +221,13 @@ def test_a_rebuild_that_fails_goes_on_with_the_group_that_others_have() -> None:
 
         def lame(*how: Any) -> ProcessGroup:
             successor = made(*how)
-            agree = successor.agree
+            agree = successor._agree
 
             def agree_once(*votes: Any, **how: Any) -> Any:
-                del successor.agree
+                del successor._agree
                 return agree(*votes, **how).then(give_up)
 
-            successor.agree = agree_once  # type: ignore[method-assign]
+            successor._agree = agree_once  # type: ignore[method-assign]
             return successor
 
         with pytest.MonkeyPatch.context() as patch:
@@ -233,6 +242,30 @@ def test_a_rebuild_that_fails_goes_on_with_the_group_that_others_have() -> None:
 
     first, second, third = on_ranks(rank, 3)
     assert (first.epoch, second.name, third) == (2, "world@2", None)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_agrees_meets_those_that_rebuild(dies: bool, grows: bool) -> None:
+    """As a rank that has not heard of the loss yet: it is told of the rebuild, and comes too."""
+
+    def rank(group: ProcessGroup) -> Any:
+        if group.rank == 2 and dies:
+            group.store.wait(["agrees"])
+            return group.close()
+        if group.rank == 1:
+            calls = group._agree_to_grow(True) if grows else group.agree(1)
+            group.store.set("agrees", b"")
+            with pytest.raises(RebuildCalled, match=r"called rebuild\(\)") as caught:
+                calls.wait()
+            assert set(caught.value.ranks) <= {2}
+            assert "rank 1 called agree" in str(caught.value)
+        return rebuilt(group)
+
+    first, second, third = on_ranks(rank, 3)
+    assert first.size == second.size == 3 - dies
+    assert (third is None) == dies
+    assert (first.epoch, second.epoch) == (1, 1)
 
 
 def test_who_is_cut_off_is_evicted_and_hears_it() -> None:
@@ -378,8 +411,8 @@ def test_a_stopped_rank_that_is_given_up_writes_nothing_any_more(seed: int) -> N
 def die_at(point: str) -> None:
     """Let this process die where it gets to ``point`` of a rebuild."""
     name, after = {
-        "asked": ("agree", False),
-        "voted": ("agree", True),
+        "asked": ("_agree", False),
+        "voted": ("_agree", True),
         "decided": ("_succeed", False),
         "grouped": ("_succeed", True),
         "synced": ("_become", False),
@@ -407,8 +440,8 @@ def outlive_two_by_chance(group: ProcessGroup, seed: int) -> tuple[int, int, int
     delay = choose.uniform(0.0, 0.004)
     if group.rank == second:
         timer = threading.Timer(delay, die)
-        succeed = group.agree
-        group.agree = lambda *args, **how: timer.start() or succeed(*args, **how)  # type: ignore[method-assign, func-returns-value]
+        succeed = group._agree
+        group._agree = lambda *args, **how: timer.start() or succeed(*args, **how)  # type: ignore[method-assign, func-returns-value]
     return outlive_two(group, first, -1, "")
 
 

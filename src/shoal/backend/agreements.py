@@ -12,7 +12,7 @@ WitnessRequest: TypeAlias = tuple[int, bytes | None]
 class Op(enum.IntEnum):
     """How votes become one value; the numbers are those of ``cpp/agreement/decision.h``."""
 
-    DIFFERS = 0  # only of a decision: not all have voted with the same one
+    DIFFERS = 0  # only of a decision: the ranks called with different ones; its value has one byte for each
     AND = 1
     OR = 2
     MIN = 3
@@ -20,6 +20,8 @@ class Op(enum.IntEnum):
     SUM = 5
     COMMON = 6
     GATHER = 7
+    REBUILD = 8  # as GATHER, of a call of ``rebuild``
+    GROW = 9  # as AND, of ranks that take others in: waits for every rank that lives
 
 
 class Outcome(enum.IntEnum):
@@ -36,7 +38,8 @@ class News(NamedTuple):
     """What is known of an agreement.
 
     Attributes:
-        op: of the decision, with its value and the ranks that go on; None: there is none.
+        op: of the decision, with its value and the ranks that go on (after DIFFERS: those whose ops the value
+            has); None: there is none.
         request: for the witness, to be told once it is answered.
     """
 

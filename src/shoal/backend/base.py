@@ -223,7 +223,9 @@ class DataChannel(abc.ABC):
         Python nor the program: a rank that has not called it yet answers the others all the same.
 
         Args:
-            value: AND to SUM: an integer of 8 bytes; COMMON: such integers, ascending; GATHER: anything.
+            op: ranks that call with different ones all get the decision DIFFERS, and none is left out by it.
+            value: AND to SUM, GROW: an integer of 8 bytes; COMMON: such integers, ascending; GATHER, REBUILD:
+                anything.
             timeout: in seconds, for the decision.
 
         Raises:

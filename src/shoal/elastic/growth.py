@@ -1,8 +1,12 @@
 """How a session takes in processes that wait in the lobby.
 
-At the end of a step all ranks of the group, and the candidates that rank 0 invites, meet anew beside the
-group, which stays as it is.  Then its ranks agree whether every one of them got through: if so, all go over
-to the new group; if not, all stay.  So a candidate that dies on the way costs a moment and nothing else.
+At the end of a step all ranks of the group wait for each other; then they and the candidates that rank 0
+invites meet anew beside the group, which stays as it is.  Then its ranks agree whether every one of them got
+through: if so, all go over to the new group; if not, all stay.  So a candidate that dies on the way costs a
+moment and nothing else, and a rank that is busy is waited for as in any collective.
+
+If a rank of the group is lost on the way, some of the others may be in this agreement and others already in a
+rebuild.  An agreement of both kinds decides nothing: those of the first kind hear of the rebuild and join it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from ..errors import (
     RendezvousError,
     ShoalError,
     StoreError,
+    StoreTimeout,
     UsageError,
     WireError,
 )
@@ -35,7 +40,7 @@ from ..rendezvous.venue import nothing
 from ..store import MemoryStore, Store
 from ..wire import Deadline
 from .lobby import Lobby
-from .lobby_keys import PATIENCE, Invitation
+from .lobby_keys import LOOK, PATIENCE, Invitation
 from .waiting import Begun, Waiting
 
 #: for closing what came to nothing
@@ -109,7 +114,8 @@ class Door:
             GroupError: of ``group``.
         """
         lobby = self._lobby
-        within = config.VOTE_TIMEOUT.get() / 2  # nobody may be late for the agreement
+        within = config.VOTE_TIMEOUT.get() / 2  # who is in the meeting is not late for a rebuild
+        group.barrier().wait()  # a rank may be busy with something of its own: nobody is invited before
         mine = [0, 0, 0, 0]
         if group.rank == 0:
             token = secrets.randbits(62)
@@ -132,7 +138,7 @@ class Door:
         try:
             with contextlib.suppress(ShoalError, OSError):  # the others hear of it in the agreement
                 grown, release = meeting.connect(self._place, group.rank, group.size + count, look)
-            agreed = group.agree(int(grown is not None)).wait()
+            agreed = group._agree_to_grow(grown is not None).wait()
             taken = bool(agreed.value) and not agreed.lost
             with contextlib.suppress(StoreError, WireError), _store_of(self._place) as store:
                 store.set(meeting.verdict, _TAKEN if taken else _REFUSED)
@@ -230,9 +236,8 @@ class Newcomer:
         meeting = _Meeting(**{each.name: getattr(said, each.name) for each in fields(_Meeting)})
         group, release = meeting.connect(place, said.rank, said.size)
         try:
-            # The agreement may take them as long as the meeting.
             with _store_of(place) as store:
-                verdict = store.get(meeting.verdict, 2 * meeting.within)
+                verdict = self._verdict(store, meeting, group)
         except (StoreError, WireError):
             verdict = _REFUSED
         if verdict != _TAKEN:
@@ -240,6 +245,14 @@ class Newcomer:
             return None
         release.then = lambda _: place.close()
         return group
+
+    def _verdict(self, store: Store, meeting: _Meeting, group: ProcessGroup) -> bytes:
+        """What the ranks have agreed on: they wait for the last of them as long as in any collective."""
+        deadline = Deadline(meeting.timeout)
+        while group.state == "open" and not deadline.expired:
+            with contextlib.suppress(StoreTimeout):
+                return store.get(meeting.verdict, min(LOOK, deadline.remaining()))
+        return _REFUSED
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ..errors import (
     OperationTimeout,
     PeerLost,
     ProtocolError,
+    RebuildCalled,
     RendezvousTimeout,
     ShoalError,
     UsageError,
@@ -170,6 +171,8 @@ class Members:
         least = min(self.least, before.size)
         ends = before.size - len(self.leavers) < least
         progress = Progress(steps, ends=ends)
+        with contextlib.suppress(GroupError):  # or a rank that is busy would be late for the rebuild
+            before.barrier().wait()
         # The others ask again in the next commit, when others hold what those that leave now have held.
         if before.rank in self.leavers[:most_that_leave] and not ends:
             self.left = self.is_out = True
@@ -228,6 +231,8 @@ class Members:
         self.asked_to_admit = False
         try:
             return self._door.grow(self.group)
+        except RebuildCalled:
+            return None  # the step will meet what the other rank has met
         except GroupError as error:
             if self.is_of_a_loss(error):
                 return None  # the step will meet it

@@ -46,14 +46,15 @@ def await_invitation(place: Place, deadline: Deadline, *, begins: bool = False) 
 
     Args:
         deadline: until when there must be a session; it may then take any time until it needs this process.
-            As many seconds are left to a store that is gone, and then to the session to be found there again.
+            As many seconds are left to a store that is gone, and then to the session to be found there again;
+            and, if more than SILENCE, to a session that gives no sign of life.
         begins: this process begins a session, by itself, if none has been there since it came.
 
     Raises:
         SystemExit: with the exit code 0; the session has come to its end without this process.
         RendezvousTimeout: there is none.
-        StateLost: there was one, and it is gone; this process, which could begin another one, has waited too
-            long for the newest checkpoint.
+        StateLost: there was one, and its ranks are gone.  Where this process could begin another one, it has
+            waited too long for the newest checkpoint.
         StoreError, WireError: the store is gone.
     """
     return Waiting(place, deadline, begins).await_invitation()
@@ -112,7 +113,7 @@ class Waiting:
             is_over = session is not None and (
                 session.void or (session.over and session.ident not in (self._lived, self._ident))
             )
-            if is_over or self._is_silent(store, raw, session):
+            if is_over or self._may_begin(store, raw, session):
                 return self._begin(store, raw)
         if session is None or session.void:
             self._check_deadline()
@@ -120,6 +121,8 @@ class Waiting:
             return None
         if session.over:
             raise SystemExit(0)
+        if not self._begins and self._silence(store, raw, session) >= max(SILENCE, self.deadline.timeout):
+            raise self._lost()
         self.deadline = Deadline(self.deadline.timeout)
         self._ident = session.ident
         if not self._has_come(store):
@@ -140,8 +143,19 @@ class Waiting:
         """The store is gone, and signs of life with it."""
         self._seen = None
 
-    def _is_silent(self, store: Store, raw: bytes, session: SessionNote | None) -> bool:
-        """Whether the session has given no sign of life since this process came, for long enough."""
+    def _may_begin(self, store: Store, raw: bytes, session: SessionNote | None) -> bool:
+        """Whether nobody trains here; raises StateLost if a session did that this process waited for."""
+        silence = self._silence(store, raw, session)
+        # A session whose store began anew, without it, writes there again; one that nobody has seen begins.
+        known = bool(raw or self._lived or self._ident)
+        if silence < (SILENCE if known else 2 * LONGEST_PAUSE):
+            return False
+        if self._lived or (self._ident and not raw):
+            raise self._lost()
+        return True
+
+    def _silence(self, store: Store, raw: bytes, session: SessionNote | None) -> float:
+        """Seconds since the session was last seen to give a sign of life, or this process came."""
         beat = b""
         if session is not None:
             with contextlib.suppress(StoreTimeout):
@@ -151,17 +165,17 @@ class Waiting:
             if self._seen is not None and session is not None:
                 self._lived = session.ident
             self._seen, self._since = (raw, beat), now
-        # A session whose store began anew, without it, writes there again; one that nobody has seen begins.
-        known = bool(raw or self._lived or self._ident)
-        if now - self._since < (SILENCE if known else 2 * LONGEST_PAUSE):
-            return False
-        if self._lived or (self._ident and not raw):
-            raise StateLost(
-                f"job {self._place.job!r}: the session that this process (SHOAL_JOIN=auto) waited for has "
-                f"given no sign of life for {in_seconds(SILENCE)}.  Start this process again: it then begins "
-                "a session with the newest checkpoint"
-            )
-        return True
+        return now - self._since
+
+    def _lost(self) -> StateLost:
+        silence = in_seconds(SILENCE if self._begins else max(SILENCE, self.deadline.timeout))
+        joins, again = "1", "all ranks again, from"
+        if self._begins:
+            joins, again = "auto", "this process again: it then begins a session with"
+        return StateLost(
+            f"job {self._place.job!r}: the session that this process (SHOAL_JOIN={joins}) waited for has "
+            f"given no sign of life for {silence}.  Start {again} the newest checkpoint"
+        )
 
     def _begin(self, store: Store, before: bytes) -> Begun | None:
         """Begin a session in the place of what stands there; None: another process has done so."""

@@ -24,6 +24,7 @@ from ..errors import (
     GroupError,
     OperationTimeout,
     QuorumLost,
+    RebuildCalled,
     UnsupportedOperation,
 )
 from ..future import Future
@@ -35,13 +36,18 @@ from .validation import Call
 
 T_co = TypeVar("T_co", covariant=True)
 
-_OPS = {op.name.lower(): op for op in Op if op is not Op.DIFFERS}
+#: those that ``agree`` takes
+_OPS = {op.name.lower(): op for op in Op if Op.AND <= op <= Op.GATHER}
 _INTEGER = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
 _LOOK = 60.0  # seconds between looks at an agreement that says nothing
 #: of the witness: seconds that one request may take, and until the next try
 _PATIENCE = 2.0
 _PAUSE = 0.1
+
+
+class OpsDiffer(GroupError):
+    """A rank that rebuilds the group met others that called something else; its next call may meet them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class Agreements(Submitter):
             Evicted: through the future; the others go on without this rank.
             QuorumLost: through the future; too few ranks can be reached to decide.
             OperationTimeout: through the future; a rank that can be reached did not answer in time.
+            RebuildCalled: through the future; another rank calls :meth:`~shoal.ProcessGroup.rebuild` already.
             CollectiveMismatch: through the future; the ranks gave different values of ``op``.
 
         ``SHOAL_VOTE_TIMEOUT`` seconds after the first vote, ranks that have not voted are left out.  The
@@ -123,11 +130,32 @@ class Agreements(Submitter):
         vote = _vote(call, value, _OPS[op])
         if len(vote) > limit:
             call.refuse(f"a vote of {len(vote)} bytes: there is room for {limit} in a group of {self._size}")
+        return self._agree(_OPS[op], vote, seconds)
+
+    def _agree(self, op: Op, vote: bytes, timeout: float) -> Future[Agreement[Any]]:
+        """Vote in the next agreement.
+
+        Raises:
+            OpsDiffer: through the future; ``op`` is REBUILD, and other ranks called something else.
+        """
         with self._submitting:
             self._refuse_if_closed()
-            agreeing = self._channel.agree(_OPS[op], vote, seconds)
-        following = _Following(agreeing, self._spec, op, seconds, self._store)
-        return in_background(following.run)
+            agreeing = self._channel.agree(op, vote, timeout)
+        return in_background(_Following(agreeing, self._spec, op, timeout, self._store).run)
+
+    def _agree_to_grow(self, can: bool) -> Future[Agreement[int]]:
+        """Settle with all ranks that live whether they take others in.
+
+        It waits for them as a collective does, and leaves none of them out.
+
+        Args:
+            can: whether this rank can.
+
+        Raises:
+            RebuildCalled: through the future; another rank rebuilds the group, so nobody is taken in.
+            GroupError: through the future; as of :meth:`agree`.
+        """
+        return self._agree(Op.GROW, _INTEGER.pack(can), self._timeout)
 
     def _vote_limit(self) -> int:
         """The most bytes of a vote; raises if there can be none."""
@@ -158,6 +186,12 @@ def _vote(call: Call, value: Any, op: Op) -> bytes:
     return b"".join(map(_INTEGER.pack, ordered))
 
 
+def _call(op: Op) -> str:
+    """What a rank called, as a program writes it."""
+    names = {Op.REBUILD: "rebuild()", Op.GROW: "agree() to take others in"}
+    return names.get(op) or f"agree(op={op.name.lower()!r})"
+
+
 def _integer(call: Call, value: Any, what: str) -> int:
     if not isinstance(value, int) or not -(2**63) <= value < 2**63:
         call.refuse(f"{what} an integer of 64 bits, got {value!r}")
@@ -165,7 +199,7 @@ def _integer(call: Call, value: Any, what: str) -> int:
 
 
 def _value(op: Op, value: bytes) -> Any:
-    if op is Op.GATHER:
+    if op in (Op.GATHER, Op.REBUILD):
         return tuple(_parts(value))
     integers = tuple(each for (each,) in _INTEGER.iter_unpack(value))
     return tuple(sorted(integers)) if op is Op.COMMON else integers[0]
@@ -185,7 +219,7 @@ class _Following:
 
     agreeing: Agreeing
     spec: GroupSpec
-    op: str
+    op: Op
     timeout: float
     store: Store
 
@@ -199,7 +233,8 @@ class _Following:
                     return self._result(news, witness.failure)
 
     def _result(self, news: News, failure: Exception | None) -> Agreement[Any]:
-        where = f"agree on rank {self.spec.rank} of group {self.spec.name!r}"
+        call = "rebuild" if self.op is Op.REBUILD else "agree"
+        where = f"{call} on rank {self.spec.rank} of group {self.spec.name!r}"
         if news.outcome is Outcome.CLOSED:
             raise GroupClosed(f"{where}: the group was closed before there was a decision")
         if news.outcome is Outcome.NO_QUORUM:
@@ -217,9 +252,23 @@ class _Following:
             )
         assert news.op is not None
         if news.op is Op.DIFFERS:
-            raise CollectiveMismatch(f"{where} with op={self.op!r}: other ranks called it with another op")
+            raise self._differs(where, news)
         lost = tuple(rank for rank in range(len(self.spec.ranks)) if rank not in news.ranks)
         return Agreement(_value(news.op, news.value), news.ranks, lost)
+
+    def _differs(self, where: str, news: News) -> GroupError:
+        called = {rank: Op(op) for rank, op in zip(news.ranks, news.value, strict=True)}
+        called.setdefault(self.spec.rank, self.op)
+        ranks = {op: [rank for rank, other in called.items() if other is op] for op in called.values()}
+        told = "; ".join(f"{ranks_named(those)} called {_call(op)}" for op, those in ranks.items())
+        calls = f"{where}: {told}"
+        if self.op is Op.REBUILD:
+            return OpsDiffer(calls)
+        if Op.REBUILD not in ranks:
+            return CollectiveMismatch(calls)
+        lost, _ = self.agreeing.losses()
+        known = f"{ranks_named(lost)} {'is' if len(lost) == 1 else 'are'} lost: " if lost else ""
+        return RebuildCalled(f"{calls}.  {known}call rebuild on this rank too", lost)
 
     def _undecided(self, where: str, failure: Exception | None) -> GroupError:
         lost, dead = self.agreeing.losses()

@@ -8,19 +8,21 @@ turn.  Where that fails, by a timeout say, the next call goes on with the newest
 from __future__ import annotations
 
 import abc
+import contextlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from .. import failure_report
+from ..backend.agreements import Op
 from ..backend.base import GroupSpec, ident_of
 from ..errors import OperationTimeout, ProtocolError, TooFewRanks
 from ..keywords import explained
 from ..store import PrefixStore, Store
 from ..wire import Deadline
 from ..wording import ranks_named
-from .agreement import Agreements
+from .agreement import Agreement, Agreements, OpsDiffer
 from .submission import called
 
 R = TypeVar("R", bound="Rebuilding")
@@ -230,7 +232,7 @@ class Rebuilding(Agreements):
         """What all that go on compute from one decision, and whether they can take this group as it is."""
         line = self._line_of_it()
         vote = asks._replace(completed=self._channel.last_completed(), epoch=line.epoch)
-        agreed = self.agree(vote.encode(), "gather", timeout=timeout).wait()
+        agreed = self._agree_with_all(vote.encode(), Deadline(timeout))
         votes = {
             rank: _decoded(each, rank, self._size)
             for rank, each in zip(agreed.ranks, agreed.value, strict=True)
@@ -257,6 +259,16 @@ class Rebuilding(Agreements):
             (min(completed), max(completed)),
         )  # fmt: skip
         return plan, is_whole
+
+    def _agree_with_all(self, vote: bytes, deadline: Deadline) -> Agreement[tuple[bytes, ...]]:
+        """The votes of all that go on.
+
+        A rank that has not heard of a loss may have called ``agree``, or asked whether its session grows.  It
+        is told of this call by RebuildCalled, and its next call meets the next one of this rank.
+        """
+        while True:
+            with contextlib.suppress(OpsDiffer):
+                return self._agree(Op.REBUILD, vote, max(deadline.remaining(), _SHORTEST)).wait()
 
     def _line_of_it(self) -> _Line:
         if self._line is None:
