@@ -210,6 +210,30 @@ def test_a_newcomer_that_fails_is_replaced_but_not_for_ever(workshop: Workshop) 
     assert err == b"shoal: 1 of 2 ranks finished; ranks 1, 1.1, 1.2 ended with exit code 5\n"
 
 
+def test_the_rank_that_failed_first_is_named_when_its_slot_has_been_refilled(workshop: Workshop) -> None:
+    job = start(
+        workshop,
+        """
+        if joins:
+            tell("newcomer")
+            time.sleep(600)
+        elif slot == "1":
+            sys.exit("no such fish")
+        await_file("newcomer")
+        from shoal import failure_report
+        failure_report.told([1])
+        sys.exit(4)
+        """,
+        *("-n", "2"),
+    )
+    code, _, err = workshop.end(job)
+    lines = err.decode().splitlines()
+    assert code == 1, lines
+    assert lines[-4].startswith("shoal: rank 1 failed first: exit code 1"), lines
+    assert lines[-3].startswith("shoal: rank 0 ended because rank 1 did (exit code 4); rank 1.1 "), lines
+    assert lines[-2:] == ["shoal: the end of rank 1's stderr:", "  | no such fish"]
+
+
 def test_ctrl_c_ends_a_job_that_is_about_to_start_a_process(workshop: Workshop) -> None:
     job = start(workshop, "sys.exit(3) if slot == '1' else time.sleep(600)", *("-n", "2"), wait=900.0)
     said(job, "a new process takes its place in 900 s")

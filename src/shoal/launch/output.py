@@ -105,12 +105,8 @@ class Output:
             self.say(f"shoal: the log of rank {slot} ends here: {trouble}".encode())
 
     def tail(self, rank: Rank) -> Sequence[bytes]:
-        """The last lines of a rank's stderr."""
+        """The last lines of a rank's stderr, also when another process has its slot by now."""
         return self._stderr[rank.index].tail
-
-    def forget(self, rank: Rank) -> None:
-        """Nobody will ask for the last lines of an ended rank."""
-        del self._stderr[rank.index]
 
     def say(self, text: bytes) -> None:
         """Write whole lines of the launcher's own to stderr, and to its log."""

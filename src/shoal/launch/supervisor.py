@@ -286,7 +286,6 @@ class Supervisor:
         before = self._last_of_slots().get(slot)
         if before is not None and not before.is_released:
             self._crew.release(before)
-            self._output.forget(before)
         restart = 0 if before is None else before.restart + 1
         try:
             rank = self._crew.later(len(self._ranks), slot, restart)
