@@ -15,7 +15,7 @@ import shoal
 from shoal import config, world
 from shoal.controller import Master
 from shoal.elastic import lobby_keys
-from shoal.launch import fleet, frames, supervisor
+from shoal.launch import evictions, fleet, frames, supervisor
 from shoal.rpc import Agent
 from shoal.rpc.functional import shutdown
 from shoal.testing import run_threads
@@ -67,6 +67,8 @@ DEFAULTS: list[tuple[str, float]] = [
     ("`master.wait_for`, `master.replace`", default_of(Master.replace)),
     ("`shoal run`: the other ranks after one failed", supervisor.FAILURE_GRACE),
     ("`shoal run`: a rank that failed", supervisor.CULPRIT_GRACE),
+    ("`shoal run`: an evicted process may", evictions.PATIENCE_S),
+    ("`shoal run`: an evicted process after", evictions.GRACE_S),
     ("`shoal run`: ranks after Ctrl-C", supervisor.STOP_GRACE),
     ("`shoal run`: a rank ended with 0", supervisor.UNANNOUNCED),
     ("`shoal run --hosts`: an agent starts", fleet._START),

@@ -8,6 +8,8 @@ end already because of it.  So each rank of ``shoal run`` inherits a descriptor 
 - ``told``: it has heard that others failed or left, and which;
 - ``rebuilt``: it goes on without those that failed: what it reported before ends it no more;
 - ``joined``: it has come later than the first ranks, and they have taken it in;
+- ``met``: it has a rank of a later meeting, in which newcomers and ranks have met;
+- ``evicted``: it goes on without ranks that may still run: they have not voted in an agreement, or are lost;
 - ``ended``: the exit code that Python gives it after an exception that nobody caught.
 
 A rank reports before it tells its peers, so the report of a cause is earlier than those of its
@@ -15,12 +17,18 @@ consequences.  A rank that dies at once (a signal, ``os._exit``) reports nothing
 
 Without such a launcher nothing happens here.  A forked child closes its copy of the descriptor, a program
 that the rank executes does not inherit it, and neither speaks for the rank.
+
+The launcher can also ask a rank where it hangs: at :data:`STACKS` the rank writes the stack of every thread
+to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import hashlib
 import os
+import signal
 import stat
 import time
 from collections.abc import Collection
@@ -37,9 +45,12 @@ from .wording import in_words
 LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
 
 #: reports of one process until it rebuilds a group
-_MOST_REPORTS = 8
+_MOST_REPORTS = 12
 
-Kind = Literal["failed", "left", "told", "rebuilt", "joined", "ended"]
+#: the signal at which a rank of a launcher writes its stacks; no other program has a use for it
+STACKS = signal.SIGRTMAX - 5
+
+Kind = Literal["failed", "left", "told", "rebuilt", "joined", "met", "evicted", "ended"]
 _Rank = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -48,7 +59,10 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         at: when it happened, in seconds of CLOCK_MONOTONIC, which all processes of a host share.
-        ranks: which ranks have failed, of a ``told``; empty if nothing says which.
+        ranks: which ranks have failed, of a ``told``, or are evicted; empty if nothing says which.  Of a
+            ``met`` the own one.
+        meeting: of ``ranks``: short for the name of the meeting that numbered them; "": the first one, whose
+            ranks have the launcher's numbers.
         code: of an ``ended``; a failure's, so never 0.
         text: of a ``failed``: the exception, in words.
     """
@@ -58,6 +72,7 @@ class Report(msgspec.Struct, frozen=True):
     ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_RANKS)] = ()
     code: Annotated[int, msgspec.Meta(ge=1, le=255)] | None = None
     text: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
+    meeting: Annotated[str, msgspec.Meta(max_length=16)] = ""
 
 
 def descriptor_name(fd: int) -> str:
@@ -107,19 +122,27 @@ def _inherited() -> _Line | None:
         return None
     os.set_inheritable(named[0], False)
     close_in_forked_child(line)
+    faulthandler.register(STACKS, file=2, all_threads=True)
     return line
 
 
 _line = _inherited()
-_reported: set[tuple[Kind, tuple[int, ...]]] = set()
-#: whether the world's ranks have the launcher's numbers, as far as they are known
+_reported: set[tuple[Kind, tuple[int, ...], str]] = set()
+#: whether the ranks of meetings without a name have the launcher's numbers
 _same_numbers = True
 
 
-def joined(rank: int, size: int) -> None:
-    """This process is ``rank`` of a world of ``size``, which the next reports number ranks by."""
+def met(rank: int, size: int, meeting: str = "") -> None:
+    """This process is ``rank`` of ``size`` that meet.
+
+    Args:
+        meeting: its name, by which later reports name its ranks; "": the first meeting of a job.
+    """
     global _same_numbers
-    _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
+    if meeting:
+        _report("met", (rank,), meeting=meeting)
+    else:
+        _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
 
 
 def taken_in() -> None:
@@ -137,9 +160,15 @@ def left() -> None:
     _report("left")
 
 
-def told(ranks: Collection[int] = ()) -> None:
-    """This rank has heard that ``ranks`` of the world failed or left, or that some did."""
-    _report("told", tuple(ranks)[:MOST_RANKS] if _same_numbers else ())
+def told(ranks: Collection[int] = (), meeting: str = "") -> None:
+    """This rank was notified that ``ranks`` of a meeting failed or left, or that some did."""
+    _report("told", tuple(ranks)[:MOST_RANKS] if meeting or _same_numbers else (), meeting=meeting)
+
+
+def evicted(ranks: Collection[int], meeting: str = "") -> None:
+    """This rank goes on without ``ranks`` of a meeting, whose processes may still run."""
+    if ranks and (meeting or _same_numbers):
+        _report("evicted", tuple(ranks)[:MOST_RANKS], meeting=meeting)
 
 
 def rebuilt() -> None:
@@ -156,10 +185,13 @@ def ended(error: BaseException) -> None:
     _report("ended", code=130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _report(kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "") -> None:
-    if _line is None or (kind, ranks) in _reported or len(_reported) >= _MOST_REPORTS:
+def _report(
+    kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "", meeting: str = ""
+) -> None:
+    if _line is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MOST_REPORTS:
         return
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
-    _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words)))
+    short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
+    _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words, short)))
     # Not before: another thread that does the same must not tell its peers first.
-    _reported.add((kind, ranks))
+    _reported.add((kind, ranks, meeting))

@@ -422,7 +422,7 @@ class _Builder:
             RendezvousError: with the reason, as soon as it is known.
         """
         self._look_for_reason([rank])
-        failure_report.told([rank])
+        failure_report.told([rank], self._me.meeting)
         return RendezvousError(
             f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
             f"prints, and {self._me.advice}"

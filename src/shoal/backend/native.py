@@ -152,6 +152,11 @@ class NativeBackend(Backend):
     def hosts(self, ranks: Sequence[int]) -> list[int]:
         return [self._hosts[rank] for rank in ranks]
 
+    @property
+    def meeting(self) -> str:
+        """The name of the meeting that numbered the ranks of the world."""
+        return self._me.meeting
+
     def in_the_world(self, ranks: Iterable[int]) -> list[int]:
         """The ranks in the world of some of those that are connected."""
         known = self._me.ranks
@@ -337,7 +342,8 @@ class NativeChannel(DataChannel):
     def error(self, error: tuple[int, str, list[int], int] | None) -> GroupError | None:
         """The exception for an error of the core, of which the launcher hears if another rank caused it."""
         if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
-            failure_report.told(self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2]))
+            ranks = self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2])
+            failure_report.told(ranks, self._backend.meeting)
         return error_of(error)
 
     def last_completed(self) -> int:

@@ -217,7 +217,8 @@ class Attempt:
             private=True, brief=True, advice=_ADVICE, address=store_address(store),
         )  # fmt: skip
         request = Request(urlsplit("store://"), rank, len(found), config.secret(), self.deadline)
-        membership = meet_at(Place.at(venue, request), self._look(keys))
+        place = replace(Place.at(venue, request), meeting=f"reconfigure/{self.uuid}")
+        membership = meet_at(place, self._look(keys))
 
         def still_possible(*ranks: Any) -> None:
             self._check()

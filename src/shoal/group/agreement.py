@@ -7,14 +7,16 @@ the group's store, changed by compare-and-set.  Only a rank that has called ``ag
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
 
+from .. import config
 from ..backend.agreements import Agreeing, News, Op, Outcome, WitnessRequest
 from ..backend.base import GroupSpec
 from ..errors import (
@@ -103,7 +105,7 @@ class Agreements(Submitter):
                 ``"gather"`` bytes.  A vote has room for 4 KiB, less in groups of more than 1,024 ranks.
             op: how votes become one value: ``"and"``, ``"or"`` (of the bits), ``"min"``, ``"max"``, ``"sum"``
                 (modulo 2**64), ``"common"`` or ``"gather"``.
-            timeout: in seconds, for the decision; None: that of the group.
+            timeout: in seconds, for the decision; None: that of the group plus ``SHOAL_VOTE_TIMEOUT``.
 
         Returns:
             A future of an :class:`Agreement`.
@@ -123,7 +125,9 @@ class Agreements(Submitter):
         that it also works on a broken group, are from ULFM's ``MPI_Comm_agree``.
         """
         call = self._call("agree")
-        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+        # Plus the time for late votes, or the ranks that vote would fail before a late one is left out.
+        default = self._timeout + config.VOTE_TIMEOUT.get()
+        seconds = default if timeout is None else self._checked_timeout(timeout)
         limit = self._vote_limit()
         if not isinstance(op, str) or op not in _OPS:
             call.refuse(f"op={op!r}: expected one of {', '.join(_OPS)}")
@@ -141,7 +145,8 @@ class Agreements(Submitter):
         with self._submitting:
             self._refuse_if_closed()
             agreeing = self._channel.agree(op, vote, timeout)
-        return in_background(_Following(agreeing, self._spec, op, timeout, self._store).run)
+        following = _Following(agreeing, self._spec, op, timeout, self._store, self._reports_evictions())
+        return in_background(following.run)
 
     def _agree_to_grow(self, can: bool) -> Future[Agreement[int]]:
         """Settle with all ranks that live whether they take others in.
@@ -156,6 +161,10 @@ class Agreements(Submitter):
             GroupError: through the future; as of :meth:`agree`.
         """
         return self._agree(Op.GROW, _INTEGER.pack(can), self._timeout)
+
+    @abc.abstractmethod
+    def _reports_evictions(self) -> Callable[[Sequence[int], Collection[int]], None]:
+        """A function that reports the lost ranks of a decision, given those that are dead or have left."""
 
     def _vote_limit(self) -> int:
         """The most bytes of a vote; raises if there can be none."""
@@ -222,6 +231,7 @@ class _Following:
     op: Op
     timeout: float
     store: Store
+    report_evictions: Callable[[Sequence[int], Collection[int]], None]
 
     def run(self) -> Agreement[Any]:
         with contextlib.closing(_Witness(self.agreeing, self.store)) as witness:
@@ -254,6 +264,7 @@ class _Following:
         if news.op is Op.DIFFERS:
             raise self._differs(where, news)
         lost = tuple(rank for rank in range(len(self.spec.ranks)) if rank not in news.ranks)
+        self.report_evictions(lost, self.agreeing.losses()[1])
         return Agreement(_value(news.op, news.value), news.ranks, lost)
 
     def _differs(self, where: str, news: News) -> GroupError:

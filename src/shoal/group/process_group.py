@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .. import config, failure_report
 from ..backend.base import Backend, GroupSpec, ident_of
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..keywords import explained, named
@@ -418,6 +419,16 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
 
     def _made_again(self, spec: GroupSpec, store: Store) -> ProcessGroup:
         return self._in(self._world, self._links, spec, store, timeout=self._timeout, parent=self)
+
+    def _reports_evictions(self) -> Callable[[Sequence[int], Collection[int]], None]:
+        ranks, links, meeting = self._spec.ranks, self._links, self._world.membership.meeting
+
+        def report(lost: Sequence[int], dead: Collection[int]) -> None:
+            unreachable = links.lost() if config.QUORUM.get() == "any" else ()  # which then count as dead
+            evicted = [ranks[rank] for rank in lost if rank not in dead or ranks[rank] in unreachable]
+            failure_report.evicted(evicted, meeting)
+
+        return report
 
     def _become(self, successor: ProcessGroup) -> None:
         super()._become(successor)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from .. import failure_report
+from .. import config, failure_report
 from ..backend.agreements import Op
 from ..backend.base import GroupSpec, ident_of
 from ..errors import OperationTimeout, ProtocolError, TooFewRanks
@@ -169,7 +169,7 @@ class Rebuilding(Agreements):
             leave: whether this rank does not go on.
             note: for all others to read, in ``rebuilt.notes`` of the new group; up to 4,000 bytes, less in
                 groups of more than 1,000 ranks.
-            timeout: in seconds; None: that of the group.
+            timeout: in seconds; None: that of the group plus twice ``SHOAL_VOTE_TIMEOUT``.
 
         Returns:
             The new group, with a greater ``epoch``, a store of its own, and the timeout of this one; None:
@@ -187,7 +187,8 @@ class Rebuilding(Agreements):
         is for is from ULFM's ``MPI_Comm_shrink``.
         """
         call = self._call("rebuild")
-        deadline = Deadline(self._timeout if timeout is None else self._checked_timeout(timeout))
+        default = self._timeout + 2 * config.VOTE_TIMEOUT.get()  # there are two agreements at least
+        deadline = Deadline(default if timeout is None else self._checked_timeout(timeout))
         if not isinstance(min_size, int) or not 1 <= min_size <= self._size:
             call.refuse(f"min_size={min_size!r}: expected 1 to {self._size}, the size of the group")
         if not isinstance(note, bytes):

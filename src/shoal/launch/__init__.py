@@ -15,6 +15,9 @@ How data flows in ``shoal run``::
          ├─ slots.py        which places to fill, or to empty, for another number of processes
          ├─ respawn.py      when a rank that failed is started again
          ├─ reports.py      what a rank reported of its failure
+         ├─ unannounced.py  ranks that ended without leaving a group, while others run
+         ├─ meetings.py     which process has which rank of a later meeting
+         ├─ evictions.py    ends the processes without which the other ranks go on
          ├─ notes.py        which ranks have ended, for those that wait for them
          ├─ causes.py       which rank failed first
          ├─ lines.py        bytes of a pipe -> whole lines and progress updates

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import partial
 
 import click
@@ -205,8 +205,16 @@ class Agent:
         self._ranks[start.index] = rank
         if start.stdin:
             self._stdin.attach(rank.take_stdin())
-        rank.watch(self._selector, lambda: self._exited(rank))
-        self._selector.register(rank.inbox, selectors.EVENT_READ, lambda: self._reported(rank))
+        reported = 0
+
+        def tell_reports() -> None:
+            nonlocal reported
+            if rank.report_changes != reported:
+                reported = rank.report_changes
+                reports, notices = tuple(rank.sent_reports), tuple(rank.take_notices())
+                self._link.send(Reported(rank.index, rank.joined, reports, notices))
+
+        rank.watch(self._selector, lambda: self._exited(rank), tell_reports)
         for stream, source in ((1, rank.stdout), (2, rank.stderr)):
             self._sources[source] = (start.index, stream)
         self._link.send(Started(start.index, rank.pid))
@@ -243,28 +251,13 @@ class Agent:
         if not rank.is_released:
             rank.send_group(signal.SIGKILL)
             self._guardian.forget(rank.pid)
-            self._forget_reports(rank)
             rank.release()
 
     # -- what processes do ---------------------------------------------------------------------
 
     def _exited(self, rank: LocalRank) -> None:
-        self._reported(rank)
-        self._forget_reports(rank)
         assert rank.status is not None
         self._link.send(Exited(rank.index, rank.status, rank.ended_at, rank.seconds))
-
-    def _reported(self, rank: LocalRank) -> None:
-        before = rank.inbox.changes
-        rank.read_reports()
-        if rank.inbox.ended:
-            self._forget_reports(rank)
-        if rank.inbox.changes != before:
-            self._link.send(Reported(rank.index, rank.joined, tuple(rank.reports)))
-
-    def _forget_reports(self, rank: LocalRank) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(rank.inbox)
 
     # -- output --------------------------------------------------------------------------------
 

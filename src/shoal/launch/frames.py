@@ -15,7 +15,7 @@ from ..errors import WireError
 from ..failure_report import Report
 
 #: counted up whenever a frame changes its meaning
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 #: what an agent writes before its first frame: the shell of the other host may have said something before
 PREAMBLE: Final = b"\x89shoal agent\r\n\x00"
 #: longest frame in bytes
@@ -102,11 +102,17 @@ class StdinTaken(_Frame, frozen=True):
 
 
 class Reported(_Frame, frozen=True):
-    """What a process has reported of its failure so far, in the agent's CLOCK_MONOTONIC."""
+    """The reports of a process, in the agent's CLOCK_MONOTONIC.
+
+    Attributes:
+        reports: all that it has sent of its failure so far.
+        notices: those of meetings and evictions since the last frame.
+    """
 
     index: _Index
     joined: bool
     reports: Annotated[tuple[Report, ...], msgspec.Meta(max_length=64)]
+    notices: Annotated[tuple[Report, ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Exited(_Frame, frozen=True):

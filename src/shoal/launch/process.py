@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from ..errors import LaunchError
-from ..failure_report import Report
+from ..failure_report import STACKS, Report
 from .rank import Rank
 from .reports import Reports
 from .source import Pipe
@@ -59,6 +61,7 @@ class LocalRank(Rank):
     ) -> None:
         super().__init__(index, slot, restart, newcomer=newcomer)
         self._started = time.monotonic()
+        self._selector: selectors.BaseSelector | None = None
         try:
             self._reports = Reports(size)
         except OSError as error:
@@ -85,13 +88,29 @@ class LocalRank(Rank):
         assert self._process.stderr is not None
         self.stdout, self.stderr = Pipe(self._process.stdout), Pipe(self._process.stderr)
 
-    def watch(self, selector: selectors.BaseSelector, ended: Callable[[], None]) -> None:
+    def watch(
+        self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
+    ) -> None:
         def collect() -> None:
             selector.unregister(self.pidfd)
             self._collect()
+            hear()
             ended()
 
+        def hear() -> None:
+            self.read_reports()
+            if self._reports.ended or self.status is not None:
+                self._ignore_reports()
+            reported()
+
         selector.register(self.pidfd, selectors.EVENT_READ, collect)
+        selector.register(self._reports, selectors.EVENT_READ, hear)
+        self._selector = selector
+
+    def _ignore_reports(self) -> None:
+        if self._selector is not None:
+            self._selector.unregister(self._reports)
+            self._selector = None
 
     def _collect(self) -> None:
         result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
@@ -101,8 +120,17 @@ class LocalRank(Rank):
         self.ended_at = time.monotonic()
 
     def send(self, number: int) -> None:
+        if number == STACKS and not self._handles(number):
+            return
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def _handles(self, number: int) -> bool:
+        with suppress(OSError, ValueError):
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+            return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+        return False
 
     def send_group(self, number: int) -> None:
         if not self._released:
@@ -113,6 +141,7 @@ class LocalRank(Rank):
         if not self._released:
             self._process.wait()
             os.close(self.pidfd)
+            self._ignore_reports()
             self._reports.close()
             self._released = True
 
@@ -134,13 +163,16 @@ class LocalRank(Rank):
         with self._process.stdin as file:
             return os.dup(file.fileno())
 
-    @property
-    def inbox(self) -> Reports:
-        """Its reports, for a loop that waits for them."""
-        return self._reports
+    def take_notices(self) -> Sequence[Report]:
+        return self._reports.take_notices()
 
     @property
-    def reports(self) -> Sequence[Report]:
+    def report_changes(self) -> int:
+        """How many reports were accepted so far."""
+        return self._reports.changes
+
+    @property
+    def sent_reports(self) -> Sequence[Report]:
         return self._reports.received
 
     @property

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from ..failure_report import Report
+from .meetings import Meetings
 from .source import Source
 
 
@@ -28,12 +29,15 @@ class Rank(ABC):
         stopping: the launcher has sent it a signal because another rank had failed.
         dismissed: the launcher ends it because nobody is left whom it could join.
         leaving: the launcher has asked it to leave, as fewer processes are wanted.
+        evicted: the other ranks have reported that they go on without it, and it has not ended by itself.
+        meetings: resolve the ranks that reports name.
         newcomer: it joins the ranks that meet first.
         stdout, stderr: what it writes.
     """
 
     stdout: Source
     stderr: Source
+    meetings = Meetings()
 
     def __init__(self, index: int, slot: int, restart: int, *, newcomer: bool, host: str = "") -> None:
         self.index, self.slot, self.restart = index, slot, restart
@@ -42,18 +46,28 @@ class Rank(ABC):
         self.status: int | None = None
         self.ended_at = math.inf
         self.lost = ""
-        self.stopping = self.dismissed = self.leaving = False
+        self.stopping = self.dismissed = self.leaving = self.evicted = False
         self._released = False
 
     # -- what differs --------------------------------------------------------------------------
 
     @abstractmethod
-    def watch(self, selector: selectors.BaseSelector, ended: Callable[[], None]) -> None:
-        """Have ``ended`` called in the loop of ``selector`` once the rank has a status."""
+    def watch(
+        self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
+    ) -> None:
+        """Call functions in the loop of ``selector``.
+
+        Args:
+            ended: called once the rank has a status.
+            reported: called after reports have come.
+        """
 
     @abstractmethod
     def send(self, number: int) -> None:
-        """Send a signal to the rank; none of its children gets it."""
+        """Send a signal to the rank; none of its children gets it.
+
+        :data:`STACKS` is sent only if the rank handles it.
+        """
 
     @abstractmethod
     def send_group(self, number: int) -> None:
@@ -75,10 +89,14 @@ class Rank(ABC):
     def read_reports(self) -> None:
         """Read the reports of failure that the rank has sent."""
 
+    @abstractmethod
+    def take_notices(self) -> Sequence[Report]:
+        """The reports of meetings and evictions that were read since the last call."""
+
     @property
     @abstractmethod
-    def reports(self) -> Sequence[Report]:
-        """The reports that were read, the earliest first."""
+    def sent_reports(self) -> Sequence[Report]:
+        """The reports of failures that were read, the earliest first, as the rank has sent them."""
 
     @property
     @abstractmethod
@@ -98,6 +116,11 @@ class Rank(ABC):
         return f"{self.slot}.{self.restart}" if self.restart else str(self.slot)
 
     @property
+    def reports(self) -> Sequence[Report]:
+        """The reports of failures, the earliest first; the ranks that they name are indices."""
+        return [self.meetings.resolved(report) for report in self.sent_reports]
+
+    @property
     def described(self) -> str:
         """``rank 3``, or ``rank 3 on h1``."""
         return f"rank {self.name} on {self.host}" if self.host else f"rank {self.name}"
@@ -106,6 +129,11 @@ class Rank(ABC):
     def is_member(self) -> bool:
         """Whether it is one of the ranks that meet first, or has joined them."""
         return not self.newcomer or self.joined
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts for ``--min``, while it runs or after it has finished."""
+        return self.is_member and not self.leaving and not self.evicted
 
     @property
     def is_released(self) -> bool:

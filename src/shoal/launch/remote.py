@@ -155,6 +155,8 @@ class RemoteRank(Rank):
         self._reports: tuple[Report, ...] = ()
         self._joined = False
         self._ended: Callable[[], None] | None = None
+        self._reported: Callable[[], None] | None = None
+        self._notices: tuple[Report, ...] = ()
         self.was_killed = False
         self.stdout = self._relays_stdout = Relay(turns, agency.taken, lambda: self._tell(Close(index, 1)))
         self.stderr = self._relays_stderr = Relay(turns, agency.taken, lambda: self._tell(Close(index, 2)))
@@ -167,11 +169,15 @@ class RemoteRank(Rank):
 
     def reported(self, frame: Reported) -> None:
         """It has reported something of its failure; raises WireError."""
-        if any(rank >= self._size for report in frame.reports for rank in report.ranks):
+        numbered = [each for each in (*frame.reports, *frame.notices) if not each.meeting]
+        if any(rank >= self._size for report in numbered for rank in report.ranks):
             raise WireError("it sent reports of ranks that are not there")
         if self.status is None:
             self._reports = tuple(replace_at(each, self._moment(each.at)) for each in frame.reports)
             self._joined |= frame.joined
+            self._notices += frame.notices
+            if self._reported is not None:
+                self._reported()
 
     def exited(self, frame: Exited) -> None:
         """It has ended; raises WireError."""
@@ -212,8 +218,10 @@ class RemoteRank(Rank):
 
     # -- what the supervisor wants -------------------------------------------------------------
 
-    def watch(self, selector: selectors.BaseSelector, ended: Callable[[], None]) -> None:
-        self._ended = ended
+    def watch(
+        self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
+    ) -> None:
+        self._ended, self._reported = ended, reported
 
     def send(self, number: int) -> None:
         if self.status is None:
@@ -238,8 +246,12 @@ class RemoteRank(Rank):
     def read_reports(self) -> None:
         """They come by themselves."""
 
+    def take_notices(self) -> Sequence[Report]:
+        notices, self._notices = self._notices, ()
+        return notices
+
     @property
-    def reports(self) -> Sequence[Report]:
+    def sent_reports(self) -> Sequence[Report]:
         return self._reports
 
     @property

@@ -16,7 +16,7 @@ from ..decoding import from_msgpack
 from ..failure_report import LONGEST, Report, descriptor_name
 
 #: reports that are read from one rank, until one says that it has rebuilt a group
-_MOST = 16
+_MOST = 24
 
 
 class Reports:
@@ -27,7 +27,7 @@ class Reports:
 
     Attributes:
         inherited: the descriptor that the rank must inherit, until :meth:`started`.
-        received: what was reported since the last rebuild of a group, the earliest first.
+        received: what was reported of failures since the last rebuild of a group, the earliest first.
         joined: whether it has reported that it joined a world.
         changes: how many reports were accepted so far.
     """
@@ -43,6 +43,7 @@ class Reports:
         self.received: list[Report] = []
         self.joined = False
         self.changes = 0
+        self._notices: list[Report] = []
 
     @property
     def variables(self) -> dict[str, str]:
@@ -72,6 +73,11 @@ class Reports:
         if self._is_rebuilt:
             self._left, self._is_rebuilt = _MOST, False
 
+    def take_notices(self) -> tuple[Report, ...]:
+        """The reports of meetings and evictions that were read since the last call."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
     def fileno(self) -> int:
         """Readable when there is something to :meth:`read`."""
         return self._mine.fileno()
@@ -94,7 +100,7 @@ class Reports:
         # Not NaN either, and not outside of the time in which the rank can have sent it.
         if not self._begin <= report.at <= time.monotonic():
             return
-        if any(rank >= self._size for rank in report.ranks):
+        if not report.meeting and any(rank >= self._size for rank in report.ranks):
             return
         self.changes += 1
         if report.kind == "rebuilt":
@@ -102,5 +108,8 @@ class Reports:
             self.received.clear()
         elif report.kind == "joined":
             self.joined = True
+        elif report.kind in ("met", "evicted"):
+            if len(self._notices) < _MOST:
+                self._notices.append(report)
         else:
             self.received.append(report)

@@ -53,6 +53,8 @@ def _outcome(culprit: Rank) -> str:
     assert culprit.status is not None
     if culprit.lost:
         return "its host was lost"
+    if culprit.evicted:
+        return f"the other ranks went on without it, and it ended: {describe(culprit.status)}"
     if not culprit.stopped:
         return describe(culprit.status)
     said = "".join(report.text for report in culprit.reports if report.kind == "failed")
@@ -89,7 +91,25 @@ def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
     assert rank.status is not None
     on = "goes on" if len(left) == 1 else "go on"
     how = f"{'its host was lost' if rank.lost else describe(rank.status)}, {_ran(rank)}"
+    if rank.evicted:
+        how = f"evicted by the other ranks; {how}"
     return f"shoal: {rank.described} failed: {how}; {_named(left)} {on}{then}\n".encode()
+
+
+def evicted(rank: Rank) -> bytes:
+    """The line for a process that still runs, without which the other ranks go on."""
+    return (
+        f"shoal: {rank.described} (process {rank.pid}) is evicted: the other ranks go on without it, because "
+        "it did not vote in time or is lost to them. It gets SIGTERM after the stacks of its threads, and "
+        "SIGKILL if it does not end\n"
+    ).encode()
+
+
+def ended_evicted(rank: Rank, then: str) -> bytes:
+    """The line for an evicted process that ended with exit code 0; ``then``: what happens to its slot."""
+    return (
+        f"shoal: {rank.described}, which was evicted, ended with exit code 0, {_ran(rank)}{then}\n".encode()
+    )
 
 
 def left(rank: Rank) -> bytes:

@@ -30,11 +30,13 @@ import selectors
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from ..errors import LaunchError, UsageError
 from . import causes, summary
 from .control import Control
 from .crew import Crew
+from .evictions import Evictions
 from .logs import Logs
 from .notes import Notes
 from .output import Output
@@ -42,6 +44,7 @@ from .rank import LOST, Rank
 from .respawn import Respawn
 from .signals import STOP, Signals
 from .slots import plan
+from .unannounced import UnannouncedEnds
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
 FAILURE_GRACE = 0.6
@@ -110,9 +113,7 @@ class Supervisor:
         self._kill_at: float | None = None
         #: when the user is told for which ranks Ctrl-C waits
         self._remind_at: float | None = None
-        #: when the user is told of ranks that ended unannounced, and whether that has happened
-        self._unannounced_at: float | None = None
-        self._unannounced_told = False
+        self._unannounced = UnannouncedEnds(UNANNOUNCED)
         #: until when the culprit may end by itself
         self._spare_until: float | None = None
         #: how many ranks there shall be, without spares
@@ -125,6 +126,7 @@ class Supervisor:
         self._sweeping = self._closing = self._impatient = False
         #: a host was lost before it had sent all that its ranks wrote
         self._cut = False
+        self._evictions = Evictions(STOP_GRACE, lambda rank: self._told(summary.evicted(rank)))
         crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
@@ -138,7 +140,9 @@ class Supervisor:
 
     def _add(self, rank: Rank) -> None:
         self._ranks.append(rank)
-        rank.watch(self._selector, lambda: self._ended(rank))
+        rank.meetings = self._evictions.meetings
+        take_notices = partial(self._evictions.take_notices, rank, self._ranks)
+        rank.watch(self._selector, lambda: self._ended(rank), take_notices)
 
     def run(self) -> int:
         """Watch until every rank and all that they started is gone; returns the exit code.
@@ -185,7 +189,8 @@ class Supervisor:
         assert self._output is not None
         now = time.monotonic()
         moments = (
-            self._kill_at, self._spare_until, self._remind_at, self._unannounced_at, self._crew.next_at()
+            self._kill_at, self._spare_until, self._remind_at,
+            self._unannounced.next_at(), self._evictions.next_at(), self._crew.next_at(),
         )  # fmt: skip
         restarts = self._respawn if self._phase is _Phase.RUNNING else None
         restart_at = None if restarts is None else restarts.next()
@@ -197,9 +202,10 @@ class Supervisor:
         self._output.show()
         now = time.monotonic()
         self._crew.tick(now)
+        self._evictions.tick(now)
         if self._remind_at is not None and now >= self._remind_at:
             self._remind(now)
-        if self._unannounced_at is not None and now >= self._unannounced_at:
+        if (at := self._unannounced.next_at()) is not None and now >= at:
             self._tell_of_unannounced_ends()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
@@ -216,14 +222,16 @@ class Supervisor:
         # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
         if not rank.newcomer and any(other.status is None for other in self._ranks):
             self._notes.ended(rank.slot, summary.describe(status))
-        if status == 0 and self._unannounced_at is None and not self._unannounced_told:
-            self._unannounced_at = time.monotonic() + UNANNOUNCED
+        if status == 0:
+            self._unannounced.ended_well(time.monotonic())
         if rank is self._culprit:
             self._spare_until = None
         if self._phase is _Phase.RUNNING and rank.leaving:
             self._left(rank)
         elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
             self._failed(rank)
+        elif self._phase is _Phase.RUNNING and rank.evicted and self._output is not None:
+            self._output.say(summary.ended_evicted(rank, self._plan_restart(rank.slot, rank.seconds)))
         self._stop_restarts_if_over()
 
     def _told(self, text: bytes) -> None:
@@ -242,7 +250,7 @@ class Supervisor:
         """``rank`` has failed, by itself or because of another one."""
         assert self._output is not None
         self._read_reports()  # which say who has joined
-        left = [other for other in self._ranks if other.is_member and not other.leaving and not other.status]
+        left = [other for other in self._ranks if other.counts and not other.status]
         if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
             then = summary.spares(self._spares()) if rank.is_member else ""
@@ -336,7 +344,7 @@ class Supervisor:
             self._later -= 1
 
     def _runs_a_member(self) -> bool:
-        return any(rank.is_member and rank.status is None for rank in self._ranks)
+        return any(rank.is_member and rank.status is None and not rank.evicted for rank in self._ranks)
 
     def _stop_restarts_if_over(self) -> None:
         """Start no more processes if the job ends, and end newcomers that have nobody left to join."""
@@ -346,7 +354,7 @@ class Supervisor:
         self._later = 0
         if self._respawn is not None:
             self._respawn.cancel(self._respawn.waiting)
-        newcomers = [rank for rank in self._ranks if rank.status is None]
+        newcomers = [rank for rank in self._ranks if rank.status is None and not rank.evicted]
         if newcomers and self._phase is _Phase.RUNNING and self._kill_at is None:
             self._kill_at = time.monotonic() + FAILURE_GRACE
             for rank in newcomers:
@@ -354,27 +362,18 @@ class Supervisor:
                 rank.send(signal.SIGTERM)
 
     def _tell_of_unannounced_ends(self) -> None:
-        """Tell the user, once, of ranks that exited with 0 and left no group, while others run.
-
-        The launcher cannot know whether the others wait for them: torch's init_process_group tells nobody.
-        """
+        """Tell the user, once, of ranks that exited with 0 and left no group, while others run."""
         assert self._output is not None
-        self._unannounced_at = None
         self._read_reports()
-        ended = [
-            rank
-            for rank in self._ranks
-            if rank.status == 0 and rank.is_member and not (rank.reports or rank.leaving)
-        ]
-        running = [rank for rank in self._ranks if rank.status is None]
-        if ended and running and self._phase is _Phase.RUNNING:
-            self._unannounced_told = True
-            self._output.say(summary.unannounced(ended, running))
+        text = self._unannounced.text(self._ranks)
+        if text is not None and self._phase is _Phase.RUNNING:
+            self._output.say(text)
 
     def _read_reports(self) -> None:
         for rank in self._ranks:
             if not rank.is_released:
                 rank.read_reports()
+                self._evictions.take_notices(rank, self._ranks)
 
     def _cause(self) -> int:
         """The index of the rank that failed first, now that one has failed."""

@@ -134,6 +134,7 @@ def meet_at(place: Place, look: Callable[[], None] = nothing) -> Membership:
         deadline=place.request.deadline,
         look=look,
         advice=venue.advice,
+        name=place.meeting,
     )
     try:
         meeting.join()
@@ -181,7 +182,7 @@ def meet_beside(
         local_rank=None, local_size=None, alone=None, met=nothing, close=nothing,
     )  # fmt: skip
     request = replace(place.request, rank=rank, size=size, deadline=Deadline(timeout))
-    beside = replace(place, venue=venue, request=request)
+    beside = replace(place, venue=venue, request=request, meeting=name)
     try:
         membership = replace(meet_at(beside, look), place=place)
     except BaseException:
@@ -211,6 +212,7 @@ def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -
         interface=interface,
         host=place.host,
         place=place,
+        meeting=place.meeting,
         advice=place.venue.advice,
         release=release,
         abandon=abandon,

@@ -95,6 +95,7 @@ class Meeting:
         deadline: until when everybody must be there.
         look: called while others are waited for; an error that it raises ends the meeting for all.
         advice: what a user does after the meeting has failed, as the end of a sentence.
+        name: of the meeting; "": the first one of the job.
 
     Attributes:
         rank, size: known after :meth:`join`.
@@ -115,12 +116,12 @@ class Meeting:
         deadline: Deadline,
         look: Callable[[], None] = nothing,
         advice: str = START_AGAIN,
+        name: str = "",
     ) -> None:
-        self._root = store
+        self._root, self._name = store, name
         self._where = f"job {job!r}, epoch {epoch}"
         self._prefix = f"rendezvous ({self._where}): "
-        self._rank = rank
-        self._size = size
+        self._rank, self._size = rank, size
         self._me = Descriptor(
             host, here.machine, here.process, rank is not None, secrets.token_hex(8), at=now()
         )
@@ -314,7 +315,7 @@ class Meeting:
             self._mine = None
             return False
         self.rank = rank
-        failure_report.joined(self.rank, self.size)
+        failure_report.met(self.rank, self.size, self._name)
         return True
 
     def _claim(self, record: bytes | None) -> int | None:
@@ -492,7 +493,7 @@ class Meeting:
 
     def _failed(self, reason: str, ranks: Collection[int] = ()) -> RendezvousError:
         """The error of a meeting that failed because of other ranks, ``ranks`` if they are known."""
-        failure_report.told(ranks)
+        failure_report.told(ranks, self._name)
         return RendezvousError(self._prefix + reason.removeprefix(self._prefix))
 
     def _as_rank(self) -> str:

@@ -30,6 +30,7 @@ class Membership:
             process is stopped; the others wait for it.
         host: identity of the host; ranks with equal values try shared memory first.
         place: where the ranks have met, and others can come later; None: nobody can.
+        meeting: name of the meeting that numbered the ranks; "": the first one of the job.
         advice: what a user does when the ranks cannot connect, as the end of a sentence.
         release: called once, with seconds to spend, when the world group is closed: says goodbye in
             the store, closes it, and stops the server if this rank hosts it.
@@ -55,6 +56,7 @@ class Membership:
     ranks: tuple[int, ...] = ()
     waits_for_stopped: bool = False
     place: Place | None = None
+    meeting: str = ""
     advice: str = START_AGAIN
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=_nothing, compare=False, repr=False)

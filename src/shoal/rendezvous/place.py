@@ -37,6 +37,7 @@ class Place:
         job, epoch: whose place it is; an epoch is one incarnation of a job.
         host: identity of this host, as the others are told.
         here: the machine and process itself.
+        meeting: name of the meeting, where processes meet beside those that met first; "": the first one.
     """
 
     venue: Venue
@@ -45,6 +46,7 @@ class Place:
     epoch: int
     host: str
     here: Here
+    meeting: str = ""
 
     @classmethod
     def at(cls, venue: Venue, request: Request) -> Place:
