@@ -111,8 +111,9 @@ def test_a_job_must_be_named_if_there_are_several(workshop: Workshop) -> None:
         jobs.append(start(workshop, *options))
         workshop.read("ready0")
         (workshop.path / "ready0").unlink()
-    pids = sorted(job.pid for job in jobs)
-    several = f"shoal: several jobs run under shoal run --max: name one by --job, of {pids}\n"
+    command = f"shoal run {' '.join(options)} script.py (in {workshop.path})"
+    named = "".join(f"\n  --job {pid}: {command}" for pid in sorted(job.pid for job in jobs))
+    several = f"shoal: several jobs run under shoal run --max: name one of them{named}\n"
     assert scale(workshop, "2") == (2, several)
     assert scale(workshop, "--job", str(jobs[1].pid), "2")[0] == 0
     jobs[0].send_signal(signal.SIGKILL)

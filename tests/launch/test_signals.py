@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 
 import pytest
 
-from .conftest import Workshop, alive
+from shoal.launch.supervisor import STOP_GRACE
+
+from .conftest import PRELUDE, Workshop, alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
@@ -115,3 +118,23 @@ def test_the_second_sigint_kills(workshop: Workshop) -> None:
     assert code == 130
     assert b"ranks 0, 1 were killed by SIGKILL" in err
     assert not any(alive(rank) for rank in ranks)
+
+
+def test_the_time_from_sigterm_to_sigkill_is_an_option(workshop: Workshop) -> None:
+    (workshop.path / "script.py").write_text(
+        PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); tell('ready'); time.sleep(600)"
+    )
+    launcher = workshop.shoal("run", "--grace", "0.2", "script.py")
+    workshop.read("ready")
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    code, _, err = workshop.end(launcher)
+    assert (code, err) == (143, b"shoal: stopped by SIGTERM: rank 0 was killed by SIGKILL\n")
+    assert time.monotonic() - began < STOP_GRACE
+
+
+@pytest.mark.parametrize("grace", ["-1", "soon", "nan"])
+def test_the_time_to_sigkill_is_checked(workshop: Workshop, grace: str) -> None:
+    code, _, err = workshop.end(workshop.shoal("run", "--grace", grace, "script.py"))
+    assert code == 2
+    assert b"--grace" in err

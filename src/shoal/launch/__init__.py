@@ -11,6 +11,7 @@ How data flows in ``shoal run``::
      └─ supervisor.py   the loop: exits, signals, deadlines, output
          ├─ rank.py         what is known of one rank, wherever it runs
          ├─ process.py      one rank of this machine: start, signal, exit status
+         ├─ restarts.py     starts the whole job again after a failure
          ├─ control.py      what ``shoal scale`` asks for
          ├─ slots.py        which places to fill, or to empty, for another number of processes
          ├─ respawn.py      when a rank that failed is started again

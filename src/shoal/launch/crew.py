@@ -89,6 +89,7 @@ class LocalCrew:
         guardian: told of every process before its program runs.
         most: so many ranks may be wanted; there is a slot for each of them, and for each spare.
         bound: the cores of the first slots, which later ones share; None: all run on all.
+        threaded: whether this process may have threads when the ranks that meet first are started.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class LocalCrew:
         guardian: Guardian,
         most: int,
         bound: Sequence[Sequence[int]] | None = None,
+        threaded: bool = False,
     ) -> None:
         self.size, self.spares, self.most = job.size, job.spares, most
         self.slots = most + job.spares
@@ -109,7 +111,7 @@ class LocalCrew:
         self._meeting = store, master_port
         self._guardian = guardian
         self._announce = guardian.announcer()
-        self._bound = bound
+        self._bound, self._threaded = bound, threaded
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         """Nothing comes from other hosts."""
@@ -124,6 +126,9 @@ class LocalCrew:
 
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
         stdin = None if slot == 0 else subprocess.DEVNULL
+        if self._threaded:
+            argv, inherits = self._guardian.wrapped(self._argv, cores), [self._guardian.pipe]
+            return LocalRank(slot, slot, 0, self.size, argv, environment, stdin=stdin, inherits=inherits)
         return LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
 
     def later(self, index: int, slot: int, restart: int) -> Rank:

@@ -22,10 +22,11 @@ from .job_store import job_store
 from .logs import Logs
 from .notes import Notes
 from .remote_crew import RemoteCrew
+from .restarts import Ended, run_with_restarts
 from .signals import Signals
 from .srun_fleet import SrunFleet
 from .ssh import command
-from .supervisor import Supervisor
+from .supervisor import STOP_GRACE, Supervisor
 
 #: variables beside those of shoal that other hosts get
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
@@ -176,6 +177,8 @@ def launch_on_hosts(
     least: int | None = None,
     respawn: bool = False,
     most: int | None = None,
+    restarts: int = 0,
+    grace: float = STOP_GRACE,
     prefixed: bool = True,
     log_dir: Path | None = None,
     store: str | None = None,
@@ -184,51 +187,62 @@ def launch_on_hosts(
 
     Args:
         plan: where and how.
-        least, respawn, most, prefixed, log_dir, store: as of ``launch``.
+        least, respawn, most, restarts, grace, prefixed, log_dir, store: as of ``launch``.
 
     Raises:
         UsageError, StoreError, RendezvousError: the store cannot be opened.
     """
-    with ExitStack() as steps:
-        signals = steps.enter_context(Signals(_SETTLE if plan.by_srun else 0.0))
+    with Signals(_SETTLE if plan.by_srun else 0.0) as signals, ExitStack() as open_logs:
         try:
-            # A store may take its time, in which agents would hear nothing.
-            named = None if store is None else steps.enter_context(job_store(store, job))
-            fleet = steps.enter_context(closing(_fleet(plan, signals)))
-            fleet.connect()
-            addresses = fleet.towards_hosts()
-            counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
-            fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
-            meeting_place = named or steps.enter_context(job_store(None, job, addresses))
-            notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident, job.epoch)))
-            logs = None if log_dir is None else steps.enter_context(closing(Logs(log_dir, job.size)))
-            hello = fleet.agencies[0].hello
-            assert hello is not None
-            crew = RemoteCrew(
-                fleet,
-                argv,
-                job,
-                stores=[meeting_place.url_at(address) for address in addresses],
-                master=fleet.master(),
-                master_port=str(hello.port),
-                most=most or job.size,
-            )
-            supervisor = Supervisor(
-                signals,
-                crew,
-                notes,
-                least=least,
-                respawn=respawn,
-                scalable=most is not None,
-                prefixed=prefixed,
-                logs=logs,
-            )
-            steps.enter_context(closing(supervisor))
-            meeting_place.start()
-            supervisor.start()
-        except Stopped as stopped:
-            return 128 + stopped.number
+            logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, job.size)))
         except LaunchError as error:
             click.echo(f"shoal: {error}", err=True)
             return _NOT_STARTED
-        return supervisor.run()
+
+        def run_once(job: Job, restart: str) -> Ended:
+            with ExitStack() as steps:
+                try:
+                    # A store may take its time, in which agents would hear nothing.
+                    named = None if store is None else steps.enter_context(job_store(store, job))
+                    fleet = steps.enter_context(closing(_fleet(plan, signals)))
+                    fleet.connect()
+                    addresses = fleet.towards_hosts()
+                    counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
+                    fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
+                    meeting_place = named or steps.enter_context(job_store(None, job, addresses))
+                    notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident, job.epoch)))
+                    hello = fleet.agencies[0].hello
+                    assert hello is not None
+                    crew = RemoteCrew(
+                        fleet,
+                        argv,
+                        job,
+                        stores=[meeting_place.url_at(address) for address in addresses],
+                        master=fleet.master(),
+                        master_port=str(hello.port),
+                        most=most or job.size,
+                    )
+                    supervisor = Supervisor(
+                        signals,
+                        crew,
+                        notes,
+                        least=least,
+                        respawn=respawn,
+                        grace=grace,
+                        restart=restart,
+                        scalable=most is not None,
+                        prefixed=prefixed,
+                        logs=logs,
+                    )
+                    steps.enter_context(closing(supervisor))
+                    meeting_place.start()
+                    supervisor.start()
+                except Stopped as stopped:
+                    return Ended(128 + stopped.number)
+                except LaunchError as error:
+                    click.echo(f"shoal: {error}", err=True)
+                    return Ended(_NOT_STARTED)
+                code = supervisor.run()
+                return Ended(code, supervisor.failed)
+
+        return run_with_restarts(job, restarts, run_once)

@@ -27,9 +27,13 @@ from .job_store import job_store
 from .logs import Logs
 from .notes import Notes
 from .on_hosts import Plan, describe, directory, fitted, launch_on_hosts, passed_on
+from .restarts import Ended, run_with_restarts
 from .signals import Signals
 from .sink import is_terminal
-from .supervisor import Supervisor
+from .supervisor import STOP_GRACE, Supervisor
+
+#: longest --grace in seconds: a day
+MOST_GRACE_S = 86400.0
 
 
 def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -42,6 +46,12 @@ def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str | No
     if not value.isdecimal() or not int(value):
         raise click.BadParameter(f"{value!r} is neither a whole number from 1 nor auto")
     return int(value)
+
+
+def _checked_grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if not 0.0 <= value <= MOST_GRACE_S:  # nor NaN
+        raise click.BadParameter(f"{value} is not a number of seconds from 0 to {MOST_GRACE_S:.0f}")
+    return value
 
 
 class _Run(click.Command):
@@ -70,7 +80,6 @@ _MEANT = {
     "--bind-to": "ranks are bound to cores by --bind",
     "--cpu-bind": "ranks are bound to cores by --bind",
     "--log-directory": "the directory for a file a rank is --log-dir DIR",
-    "--max-restarts": "ranks that fail are started again with --min N --respawn, while N of the others go on",
     "--enable-recovery": "the other ranks go on with --min N",
     "--no-python": "any program may be run; leave it out",
 }
@@ -155,6 +164,23 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="With --min: start so many processes beyond -n, which have no rank, and SHOAL_JOIN=1. A session "
     "holds them back until a rank dies, whose place one of them takes: see elastic.Session.",
 )
+@click.option(
+    "--max-restarts",
+    "restarts",
+    metavar="NUMBER",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Start all ranks again after one has failed, at most NUMBER times. SHOAL_EPOCH counts the starts, "
+    "from 0. Not with --min.",
+)
+@click.option(
+    "--grace",
+    metavar="SECONDS",
+    type=float,
+    callback=_checked_grace,
+    default=STOP_GRACE,
+    help="Seconds from SIGTERM or Ctrl-C, which are passed on to the ranks, to SIGKILL.  [default: 30]",
+)
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
 @click.option(
     "--log-dir",
@@ -194,6 +220,8 @@ def run(
     respawn: bool,
     most: int | None,
     spares: int,
+    restarts: int,
+    grace: float,
     module: bool,
     log_dir: Path | None,
     store: str | None,
@@ -233,6 +261,11 @@ def run(
         raise click.BadParameter(f"{most}, but -n is {size}", param_hint="'--max'")
     if spares and least is None:
         raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
+    if restarts and least is not None:
+        raise click.UsageError(
+            "--max-restarts starts the whole job again, so it does not go with --min, where the other ranks "
+            "go on; --respawn replaces the ranks that failed"
+        )
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
     # Nothing but what is passed on comes to other hosts: there the launcher's defaults hold.
     inherited = {k: v for k, v in os.environ.items() if slots is None or k == "NO_COLOR"}
@@ -266,6 +299,8 @@ def run(
             least=least,
             respawn=respawn,
             most=most,
+            restarts=restarts,
+            grace=grace,
             prefixed=not no_prefix,
             log_dir=log_dir,
             store=store,
@@ -282,6 +317,8 @@ def run(
         respawn=respawn,
         most=most,
         spares=spares,
+        restarts=restarts,
+        grace=grace,
         bound=bound,
         prefixed=not no_prefix,
         log_dir=log_dir,
@@ -306,6 +343,8 @@ def launch(
     respawn: bool = False,
     most: int | None = None,
     spares: int = 0,
+    restarts: int = 0,
+    grace: float = STOP_GRACE,
     bound: Sequence[Sequence[int]] | None = None,
     prefixed: bool = True,
     log_dir: Path | None = None,
@@ -319,6 +358,8 @@ def launch(
         respawn: start another process in the place of one that failed while others go on.
         most: so many processes ``shoal scale`` may ask for; None: it cannot.
         spares: so many processes beyond ``size`` wait to take the place of one that dies.
+        restarts: how often all are started again after one has failed.
+        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
         bound: the cores of each rank; None: all ranks run on all.
         prefixed: begin lines with their rank.
         log_dir: directory for a file for each rank.
@@ -334,40 +375,47 @@ def launch(
     if job.secret:
         # The secret has one source: a file that the shell names is not it.
         inherited.pop("SHOAL_SECRET_FILE", None)
-    with (
-        Signals() as signals,
-        job_store(store, job) as meeting_place,
-        closing(ReservedPort()) as port,
-        Guardian() as guardian,
-        ExitStack() as open_logs,
-        closing(Notes(meeting_place.connect, job.ident)) as notes,
-    ):
+    with Signals() as signals, ExitStack() as open_logs:
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
-        crew = LocalCrew(
-            argv,
-            job,
-            inherited | extra,
-            store=meeting_place.url,
-            master_port=str(port.number),
-            guardian=guardian,
-            most=most or size,
-            bound=bound,
-        )
-        supervisor = Supervisor(
-            signals,
-            crew,
-            notes,
-            least=least,
-            respawn=respawn,
-            scalable=most is not None,
-            prefixed=prefixed,
-            logs=logs,
-        )
-        with closing(supervisor):
-            supervisor.start()
-            # Threads begin here: from now on no Python runs between fork and exec.
-            meeting_place.start()
-            return supervisor.run()
+
+        def run_once(job: Job, restart: str) -> Ended:
+            with (
+                job_store(store, job) as meeting_place,
+                closing(ReservedPort()) as port,
+                Guardian() as guardian,
+                closing(Notes(meeting_place.connect, job.ident, job.epoch)) as notes,
+            ):
+                crew = LocalCrew(
+                    argv,
+                    job,
+                    inherited | extra,
+                    store=meeting_place.url,
+                    master_port=str(port.number),
+                    guardian=guardian,
+                    most=most or size,
+                    bound=bound,
+                    threaded=job.epoch > 0,
+                )
+                supervisor = Supervisor(
+                    signals,
+                    crew,
+                    notes,
+                    least=least,
+                    respawn=respawn,
+                    grace=grace,
+                    restart=restart,
+                    scalable=most is not None,
+                    prefixed=prefixed,
+                    logs=logs,
+                )
+                with closing(supervisor):
+                    supervisor.start()
+                    # Threads begin here: from now on no Python runs between fork and exec.
+                    meeting_place.start()
+                    code = supervisor.run()
+                    return Ended(code, supervisor.failed)
+
+        return run_with_restarts(job, restarts, run_once)
 
 
 def _open_standard_files() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from .rank import Rank
 
 
 class Occupant(Protocol):
@@ -37,6 +39,11 @@ class Plan:
     start: tuple[int, ...]
     stop: tuple[int, ...]
     later: int = 0
+
+
+def last_of_slots(ranks: Iterable[Rank]) -> dict[int, Rank]:
+    """The last process of each slot that has had one."""
+    return {rank.slot: rank for rank in ranks}
 
 
 def plan(

@@ -131,8 +131,9 @@ def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -
 
 
 def spares(ranks: Sequence[Rank]) -> str:
-    """The words on those that may take the place of a rank that failed."""
-    return f"; {_named(ranks)} can take its place" if ranks else ""
+    """The words on the spares among ``ranks``, which may take the place of a rank that failed."""
+    found = [rank for rank in ranks if rank.status is None and not rank.is_member and not rank.leaving]
+    return f"; {_named(found)} can take its place" if found else ""
 
 
 #: the words on a rank whose host is lost while no other has a free slot

@@ -43,14 +43,14 @@ from .output import Output
 from .rank import LOST, Rank
 from .respawn import Respawn
 from .signals import STOP, Signals
-from .slots import plan
+from .slots import last_of_slots, plan
 from .unannounced import UnannouncedEnds
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
 FAILURE_GRACE = 0.6
 #: seconds for a rank that failed first and has not ended yet, so that its traceback and exit code are seen
 CULPRIT_GRACE = 5.0
-#: seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
+#: default seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
 STOP_GRACE = 30.0
 #: SIGINTs nearer than this are one: it may reach the launcher directly and through its group
 _SAME_INTERRUPT = 0.2
@@ -78,6 +78,8 @@ class Supervisor:
         notes: told of every rank that ends before others do, and of how many are wanted.
         least: so many ranks may go on when others fail; None: all or none.
         respawn: start others in the place of those that failed.
+        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
+        restart: the line for the user if the job is started again after a failure; "": it is not.
         scalable: let ``shoal scale`` ask for another number of processes, from ``least`` to the crew's most.
         prefixed, logs: see :class:`Output`.
 
@@ -92,6 +94,8 @@ class Supervisor:
         *,
         least: int | None = None,
         respawn: bool = False,
+        grace: float = STOP_GRACE,
+        restart: str = "",
         scalable: bool = False,
         prefixed: bool = True,
         logs: Logs | None = None,
@@ -100,6 +104,7 @@ class Supervisor:
         self._crew = crew
         self._least = least
         self._respawn = Respawn() if respawn else None
+        self._grace, self._restart = grace, restart
         self._notes = notes
         self._prefixed, self._logs = prefixed, logs
         self._ranks: list[Rank] = []
@@ -126,7 +131,7 @@ class Supervisor:
         self._sweeping = self._closing = self._impatient = False
         #: a host was lost before it had sent all that its ranks wrote
         self._cut = False
-        self._evictions = Evictions(STOP_GRACE, lambda rank: self._told(summary.evicted(rank)))
+        self._evictions = Evictions(grace, lambda rank: self._told(summary.evicted(rank)))
         crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
@@ -171,6 +176,11 @@ class Supervisor:
         while not output.ended and not self._impatient and time.monotonic() < end:
             self._turn(_POLL)
         return code
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, and nobody has stopped the job."""
+        return self._phase is _Phase.FAILED and not self._stop_signal
 
     def close(self) -> None:
         """Kill the ranks that may still be alive, and release everything."""
@@ -253,7 +263,7 @@ class Supervisor:
         left = [other for other in self._ranks if other.counts and not other.status]
         if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
-            then = summary.spares(self._spares()) if rank.is_member else ""
+            then = summary.spares(self._ranks) if rank.is_member and self._crew.spares else ""
             then += self._plan_restart(rank.slot, rank.seconds)
             self._output.say(summary.outlived(rank, left, then))
         else:
@@ -280,18 +290,10 @@ class Supervisor:
         slots = (slot, *range(self._crew.slots))
         return next((each for each in slots if each not in taken and self._crew.can_start(each)), None)
 
-    def _spares(self) -> list[Rank]:
-        """Those that wait to take the place of another one, or are about to come."""
-        if not self._crew.spares:
-            return []
-        return [
-            rank for rank in self._ranks if rank.status is None and not rank.is_member and not rank.leaving
-        ]
-
     def _start_in(self, slot: int) -> bool:
         """Start a newcomer in ``slot``; whether that could be done."""
         assert self._output is not None
-        before = self._last_of_slots().get(slot)
+        before = last_of_slots(self._ranks).get(slot)
         if before is not None and not before.is_released:
             self._crew.release(before)
         restart = 0 if before is None else before.restart + 1
@@ -304,9 +306,6 @@ class Supervisor:
         self._output.attach(rank)
         return True
 
-    def _last_of_slots(self) -> dict[int, Rank]:
-        return {rank.slot: rank for rank in self._ranks}
-
     def _scale(self, wanted: int) -> str:
         """Have ``wanted`` ranks beside spares; tells what is done for that; raises UsageError."""
         assert self._output is not None
@@ -317,7 +316,7 @@ class Supervisor:
         if not least <= wanted <= most:
             raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
         waiting = set() if self._respawn is None else self._respawn.waiting
-        last = self._last_of_slots()
+        last = last_of_slots(self._ranks)
         usable = [slot for slot in range(self._crew.slots) if self._crew.can_start(slot)]
         found = plan(wanted, usable, last, waiting, spares=self._crew.spares)
         self._wanted, self._later = wanted, found.later
@@ -398,6 +397,8 @@ class Supervisor:
     def _signalled(self) -> None:
         assert self._output is not None
         for number in self._signals.read():
+            if number in STOP and self._phase is _Phase.FAILED:
+                self._stop_signal = number  # the exit code stays that of the failure
             if number in STOP and (self._closing or self._is_insisted_on(number)):
                 # The user does not want to wait until somebody reads the last output.
                 self._impatient = True
@@ -407,7 +408,7 @@ class Supervisor:
                 self._send(number)
             elif self._phase is _Phase.RUNNING:
                 self._phase, self._stop_signal = _Phase.STOPPING, number
-                self._kill_at = time.monotonic() + STOP_GRACE
+                self._kill_at = time.monotonic() + self._grace
                 self._stop(number)
             elif self._phase is _Phase.STOPPING:
                 self._stop(number)
@@ -477,6 +478,11 @@ class Supervisor:
         if self._phase is _Phase.FAILED:
             first = self._cause()
             output.say(summary.failure(self._ranks, first, output.tail(self._ranks[first])))
+            if self._restart and self.failed:
+                output.say(f"shoal: {self._restart}".encode())
+                if self._logs is not None:
+                    for slot in range(self._crew.size):
+                        self._logs.write(slot, f"--- {self._restart} ---\n".encode())
             return causes.exit_code(self._ranks, first)
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
