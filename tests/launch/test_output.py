@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 
+import pytest
+
 from tests.support.waiting import until
 
 from .conftest import Workshop
@@ -244,3 +246,44 @@ def test_a_log_that_cannot_be_written_any_more_is_reported_once_and_the_job_goes
     code, out, err = workshop.end(workshop.shoal("run", "--log-dir", ".", "script.py"))
     assert (code, len(out.splitlines())) == (0, 100)
     assert err == b"shoal: the log of rank 0 ends here: No space left on device\n"
+
+
+def test_a_full_disk_behind_stdout_is_named_and_the_job_goes_on(workshop: Workshop) -> None:
+    script = """
+    for _ in range(3000):
+        print("x" * 100)
+    tell(f"went on {rank}")
+    print("the end", file=sys.stderr)
+    """
+    with open("/dev/full", "wb") as full:
+        code, _, err = workshop.run(script, stdout=full)
+    assert code == 74
+    told = (
+        b"shoal: stdout cannot be written: No space left on device; output is lost from here on, and the job"
+    )
+    assert sorted(err.splitlines()) == [b"[0] the end", b"[1] the end", told + b" goes on"]
+    assert workshop.read("went on 0") == workshop.read("went on 1") == ""
+
+
+@pytest.mark.parametrize("where", ["stdout", "stderr"])
+def test_the_last_lines_that_a_full_disk_does_not_take_are_no_success(workshop: Workshop, where: str) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = workshop.run(f"print('late', file=sys.{where})", ranks=1, **{where: full})
+    assert code == 74
+    assert (err or b"").startswith(b"" if where == "stderr" else b"shoal: stdout cannot be written: No space")
+
+
+def test_other_commands_name_a_full_disk_too(workshop: Workshop) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = workshop.end(workshop.shoal("run", "--dry-run", "sh", stdout=full))
+    assert (code, err) == (74, b"shoal: stdout cannot be written: No space left on device\n")
+
+
+def test_a_file_that_another_process_made_non_blocking_is_written_to_its_end(workshop: Workshop) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    job = workshop.start("print('x' * 500_000)", ranks=1, stdout=writer)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert len(file.read()) == len("[0] ") + 500_001
+    assert job.wait() == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
 from shoal.launch.cli import COMMANDS, invoke
-from shoal.launch.command import resolve
+from shoal.launch.command import flaw_of_script, resolve
 from shoal.launch.cores import shares, usable
 from shoal.launch.environment import defaults
 from shoal.wire import build_version
@@ -179,6 +179,55 @@ def test_a_program_that_cannot_be_executed_is_one_line_and_code_2(workshop: Work
     assert (code, out) == (2, b"")
     assert err.startswith(b"shoal: rank 0 could not be started: ")
     assert err.count(b"\n") == 1
+
+
+SCRIPTS = {
+    "#!/nowhere/sh\n": "its first line names the interpreter /nowhere/sh, which does not exist",
+    "#!/bin/sh\r\n": "its first line ends with CRLF, and the carriage return becomes part of",
+    "#!/usr/bin/env sh\r\n": "its first line ends with CRLF, and the carriage return becomes part of",
+    "#!/usr/bin/env no-such-sh\n": "its first line names the interpreter no-such-sh, which is not on PATH",
+    "echo hello\n": "Exec format error: it is a script without a #! line, or a program for another processor",
+}
+
+
+@pytest.mark.parametrize("first_line", SCRIPTS)
+def test_a_script_whose_interpreter_cannot_be_used_says_so(workshop: Workshop, first_line: str) -> None:
+    program = workshop.path / "program"
+    program.write_bytes(first_line.encode())
+    program.chmod(0o755)
+    code, out, err = workshop.end(workshop.shoal("run", "./program"))
+    assert (code, out) == (2, b"")
+    told = f"shoal: rank 0 could not be started: {program}: {SCRIPTS[first_line]}"
+    assert err.decode().startswith(told), err
+    assert err.count(b"\n") == 1
+
+
+def test_scripts_whose_first_line_is_right_are_started(workshop: Workshop) -> None:
+    for first_line in ("#!/bin/sh", "#!/bin/sh -e", "#! /usr/bin/env sh", "#!/usr/bin/env -S A=1 sh"):
+        assert flaw_of_script_with(workshop, first_line) == "", first_line
+    assert flaw_of_script(sys.executable, os.environ) == ""
+
+
+def flaw_of_script_with(workshop: Workshop, first_line: str) -> str:
+    program = workshop.path / "program"
+    program.write_text(f"{first_line}\necho hello\n")
+    return flaw_of_script(str(program), os.environ)
+
+
+def test_a_loopback_interface_that_is_down_is_named(workshop: Workshop) -> None:
+    isolated = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a network without loopback needs user namespaces")
+    (workshop.path / "script.py").write_text(
+        "import shoal.rendezvous as r; r.rendezvous('tcp://127.0.0.1:9')"
+    )
+    trouble = "the loopback interface of this machine does not work (Network is unreachable)"
+    python = [*isolated, sys.executable]
+    code, _, err = workshop.end(workshop.start_process([*python, "-m", "shoal", "run", "script.py"]))
+    assert (code, err.decode().startswith(f"shoal: {trouble}")) == (2, True), err
+    code, _, err = workshop.end(workshop.start_process([*python, "script.py"]))
+    assert code == 1
+    assert f"RendezvousError: rendezvous at 127.0.0.1:9: {trouble}" in err.decode()
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

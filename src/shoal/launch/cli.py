@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -21,6 +23,8 @@ COMMANDS = {
     "bench": "shoal.tools.bench.command:bench",
     "dumps": "shoal.tools.dumps:dumps",
 }
+#: errors of writing to a full disk, or to a terminal that was closed
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 #: those that no user types: ``shoal run --hosts`` starts an agent on each host
 HIDDEN = {"agent": "shoal.launch.agent:agent"}
 
@@ -75,6 +79,12 @@ def invoke(arguments: Sequence[str]) -> int:
         return 2
     except click.Abort:
         return 130
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_OUTPUT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in a buffer is not tried once more
+        click.echo(f"shoal: stdout cannot be written: {error.strerror}", err=True)
+        return os.EX_IOERR
     return int(code or 0)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import LaunchError
 
@@ -42,3 +43,43 @@ def resolve(command: Sequence[str], *, module: bool, python: str = "", elsewhere
     if program is None:
         raise LaunchError(f"{target}: no such script, nor a program on PATH (a module needs -m)")
     return [program, *arguments]
+
+
+def flaw_of_script(program: str, environment: Mapping[str, str]) -> str:
+    """Why the interpreter that a script names in its first line cannot run it; "": nothing is known.
+
+    The kernel, and ``env``, would say that the script or its interpreter does not exist, and not why.
+    """
+    try:
+        with open(program, "rb") as file:
+            line = file.read(256).partition(b"\n")[0]
+    except OSError:
+        return ""
+    words = line[2:].split()
+    if not line.startswith(b"#!") or not words:
+        return ""
+    if line.endswith(b"\r"):
+        return (
+            "its first line ends with CRLF, and the carriage return becomes part of the interpreter's name; "
+            f"remove carriage returns: sed -i 's/\\r$//' {program}"
+        )
+    interpreter, *arguments = map(os.fsdecode, words)
+    if not os.path.exists(interpreter):
+        return f"its first line names the interpreter {interpreter}, which does not exist"
+    name = arguments[0] if arguments and os.path.basename(interpreter) == "env" else ""
+    is_name = name and not name.startswith("-") and "=" not in name
+    if is_name and shutil.which(name, path=environment.get("PATH")) is None:
+        return f"its first line names the interpreter {name}, which is not on PATH"
+    return ""
+
+
+def reason_of(error: Exception, program: str) -> str:
+    """Why ``program`` could not be executed."""
+    if not isinstance(error, OSError):
+        return str(error)
+    reason = error.strerror or str(error)
+    if error.errno == errno.ENOEXEC:
+        return f"{reason}: it is a script without a #! line, or a program for another processor"
+    if error.errno == errno.ENOENT and os.path.exists(program):
+        return f"{reason}: the program exists, but not the loader that it names in its ELF header"
+    return reason

@@ -6,8 +6,16 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 
 from .. import config
-from ..errors import StoreError, UsageError, WireError
-from ..rendezvous import Request, job_record, open_venue, parse_url, root_of
+from ..errors import LaunchError, StoreError, UsageError, WireError
+from ..rendezvous import (
+    LOOPBACK,
+    Request,
+    job_record,
+    loopback_trouble,
+    open_venue,
+    parse_url,
+    root_of,
+)
 from ..store import Store, TCPStore, TCPStoreServer
 from ..wire import Deadline
 from .environment import Job
@@ -86,6 +94,8 @@ def job_store(
 
 @contextmanager
 def _served(job: Job, host: str) -> Iterator[JobStore]:
+    if host == LOOPBACK and (trouble := loopback_trouble()):
+        raise LaunchError(trouble)
     secret = job.secret.encode()
     with closing(
         TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))

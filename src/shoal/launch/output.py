@@ -86,6 +86,8 @@ class Output:
         self._streams: list[_Stream] = []
         self._paused: list[_Stream] = []
         self._stderr: dict[int, Lines] = {}
+        #: the sinks of which the user knows that they cannot be written
+        self._troubled: list[Sink] = []
 
     def attach(self, rank: Rank) -> None:
         """Take over the pipes of a rank: they are read to their end, then closed."""
@@ -113,7 +115,9 @@ class Output:
         for line in text.splitlines():
             self._err.line(self, b"", line, b"\n")
         if self._logs is not None:
-            self._logs.write(LAUNCHER, text + (b"" if text.endswith(b"\n") else b"\n"))
+            trouble = self._logs.write(LAUNCHER, text + (b"" if text.endswith(b"\n") else b"\n"))
+            if trouble is not None:
+                self.say(f"shoal: the log of the launcher ends here: {trouble}".encode())
 
     def next_show(self) -> float | None:
         """When :meth:`show` has something to do next."""
@@ -128,6 +132,8 @@ class Output:
 
     def resume(self) -> None:
         """Read again from pipes that were left alone while a sink was full."""
+        for text in self.new_troubles():
+            self.say(text)
         paused, self._paused = self._paused, []
         for stream in paused:
             self._listen(stream)
@@ -151,6 +157,22 @@ class Output:
     def ended(self) -> bool:
         """After :meth:`close`: everything has been written."""
         return self._out.writer.join(0.0) and self._err.writer.join(0.0)
+
+    def new_troubles(self) -> list[bytes]:
+        """Lines on the files that cannot be written any more, each once."""
+        found = []
+        for name, sink in (("stdout", self._out), ("stderr", self._err)):
+            trouble = sink.writer.trouble
+            if trouble and sink not in self._troubled:
+                self._troubled.append(sink)
+                text = f"shoal: {name} cannot be written: {trouble}; output is lost from here on"
+                found.append(f"{text}, and the job goes on".encode())
+        return found
+
+    @property
+    def lost(self) -> bool:
+        """Whether output was lost because it could not be written."""
+        return bool(self._out.writer.trouble or self._err.writer.trouble)
 
     def _listen(self, stream: _Stream) -> None:
         stream.source.listen(self._selector, partial(self._read, stream))

@@ -16,6 +16,7 @@ import psutil
 
 from ..errors import LaunchError
 from ..failure_report import STACKS, Report
+from .command import flaw_of_script, reason_of
 from .rank import Rank
 from .reports import Reports
 from .source import Pipe
@@ -60,6 +61,8 @@ class LocalRank(Rank):
         newcomer: bool = False,
     ) -> None:
         super().__init__(index, slot, restart, newcomer=newcomer)
+        if flaw := flaw_of_script(argv[0], environment):
+            raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {flaw}")
         self._started = time.monotonic()
         self._selector: selectors.BaseSelector | None = None
         try:
@@ -80,7 +83,9 @@ class LocalRank(Rank):
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._reports.close()
-            raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {error}") from error
+            raise LaunchError(
+                f"rank {self.name} could not be started: {argv[0]}: {reason_of(error, argv[0])}"
+            ) from error
         self._reports.started()
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -44,15 +45,17 @@ class Writer:
         self._waiting = 0
         self._closing = False
         self._changed = threading.Condition()
-        #: the reader is gone; lines are dropped
+        #: nobody reads any more; lines are dropped
         self.broken = False
+        #: why lines cannot be written and are dropped, such as a full disk; "": they can
+        self.trouble = ""
         self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
         self._thread.start()
 
     def write(self, data: bytes) -> None:
         """Queue ``data``; never blocks."""
         with self._changed:
-            if not self.broken:
+            if not (self.broken or self.trouble):
                 self._queue.append(data)
                 self._waiting += len(data)
                 self._changed.notify()
@@ -84,9 +87,12 @@ class Writer:
                 break
             try:
                 self._write_all(data)
-            except OSError:  # a closed pipe, a full disk, a terminal that hung up
+            except OSError as error:
                 with self._changed:
-                    self.broken = True
+                    if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                        self.broken = True
+                    else:  # a full disk, a terminal that was closed
+                        self.trouble = error.strerror or str(error)
                     self._queue.clear()
                     self._waiting = 0
                 self._wake()
@@ -101,7 +107,12 @@ class Writer:
     def _write_all(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self._fd, view) :]
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # another process that has the file made it non-blocking
+                waiting = select.poll()
+                waiting.register(self._fd, select.POLLOUT)
+                waiting.poll()
 
 
 class Sink:

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import selectors
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from ..errors import LaunchError, UsageError
@@ -153,7 +155,7 @@ class Supervisor:
         """Watch until every rank and all that they started is gone; returns the exit code.
 
         That is the rank's that failed first; or 128 and a number when a signal to the launcher ended
-        the job; or 0.
+        the job; or ``LOST`` if output was lost; or 0.
         """
         output = self._output = Output(
             self._selector,
@@ -175,7 +177,10 @@ class Supervisor:
         self._closing, self._impatient = True, False
         while not output.ended and not self._impatient and time.monotonic() < end:
             self._turn(_POLL)
-        return code
+        for text in output.new_troubles():  # with the last lines
+            with suppress(OSError):
+                os.write(2, text + b"\n")
+        return code or (LOST if output.lost else 0)
 
     @property
     def failed(self) -> bool:

@@ -9,6 +9,7 @@ and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tell
 
 from ..store.opener import OUTSIDE, register_place
 from .environment import Launch
+from .host import LOOPBACK, loopback_trouble
 from .meet import attend, meet_at, meet_beside, rendezvous
 from .membership import Membership
 from .place import Place, open_place
@@ -33,6 +34,7 @@ for _scheme in OUTSIDE:
 register_place("env", None)  # the launcher names a store; this is none
 
 __all__ = [
+    "LOOPBACK",
     "Handler",
     "Launch",
     "Membership",
@@ -42,6 +44,7 @@ __all__ = [
     "attend",
     "default_secret",
     "job_record",
+    "loopback_trouble",
     "meet_at",
     "meet_beside",
     "note_exit",

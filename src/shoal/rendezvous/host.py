@@ -161,6 +161,19 @@ def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))
 
 
+def loopback_trouble() -> str:
+    """Why processes of this machine cannot reach each other over loopback; "": they can."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((LOOPBACK, 9))  # looks up the route, and sends nothing
+        except OSError as error:
+            return (
+                f"the loopback interface of this machine does not work ({error.strerror}), over which its "
+                "processes reach each other; bring it up: ip link set lo up"
+            )
+    return ""
+
+
 def is_loopback(address: str) -> bool:
     """Whether the numeric ``address`` is a loopback address."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback

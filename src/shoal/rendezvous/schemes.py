@@ -25,7 +25,7 @@ from ..store.opener import open_outside
 from ..wire import listens
 from ..wording import in_seconds
 from .environment import Launch, read
-from .host import address_towards, is_loopback, is_mine, resolve
+from .host import address_towards, is_loopback, is_mine, loopback_trouble, resolve
 from .hosting import share
 from .private import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url, store_address
@@ -102,6 +102,8 @@ def tcp(request: Request) -> Venue:
     """
     host, port = _host_and_port(request)
     address = _address(host, port, request)
+    if is_loopback(address) and (trouble := loopback_trouble()):
+        raise RendezvousError(f"rendezvous at {host}:{port}: {trouble}")
     secret = request.secret or user_secret()
     serves = request.rank == 0 and request.size is not None and is_mine(address)
     hosted = share(address, port, secret, start=serves)
