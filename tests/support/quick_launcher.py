@@ -162,7 +162,7 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
 
     signal.alarm(0)
     multiprocessing.set_start_method(None, force=True)  # the default again, not that of the fork server
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     os.environ.clear()

@@ -16,6 +16,8 @@ How data flows in ``shoal run``::
          ├─ slots.py        which places to fill, or to empty, for another number of processes
          ├─ respawn.py      when a rank that failed is started again
          ├─ reports.py      what a rank reported of its failure
+         ├─ interrupts.py   a second Ctrl-C, told from the first
+         ├─ suspension.py   Ctrl-Z: stops and continues the whole job
          ├─ unannounced.py  ranks that ended without leaving a group, while others run
          ├─ meetings.py     which process has which rank of a later meeting
          ├─ evictions.py    ends the processes without which the other ranks go on

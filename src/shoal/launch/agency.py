@@ -32,6 +32,7 @@ from .frames import (
     Reported,
     Started,
     StdinTaken,
+    Suspend,
     Taken,
     from_agent,
 )
@@ -165,6 +166,27 @@ class Agency:
     def is_well(self) -> bool:
         """Whether it can start processes."""
         return self.is_ready and not self.trouble and self.killed is None
+
+    def suspend(self) -> None:
+        """This process is about to be stopped: the agent must not take its silence for its end."""
+        self.tell(Suspend())
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the agent has been sent everything, or cannot be reached."""
+        return bool(self.trouble) or self._link.closed or self._link.sent
+
+    def flush(self) -> None:
+        """Go on sending."""
+        if not self.trouble:
+            self._link.poll()
+
+    def resume(self) -> None:
+        """This process has been continued: the agent's silence until now means nothing."""
+        now = time.monotonic()
+        if self._due < math.inf:
+            self._due = now + _PATIENCE
+        self._heard = self._beat_at = now
 
     def expect_bye(self, linger: float) -> None:
         """It was told to end."""

@@ -8,6 +8,7 @@ started, and ends.  Should it be killed itself, its guardian does that.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -50,6 +51,7 @@ from .frames import (
     Started,
     Stdin,
     StdinTaken,
+    Suspend,
     Taken,
     from_launcher,
 )
@@ -98,6 +100,7 @@ class Agent:
         self._begin: Begin | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._heard = time.monotonic()
+        self._is_suspended = False
         self._why = ""
         self._ended = False
         self._sweep: Sweep | None = None
@@ -115,15 +118,19 @@ class Agent:
     def run(self) -> str:
         """Serve; returns why it ended in the middle, "" if the launcher has ended it."""
         while not self._why:
-            timeout = _POLL if self._sweep is not None else self._heard + SILENCE - time.monotonic()
-            for key, _ in self._selector.select(max(0.0, timeout)):
+            timeout = _POLL if self._sweep is not None else self._silent_at - time.monotonic()
+            for key, _ in self._selector.select(min(max(0.0, timeout), SILENCE)):
                 key.data()
-            now = time.monotonic()
-            if now >= self._heard + SILENCE:
+            if time.monotonic() >= self._silent_at:
                 self._why = f"nothing has come from the launcher for {SILENCE:.0f} s"
             elif self._sweep is not None and self._sweep.is_done() and self._drain():
                 return self._leave(self._sweep.killed)
         return self._why
+
+    @property
+    def _silent_at(self) -> float:
+        """When the launcher has been silent for too long."""
+        return math.inf if self._is_suspended else self._heard + SILENCE
 
     def close(self) -> None:
         """Kill everything that was started, and release everything."""
@@ -142,6 +149,7 @@ class Agent:
 
     def _received(self, frame: FromLauncher) -> None:
         self._heard = time.monotonic()
+        self._is_suspended = isinstance(frame, Suspend)
         match frame:
             case Beat():
                 self._link.send(Beat(frame.launcher, time.monotonic()))
@@ -310,9 +318,9 @@ class Agent:
                 end = end or now + _FAREWELL
                 if now >= end:
                     break
-            elif now >= self._heard + SILENCE:
+            elif now >= self._silent_at:
                 return f"nothing has come from the launcher for {SILENCE:.0f} s"
-            for key, _ in self._selector.select((end or self._heard + SILENCE) - now):
+            for key, _ in self._selector.select(min((end or self._silent_at) - now, SILENCE)):
                 key.data()
         return "" if self._link.sent else self._why
 

@@ -13,6 +13,7 @@ from .environment import OF_RANKS, Job
 from .guardian import Guardian
 from .process import LocalRank, Sweep
 from .rank import Rank
+from .stdin import Stdin, StdinPipe, in_background
 
 #: called with the name of a host, why it is lost, and the ranks that are lost with it
 HostLost = Callable[[str, str, Sequence[Rank]], None]
@@ -73,6 +74,12 @@ class Crew(Protocol):
     def tick(self, now: float) -> None:
         """Do what is due."""
 
+    def suspend(self) -> None:
+        """This process is about to be stopped, and its ranks are."""
+
+    def resume(self) -> None:
+        """This process has been continued."""
+
     def close(self) -> None:
         """End all processes that are left."""
 
@@ -112,9 +119,14 @@ class LocalCrew:
         self._guardian = guardian
         self._announce = guardian.announcer()
         self._bound, self._threaded = bound, threaded
+        self._selector: selectors.BaseSelector | None = None
+        #: of rank 0, if this process passes it on
+        self._stdin: Stdin | None = None
+        self._pipe: StdinPipe | None = None
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         """Nothing comes from other hosts."""
+        self._selector = selector
 
     def first(self, slot: int) -> Rank:
         cores = self._cores(slot)
@@ -125,11 +137,24 @@ class LocalCrew:
                 os.sched_setaffinity(0, cores)
 
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
-        stdin = None if slot == 0 else subprocess.DEVNULL
+        relayed = slot == 0 and in_background()
+        stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
         if self._threaded:
             argv, inherits = self._guardian.wrapped(self._argv, cores), [self._guardian.pipe]
-            return LocalRank(slot, slot, 0, self.size, argv, environment, stdin=stdin, inherits=inherits)
-        return LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
+            rank = LocalRank(slot, slot, 0, self.size, argv, environment, stdin=stdin, inherits=inherits)
+        else:
+            rank = LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
+        if relayed:
+            self._relay_stdin(rank)
+        return rank
+
+    def _relay_stdin(self, rank: LocalRank) -> None:
+        """Pass the terminal's input on to ``rank`` while this job is in the foreground."""
+        assert self._selector is not None
+        stdin = Stdin(lambda data: pipe.take(data))
+        pipe = StdinPipe(self._selector, stdin.taken)
+        pipe.attach(rank.take_stdin())
+        self._stdin, self._pipe = stdin, pipe
 
     def later(self, index: int, slot: int, restart: int) -> Rank:
         environment = {k: v for k, v in self._environment.items() if k not in OF_RANKS}
@@ -140,6 +165,8 @@ class LocalCrew:
 
     def settle(self) -> None:
         """They are there as soon as they were started."""
+        if self._stdin is not None and self._selector is not None:
+            self._stdin.watch(self._selector)
 
     def can_start(self, slot: int) -> bool:
         return True
@@ -153,13 +180,23 @@ class LocalCrew:
         return Sweep(ranks, linger)
 
     def next_at(self) -> float | None:
-        return None
+        return None if self._stdin is None else self._stdin.next_at()
 
     def tick(self, now: float) -> None:
-        """Nothing is ever due."""
+        if self._stdin is not None:
+            self._stdin.tick(now)
+
+    def suspend(self) -> None:
+        """There are only the ranks, which the supervisor stops."""
+
+    def resume(self) -> None:
+        """There are only the ranks, which the supervisor continues."""
 
     def close(self) -> None:
         """The supervisor ends the ranks."""
+        if self._stdin is not None and self._pipe is not None:
+            self._stdin.close()
+            self._pipe.close()
 
     def _cores(self, slot: int) -> Sequence[int] | None:
         return None if self._bound is None else self._bound[slot % len(self._bound)]

@@ -215,6 +215,10 @@ class End(_Frame, frozen=True):
     linger: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
+class Suspend(_Frame, frozen=True):
+    """The launcher is about to be stopped, as by Ctrl-Z: it sends nothing until it is continued."""
+
+
 # -- from both -------------------------------------------------------------------------------------
 
 
@@ -231,7 +235,7 @@ class Beat(_Frame, frozen=True):
 FromAgent = (
     Hello | Ready | Refused | Started | NotStarted | Output | StdinTaken | Reported | Exited | Bye | Beat
 )
-FromLauncher = Begin | Start | Taken | Close | Signal | Stdin | Release | End | Beat
+FromLauncher = Begin | Start | Taken | Close | Signal | Stdin | Release | End | Suspend | Beat
 
 
 def from_agent() -> msgspec.msgpack.Decoder[FromAgent]:

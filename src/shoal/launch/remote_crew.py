@@ -23,6 +23,8 @@ from .stdin import Stdin
 _START = 60.0
 #: seconds for which output is written before the loop looks for something else
 _TURN = 0.05
+#: longest time in seconds for telling all agents that this process is about to be stopped
+_SUSPEND_S = 1.0
 
 
 class RemoteCrew:
@@ -154,13 +156,30 @@ class RemoteCrew:
         return _Farewell(self._agencies)
 
     def next_at(self) -> float | None:
-        found = 0.0 if self._turns else min(agency.next_at() for agency in self._agencies)
-        return None if found == math.inf else found
+        if self._turns:
+            return 0.0
+        look_at = self._stdin.next_at()
+        found = min(agency.next_at() for agency in self._agencies)
+        return look_at if found == math.inf else found if look_at is None else min(found, look_at)
 
     def tick(self, now: float) -> None:
         for agency in self._agencies:
             agency.tick(now)
         self._turns.take(now + _TURN)
+        self._stdin.tick(now)
+
+    def suspend(self) -> None:
+        end = time.monotonic() + _SUSPEND_S
+        for agency in self._agencies:
+            agency.suspend()
+        while not all(agency.is_told for agency in self._agencies) and time.monotonic() < end:
+            time.sleep(_TURN)
+            for agency in self._agencies:
+                agency.flush()
+
+    def resume(self) -> None:
+        for agency in self._agencies:
+            agency.resume()
 
     def close(self) -> None:
         self._stdin.close()

@@ -10,16 +10,18 @@ from types import FrameType, TracebackType
 from typing import Any
 
 #: end the job
-STOP = (signal.SIGINT, signal.SIGTERM)
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: stop the job until a shell continues it: Ctrl-Z, and use of the terminal by a job in the background
+SUSPEND = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 #: mean whatever the ranks make of them
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """A context in which STOP and USER signals do nothing but make ``fd`` readable.
+    """A context in which STOP, SUSPEND and USER signals do nothing but make ``fd`` readable.
 
     Only for the main thread, as Python's signal handlers are.  On leaving, the former handlers are
-    in place again.
+    in place again.  SIGHUP and SUSPEND signals that are ignored, as by nohup, stay ignored.
 
     Args:
         settle: seconds for which :meth:`read` keeps back what Slurm may be sending to other processes of the
@@ -34,7 +36,9 @@ class Signals:
         os.set_blocking(self.fd, False)
         os.set_blocking(self._writer, False)
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._old: dict[int, Any] = {number: signal.signal(number, _nothing) for number in (*STOP, *USER)}
+        kept = {each for each in (signal.SIGHUP, *SUSPEND) if signal.getsignal(each) is signal.SIG_IGN}
+        taken = [number for number in (*STOP, *USER, *SUSPEND) if number not in kept]
+        self._old: dict[int, Any] = {number: signal.signal(number, _nothing) for number in taken}
         # With SIGCHLD ignored, as some parents hand it down, ended children would vanish unseen.
         self._old_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
@@ -62,6 +66,16 @@ class Signals:
                 time.sleep(self._settle)
             return found
         return []
+
+
+def stop_this_process(number: int) -> None:
+    """Stop as a SUSPEND signal does by default; returns once this process is continued.
+
+    At once where the kernel lets nobody stop, as no shell could continue the process.
+    """
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    signal.signal(number, _nothing)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

@@ -1,18 +1,26 @@
-"""The launcher's stdin, on its way to rank 0 on another host: the launcher's end, and the agent's."""
+"""The launcher's stdin on its way to rank 0: the end that reads it, and the end that writes to rank 0.
+
+Rank 0 on another host gets it through an agent.  On this machine rank 0 inherits stdin, unless that is the
+terminal of a shell that has started the job in the background: then it would take the shell's input.
+"""
 
 from __future__ import annotations
 
 import os
 import selectors
 import signal
+import time
 from collections.abc import Callable
 
 from ..errors import WireError
 from .frames import MOST_BYTES, STDIN_WINDOW
 
+#: seconds between two looks whether a job in the background is in the foreground
+LOOK_S = 0.25
+
 
 class Stdin:
-    """Reads descriptor 0 as fast as rank 0 takes what it has.
+    """Reads descriptor 0 as fast as rank 0 takes what it has, and a terminal only in the foreground.
 
     Args:
         send: called with bytes for rank 0, none at the end.
@@ -23,6 +31,7 @@ class Stdin:
         self._selector: selectors.BaseSelector | None = None
         self._under_way = 0
         self._is_over = self._listens = False
+        self._look_at: float | None = None
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Read in the loop of ``selector``."""
@@ -36,6 +45,15 @@ class Stdin:
         self._under_way -= amount
         self._listen()
 
+    def next_at(self) -> float | None:
+        """When :meth:`tick` has something to do."""
+        return self._look_at
+
+    def tick(self, now: float) -> None:
+        """Read the terminal again once this job is in the foreground."""
+        if self._look_at is not None and now >= self._look_at:
+            self._listen()
+
     def close(self) -> None:
         """Read no more."""
         self._is_over = True
@@ -43,6 +61,13 @@ class Stdin:
 
     def _listen(self) -> None:
         if self._selector is None:
+            return
+        self._look_at = None
+        if not self._is_over and in_background():
+            self._look_at = time.monotonic() + LOOK_S
+            if self._listens:
+                self._selector.unregister(0)
+                self._listens = False
             return
         wanted = not self._is_over and self._under_way + MOST_BYTES <= STDIN_WINDOW
         while wanted and not self._listens:
@@ -58,8 +83,7 @@ class Stdin:
 
     def _read(self) -> None:
         data = b""
-        if _is_in_background():
-            self._is_over = True  # the terminal is not ours to read
+        if in_background():
             self._listen()
             return
         # A job that the shell puts into the background just now would be stopped for reading.
@@ -79,12 +103,12 @@ class Stdin:
             self._listen()
 
 
-def _is_in_background() -> bool:
-    """Whether stdin is a terminal that another job reads, or none of this session's."""
+def in_background() -> bool:
+    """Whether stdin is the terminal of this session, and another job of the shell may read it."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:
-        return True
+    except OSError:  # the terminal of another session, or of none
+        return False
 
 
 class StdinPipe:

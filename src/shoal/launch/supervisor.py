@@ -39,13 +39,15 @@ from . import causes, summary
 from .control import Control
 from .crew import Crew
 from .evictions import Evictions
+from .interrupts import Interrupts
 from .logs import Logs
 from .notes import Notes
 from .output import Output
 from .rank import LOST, Rank
 from .respawn import Respawn
-from .signals import STOP, Signals
+from .signals import STOP, SUSPEND, Signals
 from .slots import last_of_slots, plan
+from .suspension import suspend_job
 from .unannounced import UnannouncedEnds
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
@@ -54,12 +56,10 @@ FAILURE_GRACE = 0.6
 CULPRIT_GRACE = 5.0
 #: default seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
 STOP_GRACE = 30.0
-#: SIGINTs nearer than this are one: it may reach the launcher directly and through its group
-_SAME_INTERRUPT = 0.2
 #: seconds that helpers of a finished rank have to notice and end by themselves
 _LINGER = 0.5
 _POLL = 0.02
-#: seconds in which most ranks end after Ctrl-C
+#: seconds in which the last output is written after an impatient user has stopped the job
 _SILENCE = 1.0
 #: seconds after which the user is told of a rank that ended without leaving a group, while others run
 UNANNOUNCED = 10.0
@@ -116,10 +116,8 @@ class Supervisor:
         self._outlived: list[Rank] = []
         self._fatal: Rank | None = None
         self._stop_signal = 0
-        self._interrupted_at = -_SAME_INTERRUPT
+        self._interrupts = Interrupts()
         self._kill_at: float | None = None
-        #: when the user is told for which ranks Ctrl-C waits
-        self._remind_at: float | None = None
         self._unannounced = UnannouncedEnds(UNANNOUNCED)
         #: until when the culprit may end by itself
         self._spare_until: float | None = None
@@ -204,7 +202,7 @@ class Supervisor:
         assert self._output is not None
         now = time.monotonic()
         moments = (
-            self._kill_at, self._spare_until, self._remind_at,
+            self._kill_at, self._spare_until, self._interrupts.remind_at,
             self._unannounced.next_at(), self._evictions.next_at(), self._crew.next_at(),
         )  # fmt: skip
         restarts = self._respawn if self._phase is _Phase.RUNNING else None
@@ -218,7 +216,7 @@ class Supervisor:
         now = time.monotonic()
         self._crew.tick(now)
         self._evictions.tick(now)
-        if self._remind_at is not None and now >= self._remind_at:
+        if (at := self._interrupts.remind_at) is not None and now >= at:
             self._remind(now)
         if (at := self._unannounced.next_at()) is not None and now >= at:
             self._tell_of_unannounced_ends()
@@ -407,6 +405,8 @@ class Supervisor:
             if number in STOP and (self._closing or self._is_insisted_on(number)):
                 # The user does not want to wait until somebody reads the last output.
                 self._impatient = True
+            elif number in SUSPEND:
+                self._suspend(number)
             elif self._closing:
                 continue
             elif number not in STOP:
@@ -422,27 +422,28 @@ class Supervisor:
                 self._end_all()
         self._output.resume()
 
+    def _suspend(self, number: int) -> None:
+        stopped = suspend_job(number, self._ranks, self._crew)
+        self._kill_at = None if self._kill_at is None else self._kill_at + stopped
+        self._spare_until = None if self._spare_until is None else self._spare_until + stopped
+
     def _is_insisted_on(self, number: int) -> bool:
         """Whether a signal tells to stop, now that all ranks have ended because of a signal or a failure."""
-        again = time.monotonic() - self._interrupted_at > _SAME_INTERRUPT or number != signal.SIGINT
+        again = number != signal.SIGINT or self._interrupts.is_another(time.monotonic())
         return self._sweeping and self._phase is not _Phase.RUNNING and again
 
     def _stop(self, number: int) -> None:
         """Pass SIGINT or SIGTERM on; a second SIGINT kills."""
         now = time.monotonic()
-        if number != signal.SIGINT:
+        if number != signal.SIGINT or self._interrupts.is_first(now):
             self._send(number)
-        elif self._interrupted_at < 0:
-            self._interrupted_at = now
-            self._remind_at = now + _SILENCE
-            self._send(number)
-        elif now - self._interrupted_at > _SAME_INTERRUPT:
+        elif self._interrupts.is_another(now):
             self._kill()
 
     def _remind(self, now: float) -> None:
         """Tell the user for which ranks Ctrl-C waits, and how long."""
         assert self._output is not None
-        self._remind_at = None
+        self._interrupts.remind_at = None
         left = [rank for rank in self._ranks if rank.status is None]
         if left and self._kill_at is not None:
             self._output.say(summary.waiting(self._kill_at - now, left))
