@@ -117,3 +117,17 @@ def test_ranks_inherit_no_descriptor_but_the_standard_ones_and_the_one_for_repor
         ranks=1,
     )
     assert (code, out) == (0, b"[0] [0, 1, 2]\n")
+
+
+def test_a_stopped_guardian_does_not_keep_the_launcher(workshop: Workshop) -> None:
+    launcher = workshop.start("tell('ready'); await_file('go')", ranks=1)
+    workshop.read("ready")
+    (watcher,) = (
+        each.pid
+        for each in psutil.Process(launcher.pid).children()
+        if "guardian.py" in " ".join(each.cmdline())
+    )
+    os.kill(watcher, signal.SIGSTOP)
+    (workshop.path / "go").touch()
+    assert workshop.end(launcher) == (0, b"", b"")
+    assert not alive(watcher)

@@ -31,6 +31,8 @@ from typing import NoReturn
 
 _RECORD = struct.Struct("=i")
 _IN_ORDER = 0
+#: seconds in which the guardian ends after an orderly job; it has nothing to do then
+END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,7 +85,11 @@ class Guardian:
         with suppress(BrokenPipeError):  # somebody killed the guardian
             os.write(self.pipe, _RECORD.pack(_IN_ORDER))
         os.close(self.pipe)
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped it, and nothing is left to guard
+            self._process.kill()
+            self._process.wait()
 
 
 def watch(pipe: int) -> None:
