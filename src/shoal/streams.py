@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .containers import tensors
 from .errors import UnsupportedOperation
 
 #: Seconds that an event is asked for without a pause, and the pauses after that.
@@ -154,16 +155,11 @@ def runtime_of(device: torch.device) -> StreamRuntime:
 
 
 def device_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in ``value`` (also within lists, tuples and dicts) on devices that have streams."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type in _runtimes:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from device_tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from device_tensors(item)
+    """The tensors in ``value``, or in containers in it, on devices that have streams.
+
+    Never raises: the completion of a future must not fail because of its value.
+    """
+    return (tensor for tensor in tensors(value, tolerant=True) if tensor.device.type in _runtimes)
 
 
 class DeviceEvents:

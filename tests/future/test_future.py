@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -356,3 +357,22 @@ def test_a_stop_iteration_in_the_place_of_a_value_is_an_error() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"\(finish\) raised StopIteration"):
             future.wait()
+
+
+def test_a_value_that_contains_itself_completes_its_future() -> None:
+    value: dict[str, Any] = {}
+    value["self"] = value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    assert future.then(lambda done: done.value()["self"]).wait(timeout=10) is value
+
+
+def test_an_event_that_cannot_be_recorded_fails_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr("shoal.future.state.events_behind", fail)
+    future: Future[int] = Future()
+    future.set_result(1)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        future.wait(timeout=10)

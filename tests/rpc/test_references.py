@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -441,3 +441,31 @@ def end_leases() -> None:
 
 def push_at(table: RRef[Table]) -> None:
     table.rpc_sync().push(torch.ones(2))
+
+
+class Unread(Mapping[str, Any]):
+    """A mapping that raises when it is read, and that contains itself."""
+
+    def __init__(self) -> None:
+        self.inside = self
+
+    def __getitem__(self, key: str) -> Any:
+        raise LookupError("it was read")
+
+    __iter__ = __len__ = __getitem__  # type: ignore[assignment]
+
+
+def test_an_object_is_made_whatever_is_in_it(meeting: Agents, a: Agent) -> None:
+    meeting.join("b", timeout=PATIENCE)
+    made = a.peer("b").remote(Unread).to_here()
+    assert made.inside is made
+
+
+def test_a_value_that_contains_itself_goes_there_and_back(meeting: Agents, a: Agent) -> None:
+    meeting.join("b", timeout=PATIENCE)
+    value: dict[str, Any] = {}
+    value["self"] = [value]
+    back = a.peer("b").call(handlers.echo, value).wait()
+    assert back["self"][0] is back
+    there = a.peer("b").remote(handlers.echo, value).to_here()
+    assert there["self"][0] is there

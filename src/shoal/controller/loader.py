@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from ..errors import RemoteOpError, ShoalError
+from ..containers import Tree, map_leaves
+from ..errors import RemoteOpError, ShoalError, UsageError
 from .functions import Pending, payload_of
 from .issuing import issuing_line, shown
 from .naming import node_name
@@ -68,7 +68,7 @@ def _on_device(space: Space, batch: Any) -> Any:
     """A batch on the device that tensors of the nodes are made on."""
     if space.within < 0:
         return batch
-    return tree_map(lambda each: each.within(space.within) if type(each) is RemoteTensor else each, batch)
+    return map_leaves(lambda each: each.within(space.within) if type(each) is RemoteTensor else each, batch)
 
 
 def _joined(place: Place, batches: list[Any]) -> Any:
@@ -77,4 +77,11 @@ def _joined(place: Place, batches: list[Any]) -> Any:
     def joined(*parts: Any) -> Any:
         return place.scatter(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
 
-    return tree_map(joined, *batches)
+    trees = [Tree(batch) for batch in batches]
+    for index, tree in enumerate(trees):
+        if tree.form != trees[0].form:
+            raise UsageError(
+                "load: the loaders gave batches of different structure: "
+                f"{trees[0]} on the first node of the place, and {tree} on node {index} of it"
+            )
+    return trees[0].build([joined(*parts) for parts in zip(*(tree.leaves for tree in trees), strict=True)])

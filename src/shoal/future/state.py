@@ -135,13 +135,21 @@ class FutureState(Generic[T]):
     def set_result(self, value: T) -> None:
         """Complete the future with ``value``.
 
-        For tensors on devices, the work enqueued on the current streams is what the value needs.
+        For tensors on devices, the work enqueued on the current streams is what the value needs.  If no
+        event can be recorded there, because the device failed, the future fails with that error.
 
         Raises:
             InvalidFutureState: it is complete already, or an engine completes it.
         """
         self._refuse_if_set()
-        self._set(value, None, events_behind(value, self._device, self._keep))
+        try:
+            device = events_behind(value, self._device, self._keep)
+        except BaseException as error:
+            if _is_interrupt(error):
+                raise
+            self._set(None, without_frames(error, 1), None)
+        else:
+            self._set(value, None, device)
 
     def set_exception(self, error: BaseException) -> None:
         """Complete the future with an exception: ``wait`` will raise this very object.

@@ -133,7 +133,7 @@ class Objects(Collectives, PointToPoint):
     def _pickled(self, obj: Any) -> torch.Tensor:
         try:
             data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"an object of type {type(obj).__name__} on rank {self._rank} cannot be pickled, "
                 f"so it cannot be sent: {error}"

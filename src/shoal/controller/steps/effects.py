@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from ...containers import tensors
 from ..tensor import RemoteTensor
 
 #: functions that give a tensor's metadata, a part of it, or the tensor elsewhere
@@ -52,7 +52,7 @@ class Watch(TorchFunctionMode):
         self.read: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = list(tensors((args, kwargs)))
         remote = any(type(each) is RemoteTensor for each in given)
         name = getattr(func, "__name__", "")
         for i, each in enumerate(given):

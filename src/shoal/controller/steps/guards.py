@@ -103,8 +103,12 @@ class Guards:
         self._functions: list[tuple[FunctionType, CodeType, Any, Any, str]] = []
         self._classes: list[tuple[Any, type, str]] = []
         self._seen: dict[int, Any] = {}
+        #: A queue instead of recursion: a chain of objects may be longer than Python's stack is deep.
+        self._pending: deque[tuple[Any, str]] = deque()
         for path, root in roots:
             self._visit(root, path)
+        while self._pending:
+            self._inspect(*self._pending.popleft())
         for path, hooks in _HOOKS.items():
             self._lengths.append((hooks, len(hooks), path))
         self._seen.clear()
@@ -237,10 +241,12 @@ class Guards:
     # -- finding ---------------------------------------------------------------------------------
 
     def _visit(self, value: Any, path: str) -> None:
+        if type(value) not in PLAIN and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._pending.append((value, path))
+
+    def _inspect(self, value: Any, path: str) -> None:
         kind = type(value)
-        if kind in PLAIN or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
         if kind is RemoteTensor:
             self.tensors.append((value, value.handle, value.requires_grad, _hooks(value), path))
             grad: Any = value.grad if value.is_leaf else None

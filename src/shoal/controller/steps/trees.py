@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...containers import Tree, is_named_tuple
 from ..tensor import Handle, RemoteTensor, share
 from .guards import PLAIN
 from .recording import Name, Recording
@@ -15,32 +16,41 @@ _Build = Callable[[dict[Name, Handle], Sequence[Any]], Any]
 
 
 def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) -> None:
-    """Take arguments apart: tensors, what a call of the same kind has equal, and objects."""
-    kind = type(value)
-    if kind is RemoteTensor:
-        required = value.requires_grad
-        key += (value.handle.metadata, required)
-        if required and value.is_leaf:  # a parameter
-            key.append(id(value))
+    """Take arguments apart: tensors, what a call of the same kind has equal, and objects.
+
+    Each container is taken apart once; the key has a number in place of it where it occurs again.
+    """
+    numbers: dict[int, int] = {}
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        kind = type(value)
+        if kind is RemoteTensor:
+            required = value.requires_grad
+            key += (value.handle.metadata, required)
+            if required and value.is_leaf:  # a parameter
+                key.append(id(value))
+                others.append(value)
+            leaves.append(value)
+        elif kind is tuple or kind is list or kind is dict or is_named_tuple(kind):
+            if (number := numbers.get(id(value))) is not None:
+                key += ("again", number)
+                continue
+            numbers[id(value)] = len(numbers)
+            key += (kind, len(value))
+            if kind is dict:
+                key += value
+                pending += reversed(value.values())
+            else:
+                pending += reversed(value)
+        elif kind in PLAIN:
+            key += (kind, value)
+        elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            leaves.append(value)
+        else:
+            key += (kind, id(value))
             others.append(value)
-        leaves.append(value)
-    elif kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        key += (kind, len(value))
-        for each in value:
-            flatten(each, key, leaves, others)
-    elif kind is dict:
-        key += (kind, len(value))
-        for name, each in value.items():
-            key.append(name)
-            flatten(each, key, leaves, others)
-    elif kind in PLAIN:
-        key += (kind, value)
-    elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-        leaves.append(value)
-    else:
-        key += (kind, id(value))
-        others.append(value)
 
 
 class _Ended(torch.autograd.Function):
@@ -83,7 +93,15 @@ class Results:
         self.names: list[Name] = []
         self.constants: list[Any] = []
         self.handles: dict[Name, Handle] = {}
-        self.build = self._built(result)
+        tree = Tree(result, self._is_leaf)
+        parts = [self._built(each) for each in tree.leaves]
+        tree.leaves = []  # or it would keep tensors of nodes
+        self.build: _Build = lambda made, leaves: tree.build([part(made, leaves) for part in parts])
+
+    def _is_leaf(self, value: Any) -> bool:
+        kind = type(value)
+        opened = kind in (tuple, list, dict) or is_named_tuple(kind)
+        return not opened or id(value) in self._leaves
 
     def _built(self, value: Any) -> _Build:
         kind = type(value)
@@ -103,15 +121,6 @@ class Results:
             self.names.append(name)
             self.handles[name] = handle
             return lambda made, leaves: _result(made[name], graph)
-        if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            parts = [self._built(each) for each in value]
-            if kind is list:
-                return lambda made, leaves: [part(made, leaves) for part in parts]
-            make = kind if kind is tuple else kind._make
-            return lambda made, leaves: make([part(made, leaves) for part in parts])
-        if kind is dict:
-            named = {name: self._built(each) for name, each in value.items()}
-            return lambda made, leaves: {name: part(made, leaves) for name, part in named.items()}
         self.constants.append(value)
         return lambda made, leaves: value
 

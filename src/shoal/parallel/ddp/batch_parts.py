@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ...containers import Tree, map_leaves
 from ...errors import UsageError
 
 
 def is_packed(part: Any) -> bool:
     """Whether ``part`` is a PackedSequence, which is a tuple for others, but must be kept whole."""
-    return isinstance(part, PackedSequence)
+    return issubclass(type(part), PackedSequence)
 
 
 def move_to(structure: Any, device: torch.device) -> Any:
@@ -30,7 +30,7 @@ def move_to(structure: Any, device: torch.device) -> Any:
             return leaf.to(device=device)  # type: ignore[call-arg]
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-    return tree_map(moved, structure, is_leaf=is_packed)
+    return map_leaves(moved, structure, is_packed)
 
 
 def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
@@ -43,7 +43,8 @@ def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> li
     Raises:
         UsageError: a tensor cannot be cut so, or not into as many parts as the others.
     """
-    leaves, form = tree_flatten(structure, is_leaf=is_packed)
+    tree = Tree(structure, is_packed)
+    leaves = tree.leaves
     cut = [_chunks(leaf, len(devices), dim) for leaf in leaves]
     numbers = {len(chunks) for chunks in cut if chunks}
     if len(numbers) > 1:
@@ -56,9 +57,7 @@ def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> li
     (number,) = numbers or {1}
     return [
         move_to(
-            tree_unflatten(
-                [chunks[i] if chunks else leaf for leaf, chunks in zip(leaves, cut, strict=True)], form
-            ),
+            tree.build([chunks[i] if chunks else leaf for leaf, chunks in zip(leaves, cut, strict=True)]),
             devices[i],
         )
         for i in range(number)
@@ -87,15 +86,14 @@ def concatenate_outputs(outputs: Sequence[Any], device: torch.device, dim: int) 
     Raises:
         UsageError: they differ in more than tensors, or hold what we cannot join.
     """
-    flat = [tree_flatten(output) for output in outputs]
-    forms = [form for _, form in flat]
-    if any(form != forms[0] for form in forms):
+    trees = [Tree(output) for output in outputs]
+    if any(tree.form != trees[0].form for tree in trees):
         raise UsageError(
             "the copies of the model returned structures that differ: "
-            + ", ".join(f"copy {i}: {form}" for i, form in enumerate(forms))
+            + ", ".join(f"copy {i}: {tree}" for i, tree in enumerate(trees))
         )
-    together = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_concatenated(leaves, device, dim) for leaves in together], forms[0])
+    together = zip(*(tree.leaves for tree in trees), strict=True)
+    return trees[0].build([_concatenated(leaves, device, dim) for leaves in together])
 
 
 def _concatenated(leaves: Sequence[Any], device: torch.device, dim: int) -> Any:

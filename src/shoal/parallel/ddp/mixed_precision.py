@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
 
+from ...containers import map_leaves
 from ...errors import UsageError
 from ..reducer.usage import outputs_with_graph
 from .batch_parts import is_packed
@@ -121,7 +121,7 @@ class LowPrecision:
                 return leaf.to(dtype)
             return leaf
 
-        return tree_map(cast, inputs, is_leaf=is_packed)
+        return map_leaves(cast, inputs, is_packed)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Forward."""

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from ...containers import tensors
 
 
 def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
@@ -15,12 +16,7 @@ def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
         if output.grad_fn is not None:
             yield output
         return
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.grad_fn is not None:
-                yield leaf
-        elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
-            yield from outputs_with_graph([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+    yield from (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
 
 
 class Graph:
