@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import msgspec
 import pytest
+
+from shoal.decoding import MalformedMessage, converted, from_json, from_msgpack, msgpack_decoder
 
 #: with msgspec's own functions (0.22) it ends by SIGSEGV
 PROGRAM = """
@@ -62,3 +66,32 @@ def test_threads_that_are_the_first_to_decode_a_type_see_it_whole(encode: str, d
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout) == (0, "decoded\n"), ended.stderr
+
+
+class Pair(msgspec.Struct):
+    one: int
+    other: object = None
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("decode", "raw"),
+    [
+        (from_msgpack, b""),
+        (from_msgpack, b"\xa1\xff"),
+        (from_msgpack, b"\x81\xa3one\xa1x"),
+        (from_msgpack, b"\x82\xa3one\x01\xa5other" + b"\x91" * DEEP + b"\xc0"),
+        (from_msgpack, b"\x82\xa3one\x01\xa7unknown" + b"\x91" * DEEP + b"\xc0"),
+        (lambda raw, kind: msgpack_decoder(kind)(raw), b"\x81\xa5other" + b"\x91" * DEEP + b"\xc0"),
+        (from_json, b"{"),
+        (from_json, b'{"one": 1, "other": "\xff"}'),
+        (from_json, b'{"one": 1, "other": ' + b"[" * DEEP),
+        (from_json, b'{"one": 1, "unknown": ' + b"[" * DEEP + b"]" * DEEP + b"}"),
+        (converted, {"one": "x"}),
+    ],
+)
+def test_a_malformed_message_raises_one_kind_of_error(decode: Any, raw: Any) -> None:
+    with pytest.raises(MalformedMessage):
+        decode(raw, Pair)

@@ -56,6 +56,8 @@ from shoal.wire import build_version, frame_header
 from tests.support.waiting import until
 
 HELLO = Hello(build_version(), PROTOCOL, "", "", 1)
+#: a frame with a field that nobody knows, nested more deeply than Python's stack is deep
+DEEP = b"\x82\xa4type\xa5Ready\xa1x" + b"\x91" * 50_000 + b"\xc0"
 #: seconds in which a frame is answered
 SOON = 30.0
 
@@ -177,6 +179,7 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
     [
         (b"x" * 70_000, "something else than an agent of shoal answers"),
         (PREAMBLE + framed(b"\xff"), "it sent what is no frame: "),
+        (PREAMBLE + framed(HELLO, DEEP), "it sent what is no frame: lists or maps are nested too deeply"),
         (PREAMBLE + frame_header(LIMIT + 1), f"a frame of {LIMIT + 1} bytes came"),
         (PREAMBLE + framed(Ready()), "it does not begin as an agent does"),
         (PREAMBLE + framed(HELLO, HELLO), "it does not begin as an agent does"),
@@ -329,6 +332,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     ("said", "words"),
     [
         (framed(b"\x00"), "it sent what is no frame: "),
+        (
+            framed(BEGIN, DEEP.replace(b"\xa5Ready", b"\xa3End")),
+            "it sent what is no frame: lists or maps are nested too deeply",
+        ),
         (frame_header(LIMIT + 1), "bytes came, at most"),
         (framed(start()), "process 0 cannot be started now"),
         (framed(BEGIN, BEGIN), "it begins twice"),

@@ -91,6 +91,47 @@ def test_more_tensors_than_one_letter_takes_are_not_sent() -> None:
         plain.encode([torch.ones(1)] * 70_000, "a test")
 
 
+def test_more_values_than_one_letter_takes_are_not_sent() -> None:
+    shared: Any = []
+    for _ in range(22):
+        shared = [shared, shared]
+    for value in (shared, [0] * plain.MOST_VALUES, [{str(i): 0 for i in range(plain.MOST_VALUES // 2)}]):
+        with pytest.raises(UsageError, match="a test: more than 262144 values in one message"):
+            plain.encode(value, "a test")
+    assert len(there([0] * (plain.MOST_VALUES - 1))) == plain.MOST_VALUES - 1
+
+
+#: a value of each form that msgpack has
+FORMS: list[Any] = [
+    None, True, 1, -1, 200, 40_000, 2**31, 2**40, -100, -20_000, -(2**30), -(2**40), 1.5, "", "text",
+    "t" * 100, "t" * 300, "t" * 70_000, b"", b"b" * 300, b"b" * 300_000,
+    [], [0] * 20, [0] * 70_000, {}, {"a": 1},
+    {f"key {i}": i for i in range(20)}, {f"key {i}": i for i in range(66_000)},
+    *(msgspec.msgpack.Ext(1, b"e" * size) for size in (1, 2, 4, 8, 16, 17, 300, 70_000)),
+]  # fmt: skip
+
+
+def values_in(value: Any) -> int:
+    items: Any = value if type(value) is list else [*value, *value.values()] if type(value) is dict else ()
+    return 1 + sum(map(values_in, items))
+
+
+def test_values_are_counted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, count = pack(FORMS), values_in(FORMS)
+    monkeypatch.setattr(plain, "MOST_VALUES", count)
+    plain._check_values(raw)
+    monkeypatch.setattr(plain, "MOST_VALUES", count - 1)
+    with pytest.raises(plain._Refused, match="more than"):
+        plain._check_values(raw)
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xc4\0", tensor(shape=[0], strides=[0])])
+def test_many_small_values_are_refused_before_they_take_memory(item: bytes) -> None:
+    count = plain.MOST_VALUES
+    with pytest.raises(RpcError, match=r"more than 262144 values|more than 65535 tensors"):
+        plain.decode(b"\xdd" + count.to_bytes(4, "big") + item * count, [])
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 
 from .. import failure_report, wire
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import (
     AuthenticationError,
     RendezvousError,
@@ -213,7 +213,7 @@ class _Builder:
             while True:
                 with contextlib.suppress(StoreTimeout):
                     values = store.multi_get(keys, min(_LOOK, self._deadline.remaining()))
-                    return [from_msgpack(value, _Address) for value in values]
+                    return [self._address(rank, value) for rank, value in enumerate(values)]
                 self._me.look()
                 if self._deadline.expired:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -225,6 +225,15 @@ class _Builder:
             # It may have gone with a rank that died, whose sockets end a moment before it does.
             self._look_for_reason(range(self._me.size))
             raise
+
+    def _address(self, rank: int, raw: bytes) -> _Address:
+        try:
+            return from_msgpack(raw, _Address)
+        except MalformedMessage as error:
+            raise RendezvousError(
+                f"rank {self._me.rank}: the address of rank {rank} in the store cannot be read ({error}); "
+                "does another program use the same keys?"
+            ) from error
 
     def _check_transports(self) -> None:
         for rank, address in enumerate(self._addresses):
@@ -260,7 +269,7 @@ class _Builder:
                 try:
                     message = self._links[rank].recv(self._deadline.remaining())
                     said[rank] = set(from_msgpack(message, list[int]))
-                except (WireError, msgspec.MsgspecError) as error:
+                except (WireError, MalformedMessage) as error:
                     raise self._lost(rank) from error
             if rank_of and self._deadline.expired:
                 raise RendezvousTimeout(

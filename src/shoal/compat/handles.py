@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..decoding import from_json
+from ..decoding import MalformedMessage, from_json
 from ..errors import UsageError
 from ..rendezvous.host import process_is_gone
 from ..rendezvous.record import Process, Text
@@ -100,7 +100,7 @@ def _decoded(handle: object) -> Handle:
     try:
         if handle.startswith(_PREFIX):
             return from_json(handle.removeprefix(_PREFIX).encode(), Handle)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except (MalformedMessage, UnicodeError):
         pass
     shown = handle if len(handle) <= _SHOWN else handle[:_SHOWN] + "..."
     raise UsageError(

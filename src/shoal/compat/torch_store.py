@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import ShoalError, UsageError
 from ..store import Store
 from ..wire import Deadline
@@ -186,7 +186,10 @@ class TorchStore(c10d.Store):
         raw = self._store.compare_set(_queue_key(key), _NOTHING, _NOTHING)
         if raw == _NOTHING:
             return b"", _Queue()
-        return raw, from_msgpack(raw, _Queue)
+        try:
+            return raw, from_msgpack(raw, _Queue)
+        except MalformedMessage as error:
+            raise dist.DistStoreError(f"the queue {key!r} in the store cannot be read: {error}") from error
 
     def _swap(self, key: str, old: bytes, values: list[bytes], deadline: Deadline) -> bool:
         new = msgspec.msgpack.encode(_Queue(values))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+from ..decoding import from_json
 from ..errors import ShoalError, UsageError
 from ..future import Future
 from .watched import Watched
@@ -184,7 +185,7 @@ class ListWatch:
         self._tell(wait)
         store, me = wait.parent.store, wait.parent.rank
         members = [rank for rank in wait.given.members if rank != me and store.check([_key(rank)])]
-        return {rank: json.loads(store.get(_key(rank), timeout=PATIENCE)) for rank in members}
+        return {rank: from_json(store.get(_key(rank), timeout=PATIENCE), dict) for rank in members}
 
     def _tell(self, wait: _Wait) -> None:
         with self._condition:

@@ -34,7 +34,7 @@ from .frames import (
     StdinTaken,
     Suspend,
     Taken,
-    from_agent,
+    decode_from_agent,
 )
 from .hosts import Host
 from .link import Carrier, Link
@@ -137,7 +137,7 @@ class Agency:
         self._unread = self._untold = 0
         self._clock: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._link: Link[FromAgent] = Link(
-            client.carrier, from_agent(), self._received, self._link_lost, preamble=PREAMBLE
+            client.carrier, decode_from_agent, self._received, self._link_lost, preamble=PREAMBLE
         )
 
     def watch(self, selector: selectors.BaseSelector) -> None:

@@ -53,7 +53,7 @@ from .frames import (
     StdinTaken,
     Suspend,
     Taken,
-    from_launcher,
+    decode_from_launcher,
 )
 from .guardian import Guardian
 from .link import Carrier, Descriptors, Link, OfStream
@@ -108,7 +108,7 @@ class Agent:
         self._sources: dict[Source, tuple[int, int]] = {}
         self._unread = 0
         self._stdin = StdinPipe(self._selector, self._stdin_taken)
-        self._link: Link[FromLauncher] = Link(carrier, from_launcher(), self._received, self._lost)
+        self._link: Link[FromLauncher] = Link(carrier, decode_from_launcher, self._received, self._lost)
         self._link.watch(self._selector)
         if preamble:
             self._link.write(preamble)

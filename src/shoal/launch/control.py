@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..decoding import from_json
+from ..decoding import MalformedMessage, from_json
 from ..errors import LaunchError, UsageError
 from ..rendezvous import private_directory
 
@@ -78,7 +78,7 @@ class Control:
         with suppress(OSError):
             try:
                 answer = Answer(True, self._scale(from_json(guest.recv(_LONGEST), Scale).wanted))
-            except (UsageError, msgspec.DecodeError) as error:
+            except (UsageError, MalformedMessage) as error:
                 answer = Answer(False, str(error))
             guest.send(msgspec.json.encode(answer))
         self._dismiss(guest)
@@ -118,7 +118,7 @@ def ask(launcher: int, wanted: int) -> str:
         with _connected(launcher) as connection:
             connection.send(msgspec.json.encode(Scale(wanted)))
             answer = from_json(connection.recv(_LONGEST), Answer)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, MalformedMessage) as error:
         raise LaunchError(f"process {launcher} is no `shoal run --max` that answers: {error}") from error
     if not answer.done:
         raise UsageError(answer.text)

@@ -7,10 +7,12 @@ now) where the frame is used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Final
 
 import msgspec
 
+from ..decoding import Raw, msgpack_decoder
 from ..errors import WireError
 from ..failure_report import Report
 
@@ -238,14 +240,9 @@ FromAgent = (
 FromLauncher = Begin | Start | Taken | Close | Signal | Stdin | Release | End | Suspend | Beat
 
 
-def from_agent() -> msgspec.msgpack.Decoder[FromAgent]:
-    """The decoder of what agents say."""
-    return msgspec.msgpack.Decoder(FromAgent)
-
-
-def from_launcher() -> msgspec.msgpack.Decoder[FromLauncher]:
-    """The decoder of what launchers say."""
-    return msgspec.msgpack.Decoder(FromLauncher)
+#: decode the frames of agents and of launchers; raise MalformedMessage
+decode_from_agent: Callable[[Raw], FromAgent] = msgpack_decoder(FromAgent)
+decode_from_launcher: Callable[[Raw], FromLauncher] = msgpack_decoder(FromLauncher)
 
 
 def encode(frame: _Frame) -> bytes:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
-
+from ..decoding import MalformedMessage, Raw
 from ..errors import WireError
 from ..wire import FrameReader, Stream, frame_header
 from .frames import LIMIT, encode
@@ -87,7 +86,7 @@ class Link(Generic[F]):
 
     Args:
         carrier: the link owns it.
-        decoder: of what the other side says.
+        decode: of what the other side says; raises MalformedMessage.
         received: called with each frame.
         lost: called once, with words, when the other side is gone or says what is no frame; not by
             :meth:`close`.
@@ -100,14 +99,14 @@ class Link(Generic[F]):
     def __init__(
         self,
         carrier: Carrier,
-        decoder: msgspec.msgpack.Decoder[F],
+        decode: Callable[[Raw], F],
         received: Callable[[F], None],
         lost: Callable[[str], None],
         *,
         preamble: bytes = b"",
     ) -> None:
         self._carrier = carrier
-        self._decoder = decoder
+        self._decode = decode
         self._received, self._lost = received, lost
         self._preamble = preamble
         self._reader = FrameReader(LIMIT)
@@ -240,8 +239,8 @@ class Link(Generic[F]):
         message = self._reader.advance(count)
         if message is not None:
             try:
-                frame = self._decoder.decode(message)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                frame = self._decode(message)
+            except MalformedMessage as error:
                 raise WireError(f"it sent what is no frame: {error}") from error
             self._received(frame)
         return not self.closed

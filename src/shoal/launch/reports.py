@@ -10,9 +10,7 @@ from __future__ import annotations
 import socket
 import time
 
-import msgspec
-
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..failure_report import LONGEST, Report, descriptor_name
 
 #: reports that are read from one rank, until one says that it has rebuilt a group
@@ -95,7 +93,7 @@ class Reports:
     def _take(self, data: bytes) -> None:
         try:
             report = from_msgpack(data, Report)
-        except msgspec.DecodeError:
+        except MalformedMessage:
             return
         # Not NaN either, and not outside of the time in which the rank can have sent it.
         if not self._begin <= report.at <= time.monotonic():

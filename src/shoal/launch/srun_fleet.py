@@ -10,10 +10,8 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
-import msgspec
-
 from .. import config
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import LaunchError, WireError, WireTimeout
 from ..rendezvous.environment import tcp_url
 from ..rendezvous.slurm import hosts_of
@@ -126,7 +124,7 @@ class SrunFleet(Fleet):
         """
         try:
             name = from_msgpack(connection.recv(_FIRST_WORD), Caller).host
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MalformedMessage as error:
             raise WireError(f"it did not say where it is: {error}") from error
         missing = self._missing()
         for host in missing:

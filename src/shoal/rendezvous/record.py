@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from ..decoding import from_json
+from ..decoding import MalformedMessage, from_json
 from ..errors import RendezvousError, RendezvousTimeout, StoreError
 from ..store import MemoryStore, PrefixStore, Store
 from ..wire import build_version
@@ -16,10 +16,6 @@ from ..wire import build_version
 PROTOCOL = 5
 
 T = TypeVar("T")
-
-#: what msgspec raises for bytes that are not what was expected: text that is no UTF-8 and brackets without
-#: end have errors of Python's
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 #: identity of a process, as of ``host.Here``: a number that is no process id must not get to the kernel
@@ -170,7 +166,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
     """
     try:
         return from_json(raw, kind)
-    except _UNREADABLE as error:
+    except MalformedMessage as error:
         raise StoreError(f"rendezvous: a {kind.__name__} in the store cannot be read: {error}") from error
 
 
@@ -194,7 +190,7 @@ def decode_member(raw: bytes) -> Descriptor:
     """
     try:
         found: Descriptor | CalledOff = from_json(raw, Descriptor | CalledOff)  # type: ignore[arg-type]
-    except _UNREADABLE as error:
+    except MalformedMessage as error:
         raise StoreError(f"rendezvous: a member in the store cannot be read: {error}") from error
     if isinstance(found, CalledOff):
         raise (RendezvousTimeout if found.late else RendezvousError)(found.reason)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import (
     AgentClosed,
     CallCancelled,
@@ -358,7 +358,7 @@ def failure(letter: Letter, line: Line, shown: str) -> BaseException:
         (length,) = FAILURE.unpack_from(head)
         at = FAILURE.size + length
         told = from_msgpack(head[FAILURE.size : at], Failure)
-    except (struct.error, msgspec.MsgspecError, UnicodeError) as why:
+    except (struct.error, MalformedMessage) as why:
         return RpcError(f"{shown} failed, and what came of that cannot be read: {in_words(why)}")
     where = f"{told.worker!r} (process {told.pid} on {told.host})"
     if told.fatal:

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import RpcError, ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
 from ..rendezvous.host import process_is_gone
 from ..store import PrefixStore, Store
@@ -201,7 +201,7 @@ def _within(timeout: float) -> str:
 def _decoded(entry: bytes) -> Worker:
     try:
         return from_msgpack(entry, Worker)
-    except msgspec.MsgspecError as error:
+    except MalformedMessage as error:
         raise RpcError(
             f"the store has something else than a worker under a worker's name: {error}"
         ) from error

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import (
     RendezvousError,
     RendezvousTimeout,
@@ -201,7 +201,14 @@ class Meeting:
         self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
 
     def _entry(self, rank: int, timeout: float) -> Entry:
-        entry = from_msgpack(self._store.get(str(rank), timeout), Entry)
+        raw = self._store.get(str(rank), timeout)
+        try:
+            entry = from_msgpack(raw, Entry)
+        except MalformedMessage as error:
+            raise RendezvousError(
+                f"worker {self._name!r}: the entry of rank {rank} in the store cannot be read ({error}); "
+                "does another program use the same keys?"
+            ) from error
         self._seen[rank] = entry
         return entry
 

@@ -17,17 +17,24 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
+from ..containers import is_tensor
+from ..decoding import msgpack_decoder
 from ..errors import RpcError, UsageError
 from ..wording import in_words
 from .codec import Message
-from .tensors import Part, check, check_count
+from .tensors import MOST_PARTS, Part, check, check_count
 
 #: lists and dicts inside one another
 DEPTH = 64
+#: values in one message, those inside of lists and dicts and the keys of dicts included: an empty list takes
+#: 72 bytes of memory and one byte of a message
+MOST_VALUES = 1 << 18
 #: of a tensor
 _DIMENSIONS = 64
 #: msgpack's code of a tensor
 _TENSOR = 1
+#: key of the number of tensors without elements, beside the parts that are left
+_EMPTY = -1
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -53,7 +60,7 @@ class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     strides: _Sizes
 
 
-_layouts = msgspec.msgpack.Decoder(_Layout)
+_decode_layout = msgpack_decoder(_Layout)
 
 
 class _Refused(Exception):
@@ -69,10 +76,11 @@ def encode(value: object, where: str) -> Message:
     Raises:
         UsageError: the value, or something in it, cannot be sent.
     """
-    tensors: list[torch.Tensor] = []
+    packer = _Packer()
+    tensors = packer.tensors
     try:
-        head = msgspec.msgpack.encode(_packed(value, tensors, 0))
-        check_count(tensors)
+        head = msgspec.msgpack.encode(packer.packed(value, 0))
+        check_count(range(packer.layouts))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     except (OverflowError, msgspec.MsgspecError, UnicodeError) as error:
@@ -103,9 +111,10 @@ def decode(head: bytes, parts: Sequence[Any]) -> Any:
     """
     left = dict(enumerate(parts))
     try:
-        value = msgspec.msgpack.decode(head, ext_hook=lambda code, data: _tensor(code, data, left))
+        _check_values(head)
+        value = msgpack_decoder(Any, ext_hook=lambda code, data: _tensor(code, data, left))(head)
         _check(value, 0)
-    except (_Refused, msgspec.MsgspecError, RecursionError, ValueError, TypeError, RuntimeError) as error:
+    except (_Refused, ValueError, TypeError, RuntimeError) as error:
         raise RpcError(f"what came is no message of plain values: {in_words(error)}") from None
     return value
 
@@ -122,23 +131,46 @@ def decode_call(head: bytes, parts: Sequence[Any]) -> tuple[str, list[Any], dict
     return call[0], call[1], call[2]
 
 
-def _packed(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
-    """``value`` as msgpack has it, with its tensors that have memory in ``tensors``."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, torch.Tensor):
-        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_laid_out(value, tensors)))
-    if depth == DEPTH:
-        raise UsageError(f"a value has more than {DEPTH} lists and dicts inside one another")
-    if type(value) in (list, tuple):
-        return [_packed(each, tensors, depth + 1) for each in value]
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {key: _packed(each, tensors, depth + 1) for key, each in value.items()}
-    what = "a dict with keys that are no str" if type(value) is dict else f"a {type(value).__qualname__}"
-    raise UsageError(
-        f"{what} goes neither to nor from a restricted worker: None, bool, int, float, str, bytes, lists, "
-        "dicts by str, and tensors do"
-    )
+class _Packer:
+    """Turns a value into what msgpack encodes.
+
+    Attributes:
+        tensors: the tensors in it that have memory.
+        layouts: the number of all tensors.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._values = 0
+        self.layouts = 0
+
+    def packed(self, value: Any, depth: int) -> Any:
+        self._count(1)
+        if type(value) in _PLAIN:
+            return value
+        if is_tensor(value):
+            self.layouts += 1
+            return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_laid_out(value, self.tensors)))
+        if depth == DEPTH:
+            raise UsageError(f"a value has more than {DEPTH} lists and dicts inside one another")
+        if type(value) in (list, tuple):
+            return [self.packed(each, depth + 1) for each in value]
+        if type(value) is dict and all(type(key) is str for key in value):
+            self._count(len(value))
+            return {key: self.packed(each, depth + 1) for key, each in value.items()}
+        what = "a dict with keys that are no str" if type(value) is dict else f"a {type(value).__qualname__}"
+        raise UsageError(
+            f"{what} goes neither to nor from a restricted worker: None, bool, int, float, str, bytes, "
+            "lists, dicts by str, and tensors do"
+        )
+
+    def _count(self, more: int) -> None:
+        self._values += more
+        if self._values > MOST_VALUES:
+            raise UsageError(
+                f"more than {MOST_VALUES} values in one message to or from a restricted worker: send numbers "
+                "as a tensor, and text as one str"
+            )
 
 
 def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
@@ -172,6 +204,48 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 # -- what arrived --------------------------------------------------------------------------------------
 
 
+def _check_values(head: Any) -> None:
+    """Refuse a message of too many values before it is decoded, which would take memory for all of them."""
+    if len(head) <= MOST_VALUES:  # each takes a byte at least
+        return
+    view = memoryview(head)
+    at, count, end = 0, 0, len(view)
+    while at < end:
+        count += 1
+        if count > MOST_VALUES:
+            raise _Refused(f"more than {MOST_VALUES} values")
+        width, fixed = _LENGTHS[view[at]]
+        at += 1
+        if width:
+            at += width + int.from_bytes(view[at : at + width], "big")
+        at += fixed
+
+
+def _lengths() -> list[tuple[int, int]]:
+    """For each first byte of a value in msgpack: the width of its length field, and its other bytes.
+
+    The items of lists and maps are values of their own.  After the length field of an extension comes its
+    type, which is counted as one of the other bytes.
+    """
+    found = [(0, 0)] * 256
+    for size in range(32):
+        found[0xA0 + size] = (0, size)
+    for first, width, fixed in (
+        (0xC4, 1, 0), (0xC5, 2, 0), (0xC6, 4, 0),  # bytes
+        (0xD9, 1, 0), (0xDA, 2, 0), (0xDB, 4, 0),  # text
+        (0xC7, 1, 1), (0xC8, 2, 1), (0xC9, 4, 1),  # extensions
+        (0xD4, 0, 2), (0xD5, 0, 3), (0xD6, 0, 5), (0xD7, 0, 9), (0xD8, 0, 17),
+        (0xCA, 0, 4), (0xCB, 0, 8), (0xCC, 0, 1), (0xCD, 0, 2), (0xCE, 0, 4), (0xCF, 0, 8),  # numbers
+        (0xD0, 0, 1), (0xD1, 0, 2), (0xD2, 0, 4), (0xD3, 0, 8),
+        (0xDC, 0, 2), (0xDD, 0, 4), (0xDE, 0, 2), (0xDF, 0, 4),  # lists and maps: their counts
+    ):  # fmt: skip
+        found[first] = (width, fixed)
+    return found
+
+
+_LENGTHS = _lengths()
+
+
 def _check(value: Any, depth: int) -> None:
     """Refuse what :func:`encode` does not make: other types, other keys, more depth."""
     kind = type(value)
@@ -195,7 +269,7 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
     """The tensor that a field of msgpack describes; takes its memory out of ``left``."""
     if code != _TENSOR:
         raise _Refused(f"unknown tag {code}")
-    layout = _layouts.decode(data)
+    layout: _Layout = _decode_layout(data)
     dtype = _DTYPES.get(layout.dtype)
     if dtype is None:
         raise _Refused(f"unknown dtype {layout.dtype!r}")
@@ -204,6 +278,9 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
     if math.prod(max(size, 1) for size in layout.shape) >= 2**48:
         raise _Refused(f"a tensor of shape {layout.shape}")
     if 0 in layout.shape:
+        left[_EMPTY] = left.get(_EMPTY, 0) + 1
+        if left[_EMPTY] > MOST_PARTS:
+            raise _Refused(f"more than {MOST_PARTS} tensors without elements")
         return torch.empty(layout.shape, dtype=dtype)
     part = left.pop(layout.part, None)
     count = math.prod(layout.shape)

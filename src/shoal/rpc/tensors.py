@@ -18,7 +18,7 @@ Part = tuple[int, int]
 #: the multiple of bytes at which a span begins, so that elements of every dtype stay aligned
 _ALIGNMENT = 16
 #: tensors and buffers beside one value
-_MOST_PARTS = 65_535
+MOST_PARTS = 65_535
 _NAMES = {
     value: name
     for name, value in vars(torch).items()
@@ -37,9 +37,9 @@ def check(x: torch.Tensor) -> None:
 
 def check_count(parts: Sequence[object]) -> None:
     """Refuse more tensors and buffers than one letter takes."""
-    if len(parts) > _MOST_PARTS:
+    if len(parts) > MOST_PARTS:
         raise UsageError(
-            f"{len(parts)} tensors and buffers; at most {_MOST_PARTS} go along with one value: stack them"
+            f"{len(parts)} tensors and buffers; at most {MOST_PARTS} go along with one value: stack them"
         )
 
 

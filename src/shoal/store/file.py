@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
+from ..decoding import MalformedMessage
 from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline
 from ..wording import in_seconds
@@ -109,7 +108,7 @@ class _File(Executor):
         try:
             for payload in self._log.read(locked=locked):
                 decode(payload).apply(self._table)
-        except msgspec.MsgspecError as error:
+        except MalformedMessage as error:
             # Nobody may go on without it: each call meets it again.
             self._table = Table()
             self._log.rewind()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, cast
 
+from ..decoding import from_json
 from ..errors import ShoalError, StoreError, UsageError
 from .backing import Backing
 from .base import Store
@@ -238,7 +239,7 @@ class _Index:
     def keys(self) -> set[str]:
         """All keys that were noted, those that were deleted since among them."""
         lines = (self._store.get_now(_INDEX) or b"").splitlines()
-        found: set[str] = {json.loads(line) for line in lines}
+        found: set[str] = {from_json(line, str) for line in lines}
         self._known |= found
         return found
 

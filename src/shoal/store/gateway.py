@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ..decoding import from_json
+from ..decoding import MalformedMessage, from_json
 from ..errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ..wire import Deadline
 from ..wording import in_seconds
@@ -257,7 +257,7 @@ class Gateway:
         server = self._urls[at].partition("//")[2]
         try:
             failure = from_json(data, _Failure, strict=False)
-        except msgspec.MsgspecError:
+        except MalformedMessage:
             raise StoreError(
                 f"what answers at {server} is no etcd with the JSON gateway /v3 (3.4 or later): "
                 f"HTTP status {response.status}"
@@ -382,5 +382,5 @@ def _urllib3() -> Any:
 def _decoded(raw: bytes, kind: type[T]) -> T:
     try:
         return from_json(raw, kind, strict=False)  # numbers come as text
-    except msgspec.MsgspecError as error:
+    except MalformedMessage as error:
         raise StoreError(f"etcd answers what cannot be read: {error}") from error

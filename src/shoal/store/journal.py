@@ -27,6 +27,7 @@ from typing import cast
 
 import msgspec
 
+from ..decoding import MalformedMessage, msgpack_decoder
 from ..errors import ConfigurationError, StoreError
 from ..wire import close_in_forked_child
 from .replies import Line
@@ -73,7 +74,7 @@ class _Round(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(_Identity | _Pairs | _Lines | _End | _Round)
+_decode = msgpack_decoder(_Identity | _Pairs | _Lines | _End | _Round)
 
 
 class Snapshot(msgspec.Struct):
@@ -285,8 +286,8 @@ class Journal:
                     return
                 raise self._damaged()
             try:
-                record = _decoder.decode(payload)
-            except msgspec.MsgspecError as error:
+                record = _decode(payload)
+            except MalformedMessage as error:
                 raise self._damaged(str(error)) from error
             self._end = body + length
             yield record

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from ..decoding import MalformedMessage, Raw, msgpack_decoder
 from ..errors import StoreError, WireError
 from .base import timed_out
 from .operations import MAX_VALUE
@@ -70,11 +72,11 @@ _WRITE = 1
 #: longest :class:`Welcome` in bytes
 MAX_WELCOME = 64
 
-_welcome = msgspec.msgpack.Decoder(Welcome)
+_welcome: Callable[[Raw], Welcome] = msgpack_decoder(Welcome)
 _encoder = msgspec.msgpack.Encoder()
-_results = {request: msgspec.msgpack.Decoder(result) for request, result in RESULTS.items()}
-_keys = msgspec.msgpack.Decoder(list[str])
-_text = msgspec.msgpack.Decoder(str)
+_results = {request: msgpack_decoder(result) for request, result in RESULTS.items()}
+_keys = msgpack_decoder(list[str])
+_text = msgpack_decoder(str)
 
 
 def encode_request(request: Request[Any], line: bytes = bytes(16), number: int = 0) -> bytes | bytearray:
@@ -107,7 +109,7 @@ def decode_request(message: bytes | bytearray) -> Numbered:
             return Numbered(request)
         _, line, number = _NUMBER.unpack_from(message)
         request = decode(memoryview(message)[_NUMBER.size :])
-    except (msgspec.MsgspecError, struct.error) as error:
+    except (MalformedMessage, struct.error) as error:
         raise WireError(str(error)) from error
     if not request.writes:
         raise WireError("a request that changes nothing came with a number")
@@ -117,8 +119,8 @@ def decode_request(message: bytes | bytearray) -> Numbered:
 def decode_welcome(message: bytes) -> Welcome:
     """The first message of a server.  WireError: it is none."""
     try:
-        return _welcome.decode(message)
-    except msgspec.MsgspecError as error:
+        return _welcome(message)
+    except MalformedMessage as error:
         raise WireError(f"the server did not say what it is: {error}") from error
 
 
@@ -137,11 +139,11 @@ def decode_reply(request: Request[T], message: bytes, timeout: float) -> T:
     Raises:
         StoreTimeout: keys were missing for ``timeout`` seconds.
         StoreError: the server could not do it.
-        msgspec.DecodeError, ValueError: the message is no reply to this request.
+        MalformedMessage, ValueError, IndexError: the message is no reply to this request.
     """
     status, body = Status(message[0]), memoryview(message)[1:]
     if status is Status.MISSING:
-        raise timed_out(_keys.decode(body), timeout)
+        raise timed_out(_keys(body), timeout)
     if status is Status.FAILED:
-        raise StoreError(_text.decode(body))
-    return cast(T, _results[type(request)].decode(body))
+        raise StoreError(_text(body))
+    return cast(T, _results[type(request)](body))

@@ -9,9 +9,7 @@ from secrets import token_hex
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import msgspec
-
-from ..decoding import converted
+from ..decoding import MalformedMessage, converted
 from ..errors import AuthenticationError, StoreError
 from ..wire import Deadline
 from . import outside_job
@@ -79,7 +77,7 @@ class RedisJob(OutsideJob[Line]):
             raise self.gone()
         try:
             return reply[0], converted(reply[1], kind) if len(reply) == 2 else None
-        except msgspec.MsgspecError:
+        except MalformedMessage:
             raise self.unreadable(reply) from None
 
     def unreadable(self, reply: object) -> StoreError:

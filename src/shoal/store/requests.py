@@ -7,12 +7,13 @@ request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
+from ..decoding import Raw, msgpack_decoder
 from .operations import KeysMissing, Operations, Refused
 
 T = TypeVar("T")
@@ -230,8 +231,7 @@ RESULTS: dict[type[Request[Any]], Any] = {
     Peek: list[bytes | None], Together: Outcome,
 }  # fmt: skip
 
-#: turn a request into msgpack and back; ``msgspec.DecodeError`` for bytes that are none
+#: turn a request into msgpack and back; MalformedMessage for bytes that are none
 _encoder = msgspec.msgpack.Encoder()
 encode, encode_into = _encoder.encode, _encoder.encode_into
-_decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(_AnyRequest)
-decode = _decoder.decode
+decode: Callable[[Raw], Request[Any]] = msgpack_decoder(_AnyRequest)

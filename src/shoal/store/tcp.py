@@ -18,7 +18,6 @@ import threading
 import time
 from typing import TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from .. import config
@@ -163,7 +162,7 @@ class _Client(Executor):
                 raise
             try:
                 return decode_reply(request, reply, deadline.timeout)
-            except (msgspec.MsgspecError, ValueError) as error:
+            except (ValueError, IndexError) as error:
                 self._disconnect(line)
                 raise self._lost(error) from error
         finally:

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..decoding import from_json
+from ..decoding import MalformedMessage, from_json
 from ..wording import counted, ranks_named
 from . import call_dumps
 from .call_dumps import CallDump
@@ -145,7 +145,7 @@ def read(path: Path) -> Dump | CallDump:
         return from_json(data, Dump)
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
+    except MalformedMessage as error:
         raise click.ClickException(f"{path} is no dump of a group: {error}") from None
 
 

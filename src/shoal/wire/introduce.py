@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..decoding import from_msgpack
+from ..decoding import MalformedMessage, from_msgpack
 from ..errors import WireError
 from .connection import Connection
 from .unix import peer_pid, recv_fds, send_fds
@@ -63,5 +63,5 @@ def share_memory(connection: Connection, fd: int, timeout: float) -> SharedMemor
 def _heard(connection: Connection, kind: type[H], timeout: float) -> H:
     try:
         return from_msgpack(connection.recv(timeout), kind)
-    except msgspec.MsgspecError as error:
+    except MalformedMessage as error:
         raise WireError(f"{connection.peer} introduced itself in other words than ours: {error}") from error
