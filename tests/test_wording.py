@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from shoal.wording import counted, in_seconds, in_words, ranks_named
+from shoal.wording import counted, in_seconds, in_words, ranks_named, shown, text_of, traceback_of
 
 
 def test_one_is_singular_and_all_else_plural() -> None:
@@ -42,3 +44,40 @@ def test_an_exception_in_words_has_no_colon_without_a_text_and_never_fails(
     error: Exception, words: str
 ) -> None:
     assert in_words(error) == words
+
+
+class Word(str):
+    def __format__(self, form: str) -> str:
+        raise SystemExit(3)
+
+    __str__ = __format__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("raised", [ValueError, asyncio.CancelledError, SystemExit])
+def test_an_exception_that_cannot_be_shown_is_named(raised: type[BaseException]) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise raised("no words")
+
+        __repr__ = __str__
+
+    error = Mute()
+    assert (in_words(error), text_of(error), shown(error)) == ("Mute", "", "Mute")
+    assert "Mute" in traceback_of(error, error.__traceback__)
+
+
+def test_a_text_of_another_class_is_read_as_text() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            return Word("words")
+
+    assert in_words(Odd()) == "Odd: words"
+
+
+def test_a_ctrl_c_while_an_exception_is_shown_is_raised() -> None:
+    class Slow(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_words(Slow())

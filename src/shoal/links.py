@@ -15,7 +15,7 @@ from .backend.registry import BackendFactory
 from .errors import RendezvousError, StoreError, StoreTimeout, WireError
 from .rendezvous.membership import Membership
 from .store import Store
-from .wording import ranks_named
+from .wording import in_words, ranks_named
 
 #: where a member says why it cannot connect
 _FAILED = "failed"
@@ -103,7 +103,7 @@ def connect_some(
         backend = factory(ours, timeout=timeout, **options)
     except BaseException as error:
         try:
-            said = f"rank {membership.rank} could not connect: {type(error).__name__}: {error}"
+            said = f"rank {membership.rank} could not connect: {in_words(error)}"
             store.compare_set(_FAILED, b"", said.encode("utf-8", "backslashreplace"))
         except (StoreError, WireError):
             pass  # nobody can be told; they have their timeout

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections.abc import Iterable
+from types import TracebackType
 
 
 def counted(count: int, noun: str) -> str:
@@ -27,12 +30,42 @@ def named(noun: str, numbers: Iterable[int]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """``KeyError: 'x'``, or ``KeyError`` alone if the exception says nothing of itself, or fails to."""
-    try:
-        text = str(error)
-    except Exception:  # it is the user's
-        text = ""
+    """``KeyError: 'x'``, or ``KeyError`` alone if the exception has no text, or its ``__str__`` raises."""
+    text = text_of(error)
     return encodable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``; "" if that raises, which is code of the user."""
+    try:
+        return str.__str__(str(error))
+    except BaseException as raised:
+        _raise_interrupt(raised)
+        return ""
+
+
+def shown(error: BaseException) -> str:
+    """``KeyError('x')``; as :func:`in_words` if the ``__repr__`` of the exception raises."""
+    try:
+        return encodable(str.__str__(repr(error)))
+    except BaseException as raised:
+        _raise_interrupt(raised)
+        return in_words(error)
+
+
+def traceback_of(error: BaseException, begin: TracebackType | None) -> str:
+    """The traceback from the frame ``begin`` on, as text; the exception alone if Python cannot format it."""
+    try:
+        return encodable("".join(traceback.format_exception(type(error), error, begin)))
+    except BaseException as raised:
+        _raise_interrupt(raised)
+        return f"{in_words(error)}\n"
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raise a Ctrl-C, which has nothing to do with the exception that was to be shown."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -11,6 +12,9 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+
+from shoal.compat.work import KeyedFuture
+from shoal.future import Future
 
 from ..support import releases
 from .both import both
@@ -346,3 +350,13 @@ def threads(context):
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_threads_with_groups_of_their_own(ranks, size):
     ranks(size).run(threads)
+
+
+def test_a_future_of_torch_completes_whatever_a_callback_raised():
+    future = Future()
+    torchs = KeyedFuture(future, lambda done: done.value())
+    then = torchs.then(lambda _: sys.exit(3))
+    future.set_result(1)
+    assert torch._C.Future.wait(torchs) == 1
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        torch._C.Future.wait(then)

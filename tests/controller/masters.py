@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -28,6 +29,11 @@ def loses_a_node(tell: Connection) -> None:
     tell.send(master.pids)
     told: list[int] = []
     heard = threading.Event()
+
+    def fails(index: int) -> None:
+        raise asyncio.CancelledError
+
+    master.on_lost(fails)
     master.on_lost(lambda index: (told.append(index), heard.set()))
     x, y = torch.ones(3, device="node:0"), torch.ones(3, device="node:1")
     both = master.nodes

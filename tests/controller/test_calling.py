@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,54 @@ def test_what_a_function_raises_comes_with_both_places(master: Master) -> None:
     with pytest.raises(shoal.RemoteOpError, match="SystemExit"):
         master.call(NODE, exit, 3)
     assert master.call(NODE, doubled, torch.ones(1)).count == 1
+
+
+class Own(BaseException):
+    pass
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise asyncio.CancelledError("no words")
+
+    __repr__ = __str__
+
+
+class Unpicklable:
+    """Raises when it is unpickled or, made with True, when it is pickled."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+
+    def __reduce__(self) -> Any:
+        if self.at_once:
+            raise Own("not to be pickled")
+        return raises, (KeyboardInterrupt("not to be unpickled"),)
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "words"),
+    [
+        (raises, (asyncio.CancelledError("stop"),), "CancelledError: stop"),
+        (raises, (KeyboardInterrupt(),), "KeyboardInterrupt"),
+        (raises, (GeneratorExit(),), "GeneratorExit"),
+        (raises, (Own("mine"),), "Own: mine"),
+        (raises, (Mute(),), "Mute"),
+        (doubled, (Unpicklable(False),), "KeyboardInterrupt: not to be unpickled"),
+        (Unpicklable, (True,), "Own: not to be pickled"),
+    ],
+)
+def test_a_node_survives_whatever_a_function_raises(
+    master: Master, fn: Any, args: tuple[Any, ...], words: str
+) -> None:
+    x = torch.ones(2, device=NODE) * 3
+    with pytest.raises(shoal.RemoteOpError, match=rf"call.*{words}"):
+        master.call(NODE, fn, *args)
+    assert x.tolist() == [3, 3]
 
 
 def test_on_a_place_each_node_runs_it_with_its_own(master: Master) -> None:

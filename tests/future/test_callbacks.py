@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 
 from shoal.errors import InvalidFutureState
 from shoal.future import Future, pool
+from tests.support.waiting import until
 
 from .sources import ManualSource
 
@@ -234,3 +237,49 @@ def test_a_process_lets_callbacks_end_before_python_does() -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.stdout, result.returncode) == ("1\n", 0), result.stderr
+
+
+class Stubborn(Exception):
+    """An exception whose own methods raise."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+    def with_traceback(self, traceback: object) -> Any:
+        raise SystemExit(4)
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("error", [Stubborn(), SystemExit(3), asyncio.CancelledError()], ids=["a", "b", "c"])
+def test_whatever_a_callback_raises_its_future_completes(error: BaseException) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    future: Future[None] = Future()
+    child = future.then(fail)
+    future.set_result(None)
+    later = child.then(lambda done: done.exception())
+    assert later.wait(timeout=10) is error
+
+
+def test_a_logging_handler_that_raises_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise SystemExit(3)
+
+    def fail(_: object) -> None:
+        raise Stubborn
+
+    logger, broken = logging.getLogger("shoal"), Broken()
+    logger.addHandler(broken)
+    running = pool._running
+    try:
+        for _ in range(6):  # more than run at once
+            future: Future[None] = Future()
+            future.add_done_callback(fail)
+            future.set_result(None)
+        assert future.then(lambda _: 1).wait(timeout=10) == 1
+        until(lambda: pool._running <= running, lambda: f"{pool._running} jobs count as running")
+    finally:
+        logger.removeHandler(broken)

@@ -170,3 +170,43 @@ def test_a_coroutine_that_comes_to_a_closed_executor_is_refused_and_leaves_nothi
     with no_leaks(), pytest.raises(AgentClosed, match="before a coroutine began"):
         executor.run_coroutine(coroutine, lambda task: None)
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+def test_a_call_that_cannot_be_answered_ends_no_thread(
+    inbox: Inbox, executor: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise SystemExit(3)
+
+    for mailbox in (CALLS, 5):
+        if mailbox != CALLS:
+            executor.consume(mailbox)
+        before, done = executor.thread_count(), threading.Event()
+        inbox.put(fail, mailbox)
+        inbox.put(done.set, mailbox)
+        assert done.wait(_LONG)
+        assert executor.thread_count() == before
+    assert caplog.text.count("a call could not be answered") == 2
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_the_loop_goes_on_whatever_a_coroutine_raises(executor: Executor, kind: type[BaseException]) -> None:
+    ended: list[Any] = []
+    both = threading.Semaphore(0)
+
+    def end(task: Any) -> None:
+        ended.append(task.cancelled() or task.exception())
+        both.release()
+
+    async def fail() -> None:
+        raise kind
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+
+    executor.run_coroutine(fail(), end)
+    assert both.acquire(timeout=_LONG)
+    executor.run_coroutine(work(), end)
+    assert both.acquire(timeout=_LONG)
+    assert ended[0] is True or isinstance(ended[0], kind)
+    assert ended[1] is None

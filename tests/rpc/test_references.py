@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from shoal import Future
-from shoal.errors import CallTimeout, RpcError, UsageError, WorkerLost
+from shoal.errors import CallTimeout, RemoteError, RpcError, UsageError, WorkerLost
 from shoal.rpc import Agent, Peer, RRef, async_execution, current
 from shoal.testing import Agents
 from tests.rpc import handlers
@@ -469,3 +470,23 @@ def test_a_value_that_contains_itself_goes_there_and_back(meeting: Agents, a: Ag
     assert back["self"][0] is back
     there = a.peer("b").remote(handlers.echo, value).to_here()
     assert there["self"][0] is there
+
+
+class Unsendable(Exception):
+    """An exception that raises another one, of a kind that passes `except Exception`, when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise asyncio.CancelledError
+
+
+def refuse() -> None:
+    raise Unsendable("refused")
+
+
+def test_an_exception_that_cannot_be_pickled_is_reported(meeting: Agents, a: Agent) -> None:
+    meeting.join("b", timeout=PATIENCE, handlers=1)
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="Unsendable: refused"):
+            a.peer("b").call(refuse).wait()
+        with pytest.raises(RemoteError, match="CancelledError"):
+            a.peer("b").call(Unsendable).wait()

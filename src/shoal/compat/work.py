@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..future import Future, enter_scope, leave_scope
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
+from ..wording import in_words
 from .uncompiled import uncompiled
 
 #: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
@@ -117,6 +118,11 @@ def _bytes(result: Any) -> int:
     return sum(map(_bytes, result)) if isinstance(result, list) else 0
 
 
+def for_torch(error: BaseException) -> Exception:
+    """The error as a future of torch takes it, which refuses what is not an Exception."""
+    return error if isinstance(error, Exception) else RuntimeError(in_words(error))
+
+
 class KeyedFuture(torch.futures.Future[Any]):
     """A torch future whose callbacks may issue operations, as those of a shoal future may.
 
@@ -145,8 +151,8 @@ class KeyedFuture(torch.futures.Future[Any]):
         try:
             try:
                 value = self._value(future)
-            except Exception as error:
-                self.set_exception(error)
+            except BaseException as error:
+                self.set_exception(for_torch(error))
             else:
                 self.set_result(value)
         finally:

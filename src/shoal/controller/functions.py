@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ShoalError, UsageError
+from ..wording import in_words
 from .commands import CALL, DROP, TAKE
 from .interrupts import undisturbed
 from .metadata import metadata
@@ -100,7 +101,7 @@ def payload_of(
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"call: {fn!r} or an argument of it cannot be pickled: {error}") from error
+        raise UsageError(f"call: {fn!r} or an argument of it cannot be pickled: {in_words(error)}") from error
 
 
 def call(spaces: Sequence[Space], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

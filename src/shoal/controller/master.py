@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import math
 import os
 import threading
@@ -44,6 +45,7 @@ from .steps.recorded import Recorded
 from .swapping import Swapping
 from .transfer import fetch_all
 
+_logger = logging.getLogger("shoal")
 _numbers = itertools.count()
 #: numbers of spaces in the place of lost ones, which no device's index is
 _renewed = itertools.count(1000)
@@ -453,7 +455,11 @@ class Master(Seeing):
         if line is None:
             return  # each of its connections ends, and it need not be a node
         for fn in list(self._on_lost):
-            fn(line.index)
+            try:
+                fn(line.index)
+            except BaseException:
+                with contextlib.suppress(BaseException):  # of a logging handler of the user
+                    _logger.exception("a callback of Master.on_lost failed for node %d", line.index)
 
     @property
     def pids(self) -> list[int]:

@@ -48,7 +48,7 @@ class _Stream:
         if sink is not None:
             text = f"{self._prefix}{line.decode(errors='replace')}\n"
             encoding = getattr(sink, "encoding", None) or "utf-8"
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            with contextlib.suppress(BaseException):  # it is closed, or code of the user
                 sink.write(text.encode(encoding, "backslashreplace").decode(encoding))
                 sink.flush()
 

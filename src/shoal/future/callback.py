@@ -53,7 +53,7 @@ class Callback:
                 raise
             # An error passed on from the future itself would refer to it through the callback's frame.
             passed_on = error is future._error
-            self._child.set_exception(error.with_traceback(None) if passed_on else without_frames(error, 2))
+            self._child.set_exception(without_frames(error, None if passed_on else 2))
         finally:
             leave_scope(token)
 

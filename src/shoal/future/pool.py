@@ -13,6 +13,7 @@ thousand, and no set of callbacks can deadlock for want of a thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -106,7 +107,8 @@ class CallbackPool:
             try:
                 job()
             except BaseException:
-                _logger.exception("a callback of a future failed")
+                with contextlib.suppress(BaseException):  # of a logging handler of the user
+                    _logger.exception("a callback of a future failed")
             # What the job refers to must not live until the next one comes.
             del job
             with self._condition:

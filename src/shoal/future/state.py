@@ -17,6 +17,7 @@ cut off, with the claim that the interrupted thread made, so each step can be re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -309,7 +310,8 @@ class FutureState(Generic[T]):
                 try:
                     subscriber(self)
                 except Exception:
-                    _logger.exception("could not pass on the completion of %r", self)
+                    with contextlib.suppress(Exception):  # of a logging handler of the user
+                        _logger.exception("could not pass on the completion of %r", self)
                 if self._subscribers and self._subscribers[0] is subscriber:
                     del self._subscribers[0]
             self._subscribers = None
@@ -363,14 +365,14 @@ def _stopped() -> NoReturn:
     raise RuntimeError("what gives a future its value (finish) raised StopIteration")
 
 
-def without_frames(error: BaseException, count: int) -> BaseException:
-    """``error`` without the outermost ``count`` frames of its traceback.
+def without_frames(error: BaseException, count: int | None) -> BaseException:
+    """``error`` without the outermost ``count`` frames of its traceback, or without any (None).
 
     Those are our own; they refer to the future in which the error will be stored, and would make a
     cycle that lives until the garbage collector comes by.
     """
-    traceback = error.__traceback__
-    for _ in range(count):
+    traceback = None if count is None else error.__traceback__
+    for _ in range(count or 0):
         if traceback is not None:
             traceback = traceback.tb_next
-    return error.with_traceback(traceback)
+    return BaseException.with_traceback(error, traceback)  # an exception of the user may have another one

@@ -24,6 +24,7 @@ from ..future import Future
 from ..keywords import explained
 from ..spec import ANY_SOURCE
 from ..tensor_bytes import TensorBytes
+from ..wording import text_of
 from .collectives import Collectives
 from .point_to_point import PointToPoint
 from .submission import called
@@ -136,7 +137,7 @@ class Objects(Collectives, PointToPoint):
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"an object of type {type(obj).__name__} on rank {self._rank} cannot be pickled, "
-                f"so it cannot be sent: {error}"
+                f"so it cannot be sent: {text_of(error)}"
             ) from error
         return torch.frombuffer(data, dtype=torch.uint8).to(self._scratch_device)
 

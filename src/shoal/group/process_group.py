@@ -31,6 +31,7 @@ from ..links import Links, connect_some
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
+from ..wording import shown
 from ..world import World, remaining
 from . import dumps
 from .batch import Batch
@@ -484,9 +485,9 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     ) -> None:
         if self._line is not None and self._line.newest not in (None, self):  # the block is of that one
             self._line.newest.__exit__(kind, error, trace)
-        orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
-        if not orderly and self._state == "open":
-            reason = f"an exception left the group's block on rank {self.rank}: {error!r}"
+        orderly = error is None or (isinstance(error, SystemExit) and not error.code)
+        if error is not None and not orderly and self._state == "open":
+            reason = f"an exception left the group's block on rank {self.rank}: {shown(error)}"
             if self._is_first:
                 try:
                     self._world.abort(reason)

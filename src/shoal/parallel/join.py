@@ -37,7 +37,7 @@ from ..errors import (
 from ..future import Future
 from ..group import ProcessGroup
 from ..group.given import given_group
-from ..wording import ranks_named
+from ..wording import ranks_named, shown
 
 #: A rank that has shadowed so many steps says that the inputs are very uneven.
 _MANY_STEPS = 1000
@@ -259,7 +259,7 @@ class Join:
         broken = isinstance(error, GroupError) and not isinstance(error, OutOfSharedMemory)
         if orderly or broken or isinstance(error, _RAISED_EVERYWHERE):
             return
-        self._group.abort(f"an exception left the block of a Join on rank {self._group.rank}: {error!r}")
+        self._group.abort(f"an exception left the block of a Join on rank {self._group.rank}: {shown(error)}")
 
     def _warn(self) -> None:
         warnings.warn(

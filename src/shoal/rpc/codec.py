@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import UsageError
-from ..wording import in_words
+from ..wording import in_words, text_of
 from .device_maps import DeviceMap
 from .post import pack, unpack
 from .tensors import Collected, Part, arrived, check, check_count
@@ -151,7 +151,7 @@ def _encode(value: object, where: str, travellers: list[Any]) -> Message:
     by_value = _by_value()
     if by_value is None:
         raise UsageError(
-            f"{where}: {refused}; what the other worker cannot import goes by value, for which "
+            f"{where}: {text_of(refused)}; what the other worker cannot import goes by value, for which "
             "cloudpickle is needed (pip install cloudpickle)"
         ) from refused
     try:

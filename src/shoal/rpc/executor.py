@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -161,11 +162,18 @@ class Executor:
 
     def _serve(self, idle: float | None) -> None:
         while letters := self._inbox.take(CALLS, idle, 1):
-            self.handle(letters.pop())
+            self._handle(letters)
 
     def _consume(self, mailbox: int) -> None:
         while letters := self._inbox.take(mailbox, None, 1):
+            self._handle(letters)
+
+    def _handle(self, letters: list[Any]) -> None:
+        try:
             self.handle(letters.pop())
+        except BaseException:
+            with contextlib.suppress(BaseException):  # of a logging handler of the user
+                _logger.exception("worker %r: a call could not be answered", self._name)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -183,7 +191,13 @@ class Executor:
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
-            loop.run_forever()
+            while True:
+                try:
+                    loop.run_forever()
+                except BaseException:  # asyncio passes on SystemExit and KeyboardInterrupt of a task
+                    if not self._closed:
+                        continue
+                break
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()

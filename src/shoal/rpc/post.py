@@ -6,6 +6,7 @@ blocks in the endpoint; and errors in shoal's own words.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -149,5 +150,6 @@ class Endpoint:
         try:
             if fn is not None:
                 fn()
-        except Exception:
-            _logger.exception("worker %r: could not pass on an end", self._name)
+        except BaseException:
+            with contextlib.suppress(BaseException):  # of a logging handler of the user
+                _logger.exception("worker %r: could not pass on an end", self._name)

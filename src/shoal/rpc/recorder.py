@@ -22,7 +22,7 @@ from .. import config
 from ..errors import CallTimeout
 from ..group import dumps
 from ..recorder import table
-from ..wording import counted
+from ..wording import counted, text_of
 
 _logger = logging.getLogger("shoal")
 
@@ -145,7 +145,7 @@ class CallRecorder:
             "pid": os.getpid(),
             "time": time.time(),
             "now": monotonic_ns(),
-            "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+            "error": None if error is None else {"type": type(error).__name__, "message": text_of(error)},
             "pending": self.pending(),
             "served": self.served(),
             "stacks": dumps.stacks(),

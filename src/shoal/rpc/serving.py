@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
@@ -19,7 +18,7 @@ import msgspec
 
 from ..errors import AgentClosed, RpcError, UsageError
 from ..future import Future
-from ..wording import encodable, in_words
+from ..wording import in_words, traceback_of
 from . import devices, plain, profiling
 from .call import FAILURE, FUNCTION, LEARNED, PINS, Failure, name_of
 from .codec import Message, decode, encode
@@ -229,7 +228,8 @@ class _Served:
         """Reply that ``error`` was raised."""
         service = self._service
         fatal = isinstance(error, (KeyboardInterrupt, SystemExit))
-        trace = _traceback_of(error)
+        # The first frame is ours.
+        trace = traceback_of(error, error.__traceback__ and error.__traceback__.tb_next)
         if not self._letter.call:
             _logger.error(
                 "worker %r: %s, which %r posted, raised:\n%s",
@@ -240,7 +240,7 @@ class _Served:
             words = msgspec.msgpack.encode(told)
             said = Message(FAILURE.pack(len(words)) + words)
             if not (fatal or self._line.plain):
-                with contextlib.suppress(Exception):  # the words are enough
+                with contextlib.suppress(BaseException):  # of the user's pickling; the words are enough
                     message = encode(error, self._line, "an exception")
                     if not message.staged:
                         said = Message(
@@ -283,16 +283,6 @@ class _Served:
         )
         if travellers and not sent:
             service._agent.references.unpin(letter.peer, letter.call)
-
-
-def _traceback_of(error: BaseException) -> str:
-    """The traceback of what a handler raised, as text that can be sent."""
-    try:
-        # The first frame is ours.
-        frames = error.__traceback__ and error.__traceback__.tb_next
-        return encodable("".join(traceback.format_exception(type(error), error, frames)))
-    except Exception:  # it is the user's, and may say of itself what nobody can format
-        return f"{in_words(error)}\n"
 
 
 def _end_this_process() -> None:

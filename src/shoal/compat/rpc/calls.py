@@ -12,6 +12,7 @@ from ...errors import UnsupportedOperation
 from ...future import Future
 from ...rpc import async_execution
 from ...rpc.call import shown_as
+from ...wording import in_words
 from .packing import Packed, pack, packed, unpack
 from .reference import PyRRef
 from .state import the_agent
@@ -75,7 +76,7 @@ def _result(future: Future[Packed]) -> Any:
         internal._handle_exception(result)
     except Exception as error:
         kind = next((kind for kind in (ValueError, TypeError) if isinstance(error, kind)), RuntimeError)
-        raise kind(f"{type(error).__name__}: {error}") from error
+        raise kind(in_words(error)) from error
     return result
 
 
@@ -140,7 +141,7 @@ def _later(what: Packed, made: Callable[[Any], Any]) -> Future[Any]:
 def _settle(later: Future[Any], made: Callable[[Any], Any], value: Callable[[], Any]) -> None:
     try:
         later.set_result(made(_or_told(value)))
-    except Exception as error:
+    except BaseException as error:
         later.set_exception(error)
 
 

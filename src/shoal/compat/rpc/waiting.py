@@ -6,6 +6,7 @@ replaced by those below wherever a future of a call is among them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ import torch
 
 from ...errors import CallTimeout
 from ...future import Future
-from ..work import KeyedFuture
+from ...wording import in_words
+from ..work import KeyedFuture, for_torch
 
 _logger = logging.getLogger("shoal")
 
@@ -50,7 +52,7 @@ class CallFuture(KeyedFuture):
                 return callback(self)
             except Exception as error:
                 raise RuntimeError(
-                    f"Got the following error when running the callback: {type(error).__name__}: {error}"
+                    f"Got the following error when running the callback: {in_words(error)}"
                 ) from error
 
         return CallFuture(self._in_turn(run), lambda future: future.value())
@@ -61,8 +63,9 @@ class CallFuture(KeyedFuture):
         def run() -> None:
             try:
                 callback(self)
-            except Exception:
-                _logger.exception("a callback of the future of a call raised")
+            except BaseException:
+                with contextlib.suppress(BaseException):  # of a logging handler of the user
+                    _logger.exception("a callback of the future of a call raised")
 
         self._in_turn(run)
 
@@ -166,8 +169,8 @@ def replacements() -> dict[str, Callable[..., Any]]:
 def _error_of(future: Any) -> Exception | None:
     try:
         future.value()
-    except Exception as error:
-        return error
+    except BaseException as error:
+        return for_torch(error)
     return None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import traceback
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ... import wording
 from ..commands import (
     ASK,
     CALL,
@@ -54,7 +54,7 @@ from .compiled import Run, compiled
 from .functions import answer
 from .growing import GROWING, let_grow
 from .mark import Mark
-from .memory import Memory
+from .memory import Ended, Memory
 from .outcome import Outcome, Poison
 from .peers import Elsewhere
 from .program import Program
@@ -146,7 +146,9 @@ class Tensors:
                         q += used
                         if watched:
                             reach(before + p)
-                except Exception as error:
+                except Ended:
+                    raise
+                except BaseException as error:  # of code of the user; no Ctrl-C comes to this thread
                     if a[p] not in self.calls:
                         raise
                     while counted < p:
@@ -165,7 +167,7 @@ class Tensors:
         a: list[int],
         p: int,
         position: int,
-        error: Exception,
+        error: BaseException,
         step: int = -1,
         within: list[Any] | None = None,
     ) -> None:
@@ -205,7 +207,7 @@ class Tensors:
         position: int,
         operator: str,
         operands: list[Any],
-        error: Exception,
+        error: BaseException,
         alone: bool = False,
         step: int = -1,
     ) -> Poison:
@@ -218,8 +220,8 @@ class Tensors:
             position,
             operator,
             ", ".join(map(_shown, operands)),
-            f"{type(error).__name__}: {str(error).partition(_TABLE)[0]}",
-            "".join(traceback.format_exception(error)).partition(_TABLE)[0],
+            wording.in_words(error).partition(_TABLE)[0],
+            wording.traceback_of(error, error.__traceback__).partition(_TABLE)[0],
             alone,
             (error.node, error.number) if isinstance(error, Elsewhere) else None,
             step,
@@ -228,7 +230,7 @@ class Tensors:
         outcome.failures.append(failure)
         return Poison(failure)
 
-    def _failed_command(self, a: list[int], p: int, error: Exception) -> None:
+    def _failed_command(self, a: list[int], p: int, error: BaseException) -> None:
         poison = self._poison(-1, "a command of the master", [], error)
         if a[p] in (PUT, KEEP, TAKE):
             self.tensors[a[p + 1]] = poison
@@ -417,7 +419,7 @@ class Tensors:
         given, keyed = filled(args, kwargs, operands, scalars, device)
         try:
             self._asked, answer = run_asked(operator, given, keyed, self._all)
-        except Exception as error:
+        except BaseException as error:
             poison = self._poison(-1, operator, operands, error)
             self._outcome.spoilt(poison)
             return
@@ -439,7 +441,7 @@ class Tensors:
 
         try:
             given = answer(self._payloads[a[p + 1]], tensor, poisoned)
-        except Exception as error:
+        except BaseException as error:
             poison = poisoned[0] if poisoned else self._poison(-1, "call", [], error)
             self._outcome.spoilt(poison)
             return

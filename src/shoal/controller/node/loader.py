@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from ...wording import in_words, traceback_of
 
 #: batches that are read ahead
 AHEAD = 2
@@ -86,7 +87,7 @@ def following(name: str) -> tuple[Any, ...]:
     try:
         batch = _loadings[name].following()
     except BaseException as error:
-        return "failed", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        return "failed", in_words(error), traceback_of(error, error.__traceback__)
     return ("end",) if batch is _END else ("batch", batch)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ..commands import SHARE, Definition, Recipe, Step
 from .compiled import Run, call_text, kinds_of
+from .memory import Ended
 
 
 class Node(Protocol):
@@ -33,7 +34,7 @@ class Node(Protocol):
         a: list[int],
         p: int,
         position: int,
-        error: Exception,
+        error: BaseException,
         step: int = -1,
         within: list[Any] | None = None,
     ) -> None: ...
@@ -58,7 +59,7 @@ class Program:
         self.run = self._source.compiled()
         self._code: CodeType = self.run.__code__
 
-    def resume(self, node: Node, a: Sequence[int], p: int, position: int, error: Exception) -> None:
+    def resume(self, node: Node, a: Sequence[int], p: int, position: int, error: BaseException) -> None:
         """Do what is left after ``error``: execute the steps from the failed one on, one by one."""
         recipe = self.recipe
         trace = error.__traceback__
@@ -84,7 +85,9 @@ class Program:
                 try:
                     node.calls[numbers[0]][0](mine, numbers, 0, _scalars(step), 0)
                     continue
-                except Exception as later:
+                except Ended:
+                    raise
+                except BaseException as later:
                     error = later
             node.fail(numbers, 0, position, error, index, mine)
         first = p + 1 + len(recipe.inputs)

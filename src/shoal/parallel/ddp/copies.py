@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
+from ...wording import text_of
 from .batch_parts import concatenate_outputs, split_batch
 from .mirror import Mirror
 
@@ -206,7 +207,7 @@ def _copied(
     except Exception as error:
         raise UsageError(
             f"{type(module).__name__} cannot be copied to further devices, because copy.deepcopy fails: "
-            f"{error}"
+            f"{text_of(error)}"
         ) from error
     for parameter in other.parameters():
         parameter.grad = None
