@@ -67,13 +67,15 @@ struct Endpoint {
     }
     end(now_ns());
   }
-  void end(std::int64_t deadline) {
+  std::vector<int> end(std::int64_t deadline) {
+    std::vector<int> late;
     {
       nb::gil_scoped_release release;
-      post->close(deadline);
+      late = post->close(deadline);
       graveyard->silence();
     }
     graveyard->clear();
+    return late;
   }
   Post& use() {
     if (post->foreign()) throw std::runtime_error("this post belongs to the parent process; make another");
@@ -481,7 +483,10 @@ void bind_post(nb::module_& m) {
       .def(
           "close",
           [](Endpoint& self, double timeout) {
-            if (!self.post->foreign()) self.end(until(timeout));
+            nb::list late;
+            if (!self.post->foreign())
+              for (const int peer : self.end(until(timeout))) late.append(peer);
+            return late;
           },
           nb::arg("timeout"));
 }

@@ -376,10 +376,10 @@ std::vector<Post::Handled> Post::handled() {
 
 // -- the end ----------------------------------------------------------------------------------------
 
-void Post::close(std::int64_t deadline) {
-  if (foreign()) return;
+std::vector<int> Post::close(std::int64_t deadline) {
+  if (foreign()) return {};
   std::lock_guard once(close_mutex_);
-  if (std::exchange(closed_, true)) return;
+  if (std::exchange(closed_, true)) return {};
   {
     std::lock_guard lock(peers_mutex_);
     closing_.store(true, std::memory_order_release);
@@ -396,6 +396,9 @@ void Post::close(std::int64_t deadline) {
     return std::all_of(peers.begin(), peers.end(), [](auto& peer) { return peer->all_sent(); });
   };
   while (!sent() && now_ns() < deadline) usleep(200);
+  std::vector<int> late;
+  for (auto& peer : peers)
+    if (!peer->all_sent()) late.push_back(peer->id);
   FrameHeader bye;
   bye.type = FrameType::kBye;
   for (auto& peer : peers) peer->link.send_control(bye);
@@ -420,6 +423,7 @@ void Post::close(std::int64_t deadline) {
   for (auto& [id, pidfd] : departed_) close_all({&pidfd});
   departed_.clear();
   close_all({&epoll_, &wakeup_});
+  return late;
 }
 
 }  // namespace shoal

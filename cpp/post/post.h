@@ -100,7 +100,8 @@ class Post final : public FrameSink, public Correspondence {
   std::vector<Handled> handled();
   void sever(int peer);
   void hush(bool silent) { silent_ = silent; }
-  void close(std::int64_t deadline);
+  // Sends what is queued and ends; the peers that did not take all of it before the deadline.
+  std::vector<int> close(std::int64_t deadline);
 
   // Lets go of what a forked child should not carry along.
   void before_fork() { buffers_->clear(); }

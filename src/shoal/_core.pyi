@@ -558,8 +558,11 @@ class Post:
     def hush(self, silent: bool) -> None:
         """Stop sending heartbeats, for tests."""
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float) -> list[int]:
         """Send what is queued, say bye to all peers and end; at most ``timeout`` seconds.
+
+        Returns:
+            the peers that did not take all of it in time.
 
         Pending calls fail with ``CLOSED`` at once, blocked threads return.  Afterwards no thread and no
         descriptor is left, but that of the arena, which goes with this object.  Blocks without the GIL.

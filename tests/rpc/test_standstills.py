@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -168,3 +169,31 @@ def test_a_forked_child_uses_nothing_and_hides_no_death(
     finally:
         os.kill(child, signal.SIGKILL)
     handlers.note("forked")
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_what_a_worker_did_not_take_before_the_close_is_reported(
+    meeting: Agents, a: Agent, caplog: pytest.LogCaptureFixture, graceful: bool
+) -> None:
+    b = start(meeting, a, {})
+    assert b.call(handlers.echo, 1).wait() == 1
+    meeting.stop("b")
+    for _ in range(9):
+        b.post(handlers.note, "late", bytes(1 << 20))
+    words = "worker 'a': 'b' did not take all that was queued within the 0.5 s of close"
+    with pytest.raises(CallTimeout, match=words) if graceful else contextlib.nullcontext():
+        a.close(0.5, graceful=graceful)
+    assert (words in caplog.text) is not graceful
+    assert a.closed
+    meeting.resume("b")
+
+
+def test_a_close_sends_all_that_a_slow_worker_takes_in_time(meeting: Agents, a: Agent) -> None:
+    b = start(meeting, a, {})
+    assert b.call(handlers.echo, 1).wait() == 1
+    meeting.stop("b")
+    for _ in range(9):
+        b.post(handlers.note, "late", bytes(1 << 20))
+    meeting.resume("b")
+    a.close()
+    assert meeting.join("c", timeout=handlers.PATIENCE).peer("b").call(handlers.recall, "late").wait()

@@ -30,6 +30,7 @@ from ..keywords import checked_seconds
 from ..rendezvous.host import Here
 from ..store import Store
 from ..wire import Deadline
+from ..wording import in_seconds
 from . import call
 from .barrier import Barriers
 from .closing import finish
@@ -275,6 +276,8 @@ class Agent:
         Raises:
             WorkerLost, UnknownWorker: another agent of the group has died, or was not closed in time.
                 This one is closed all the same.
+            CallTimeout: a worker did not take all that was queued for it (a warning is logged instead if
+                not ``graceful``).  This one is closed all the same.
         """
         deadline = Deadline(checked_seconds("timeout", timeout))
         try:
@@ -320,11 +323,29 @@ class Agent:
             linger = math.inf if graceful else _LINGER
             steps.callback(lambda: self.executor.close(min(max(deadline.remaining(), 0.5), linger)))
             steps.callback(self.watch.close)
-            steps.callback(lambda: self.endpoint.close(max(deadline.remaining(), 0.5)))
+            steps.callback(self._end, deadline, graceful)
             steps.callback(self.links.close)
             if graceful:
                 steps.callback(finish, self, deadline)
             steps.callback(self.directory.withdraw, self.worker)
+
+    def _end(self, deadline: Deadline, graceful: bool) -> None:
+        """Close the endpoint, and report what it could not send."""
+        late = self.endpoint.close(max(deadline.remaining(), 0.5))
+        if not late:
+            return
+        names = set()
+        for number in late:
+            with contextlib.suppress(KeyError):  # lost, and forgotten
+                names.add(self.links.line(number).worker.name)
+        text = (
+            f"worker {self.name!r}: {', '.join(map(repr, sorted(names)))} did not take all that was queued "
+            f"within the {in_seconds(deadline.timeout)} of close(): calls and posts that were not sent are "
+            "lost.  Close with a longer timeout, or wait for the result of a call that comes after them"
+        )
+        if graceful:
+            raise CallTimeout(text)
+        _logger.warning("%s", text)
 
     def settle(self, deadline: Deadline) -> int | None:
         """Wait until no call is pending, served or queued.

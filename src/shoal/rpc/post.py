@@ -128,12 +128,17 @@ class Endpoint:
                 raise OutOfResources(f"worker {self._name!r} cannot use a connection: {error}") from error
             raise
 
-    def close(self, timeout: float) -> None:
-        """Send what is queued, say goodbye and end; what is pending fails."""
+    def close(self, timeout: float) -> list[int]:
+        """Send what is queued, say goodbye and end; what is pending fails.
+
+        Returns:
+            the numbers of the connections that did not take all of it in time.
+        """
         deadline = time.monotonic() + timeout
-        self.post.close(timeout)
+        late = self.post.close(timeout)
         if threading.current_thread() is not self._dispatcher:
             self._dispatcher.join(max(deadline - time.monotonic(), 0.1))
+        return late
 
     def _dispatch(self) -> None:
         while (tickets := self.post.completions(self._until_next())) is not None:
