@@ -260,3 +260,16 @@ class Traveller:
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         assert codec.route() is not None
         return codec.route, ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_arrive(layout: torch.layout) -> None:
+    parts = [torch.arange(2.0), torch.arange(3.0)]
+    x = torch.nested.as_nested_tensor(parts, layout=layout)
+    y = sent(x)
+    assert (y.is_nested, y.layout) == (True, layout)
+    assert all(torch.equal(a, b) for a, b in zip(y.unbind(), parts, strict=True))
+    x.requires_grad_()
+    with pytest.raises(UsageError, match=r"a tensor of nested tensors is the result of .*: send x\.detach"):
+        sent(x * 2)

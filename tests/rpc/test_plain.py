@@ -82,6 +82,14 @@ def test_what_is_no_plain_value_is_not_sent(value: Any, words: str) -> None:
     assert there(deep(plain.DEPTH)) == deep(plain.DEPTH)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_not_sent(layout: torch.layout) -> None:
+    x = torch.nested.as_nested_tensor([torch.ones(2)], layout=layout)
+    with pytest.raises(UsageError, match=r"a test: a nested tensor .* list\(x\.unbind\(\)\)"):
+        plain.encode([x], "a test")
+
+
 def tensor(part: Any = 0, dtype: Any = "float32", shape: Any = (2,), strides: Any = (1,)) -> bytes:
     return pack(msgspec.msgpack.Ext(1, pack([part, dtype, shape, strides])))
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from shoal import Future
-from shoal.errors import CallTimeout, RemoteError, RpcError, UsageError, WorkerLost
+from shoal.errors import CallTimeout, RpcError, UsageError, WorkerLost
 from shoal.rpc import Agent, Peer, RRef, async_execution, current
 from shoal.testing import Agents
 from tests.rpc import handlers
@@ -444,49 +443,12 @@ def push_at(table: RRef[Table]) -> None:
     table.rpc_sync().push(torch.ones(2))
 
 
-class Unread(Mapping[str, Any]):
-    """A mapping that raises when it is read, and that contains itself."""
-
-    def __init__(self) -> None:
-        self.inside = self
-
-    def __getitem__(self, key: str) -> Any:
-        raise LookupError("it was read")
-
-    __iter__ = __len__ = __getitem__  # type: ignore[assignment]
-
-
-def test_an_object_is_made_whatever_is_in_it(meeting: Agents, a: Agent) -> None:
+def test_a_method_whose_object_is_late_reports_the_timeout_of_its_call(meeting: Agents, a: Agent) -> None:
     meeting.join("b", timeout=PATIENCE)
-    made = a.peer("b").remote(Unread).to_here()
-    assert made.inside is made
-
-
-def test_a_value_that_contains_itself_goes_there_and_back(meeting: Agents, a: Agent) -> None:
-    meeting.join("b", timeout=PATIENCE)
-    value: dict[str, Any] = {}
-    value["self"] = [value]
-    back = a.peer("b").call(handlers.echo, value).wait()
-    assert back["self"][0] is back
-    there = a.peer("b").remote(handlers.echo, value).to_here()
-    assert there["self"][0] is there
-
-
-class Unsendable(Exception):
-    """An exception that raises another one, of a kind that passes `except Exception`, when it is pickled."""
-
-    def __reduce__(self) -> Any:
-        raise asyncio.CancelledError
-
-
-def refuse() -> None:
-    raise Unsendable("refused")
-
-
-def test_an_exception_that_cannot_be_pickled_is_reported(meeting: Agents, a: Agent) -> None:
-    meeting.join("b", timeout=PATIENCE, handlers=1)
-    for _ in range(2):
-        with pytest.raises(RemoteError, match="Unsendable: refused"):
-            a.peer("b").call(refuse).wait()
-        with pytest.raises(RemoteError, match="CancelledError"):
-            a.peer("b").call(Unsendable).wait()
+    late = a.peer("b").remote(handlers.wait_for, "go")
+    ref = late.remote(timeout=0.1).upper()
+    words = "worker 'b': method upper of an object, for 'a', timed out"
+    with pytest.raises(CallTimeout, match=words):
+        ref.to_here(timeout=PATIENCE)
+    handlers.note("go", "gone")
+    assert late.rpc_sync().upper() == "GONE"

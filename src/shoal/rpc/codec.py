@@ -34,7 +34,7 @@ from ..errors import UsageError
 from ..wording import in_words, text_of
 from .device_maps import DeviceMap
 from .post import pack, unpack
-from .tensors import Collected, Part, arrived, check, check_count
+from .tensors import Collected, Part, arrived, check, check_count, kind_of
 
 _COUNT = struct.Struct("<I")
 #: in the place of the number of storages: the value is packed and not pickled
@@ -198,14 +198,14 @@ def _override(collected: Collected, obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
         check(obj)
         plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
-        if plain and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta):
+        if plain and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta or obj.is_nested):
             if obj.is_conj() or obj.is_neg():
                 resolved = obj.detach().resolve_conj().resolve_neg()
                 return collected.reduce(resolved.requires_grad_(obj.requires_grad))
             return collected.reduce(obj)
         if obj.device.type not in ("cpu", "meta"):
             raise UsageError(
-                f"a {type(obj).__name__} of shape {tuple(obj.shape)} and {obj.layout} lies on {obj.device}, "
+                f"a {type(obj).__name__} {kind_of(obj)} and {obj.layout} lies on {obj.device}, "
                 "and only plain and dense tensors of devices can be sent: send x.cpu()"
             )
     elif (

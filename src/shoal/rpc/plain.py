@@ -175,6 +175,11 @@ class _Packer:
 
 def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
     check(x)
+    if x.is_nested:
+        raise UsageError(
+            "a nested tensor goes neither to nor from a restricted worker: send the list of its parts, "
+            "list(x.unbind())"
+        )
     if x.dtype not in _NAMES or x.layout is not torch.strided or x.is_meta:
         raise UsageError(
             f"a tensor of {x.dtype}, {x.layout} on {x.device} goes neither to nor from a restricted worker: "

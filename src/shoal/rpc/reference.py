@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..errors import CallCancelled, RpcError, UsageError
+from ..errors import CallCancelled, CallTimeout, RpcError, UsageError, WaitTimeout
 from ..future import Future
 from ..streams import DeviceEvents
 from ..wording import in_words
@@ -345,11 +345,28 @@ def create_actor(
         result.close()
         raise UsageError(f"{call.name_of(fn)} is an async def, and an actor is made by a plain function")
     future = deferred(fn, result)
-    _made(owned.value, result if future is None else future.wait(current().remaining()), devices.of_handler())
+    _made(owned.value, result if future is None else _awaited(future, made), devices.of_handler())
     mailbox: int = references.ledger.mailbox(ident, owned, executor.consume)
     if not mailbox:
         raise RpcError(f"{made}, was made when nobody held it any more")
     return mailbox
+
+
+def _awaited(future: Future[T], what: str) -> T:
+    """The value of a future that the present call needs.
+
+    Raises:
+        CallTimeout: the caller's time was over first.
+    """
+    try:
+        return future.wait(current().remaining())
+    except WaitTimeout:
+        if future.done():  # just now, or it failed with that
+            return future.value()
+        raise CallTimeout(
+            f"worker {current().agent.name!r}: {what}, for {current().caller!r}, timed out: what it needs "
+            "was not there when the time of the call was over"
+        ) from None
 
 
 def _method(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -359,7 +376,7 @@ def _method(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, 
 @call.shown_as(_method)
 def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the object, at its owner."""
-    method = getattr(ref.to_here(current().remaining()), name)
+    method = getattr(_awaited(ref.fetch(), f"method {name} of an object"), name)
     result = method(*args, **kwargs)
     future = deferred(method, result)
     return result if future is None else Later(future)

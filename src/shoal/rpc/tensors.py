@@ -30,9 +30,14 @@ def check(x: torch.Tensor) -> None:
     """Refuse tensors that cannot be sent as they are."""
     if x.grad_fn is not None:
         raise UsageError(
-            f"a tensor of shape {tuple(x.shape)} is the result of {x.grad_fn.name()}, and a graph of "
+            f"a tensor {kind_of(x)} is the result of {x.grad_fn.name()}, and a graph of "
             "autograd does not go to another worker: send x.detach()"
         )
+
+
+def kind_of(x: torch.Tensor) -> str:
+    """``of shape (2, 3)``; nested tensors have none."""
+    return "of nested tensors" if x.is_nested else f"of shape {tuple(x.shape)}"
 
 
 def check_count(parts: Sequence[object]) -> None:
