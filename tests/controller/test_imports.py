@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,6 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.launching import _path
 from shoal.errors import RemoteOpError, UsageError
 from shoal.launch.cli import invoke
 from tests.controller import nodes
@@ -66,12 +67,27 @@ def test_what_cannot_be_imported_says_why(
             shoal.init_master_worker(workers=1, imports=wrong)  # type: ignore[arg-type]
 
 
-def test_processes_of_nodes_look_for_modules_where_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/first:/second")
-    monkeypatch.setattr(
-        sys, "path", ["/script", "", "/second", f"{sys.prefix}/lib/x", f"{sys.base_prefix}/y"]
+@pytest.mark.usefixtures("python_starts")
+def test_a_node_finds_the_modules_of_its_master_and_no_others(tmp_path: Path) -> None:
+    """The working directory is no part of the path of a script that is elsewhere."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "beside.py").write_text("import sys\npath = list(sys.path)\n")
+    for name in ("queue", "ast", "json", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the working directory')\n")
+    script = tmp_path / "scripts" / "script.py"
+    script.write_text(
+        "import sys, shoal, beside\n"
+        "def path():\n"
+        "    import sys, beside\n"
+        "    return sys.path, beside.path\n"
+        "with shoal.init_master_worker(workers=1) as master:\n"
+        "    assert master.call(0, path) == (sys.path, sys.path), master.call(0, path)\n"
     )
-    assert _path() == ["/first", "/second", "/script"]
+    ended = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=BACKSTOP,
+        check=False, env={**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parents[1])},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_worker_that_lacks_a_device_or_a_module_says_so(

@@ -1,7 +1,7 @@
 """The processes of ``init_master_worker(workers=n)`` without the seconds that each takes to import torch.
 
 A nursery, which is a fork of the fork server and has imported torch, forks them.  A worker gets the pipes,
-the arguments and the environment that it would have got, and runs the module that it would have run; the
+the arguments and the environment that it would have got, and runs the program that it would have run; the
 master is told of its end as usual.  Whoever tests the start of Python itself calls :func:`start_python`.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import pickle
-import runpy
 import secrets
 import select
 import signal
@@ -22,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 from shoal.controller import launching
@@ -197,10 +196,11 @@ def _be_worker(files: Sequence[int], argv: Sequence[str], env: Mapping[str, str]
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         os.environ.clear()
         os.environ.update(env)
-        option, module, *arguments = argv
-        assert option == "-m"
-        sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        option, program, *arguments = argv
+        assert option == "-c"
+        sys.argv = [option, *arguments]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(program, main.__dict__)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

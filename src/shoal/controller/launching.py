@@ -16,11 +16,17 @@ from .output import Output
 _END = 5.0
 
 
+#: Runs a node with the import path of its master.  With ``-m`` that would begin with the working directory,
+#: where a ``queue.py`` would take the place of Python's.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[4:]; del sys.argv[4:]; "
+    "from shoal.controller.node.worker import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+)
+
+
 def _path() -> list[str]:
-    """Where a process of a node finds modules, beside those that are installed: as this one does."""
-    path = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
-    return path + [each for each in sys.path if each not in (*path, "") and not each.startswith(installed)]
+    """The import path of this process; Python ignores entries that are not text."""
+    return [each for each in sys.path if isinstance(each, str)]
 
 
 class Processes:
@@ -45,11 +51,11 @@ class Processes:
         """Start a process that becomes node ``index``, in the place of an earlier one if there was one."""
         self._end([index])
         process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.controller.node.worker", str(index), self._url, str(self._threads)],
+            [sys.executable, "-c", _PROGRAM, str(index), self._url, str(self._threads), *_path()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(_path())},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self._started[index] = process
         self._awaited.add(index)

@@ -14,9 +14,10 @@ from ..errors import OutOfResources
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _TRIES = 100
-#: ends with the process that runs the tests, however that dies
+#: ends with the process that runs the tests, however that dies; finds no module of the working directory
 _PROGRAM = (
-    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'shoal'; "
+    "import sys; sys.path[0] or sys.path.pop(0); import ctypes, runpy; "
+    "ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'shoal'; "
     "runpy.run_module('shoal', run_name='__main__')"
 )
 

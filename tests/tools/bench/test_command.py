@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 import shoal
+from shoal.launch.ssh import PROGRAM
 
-COMMAND = [sys.executable, "-m", "shoal", "bench"]
+COMMAND = [sys.executable, "-c", PROGRAM, "bench"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}
 
 
@@ -30,6 +31,7 @@ def _bench(
 
 @pytest.mark.parametrize("dtypes", ["fp32", pytest.param("fp32,bf16", marks=pytest.mark.stress)])
 def test_a_quick_run_measures_every_operation_and_leaves_a_record(dtypes: str, tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('a module of the working directory')\n")
     options = ["--quick", "--dtypes", dtypes, "--sizes", "64K+4@1", "--rounds", "1"]
     result = _bench(tmp_path, *options, "--contenders", "shoal,gloo,floor")
     assert result.returncode == 0, result.stdout + result.stderr

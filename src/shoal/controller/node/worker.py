@@ -1,15 +1,14 @@
 """The process of a node that a master has started.
 
-It is ``python -m shoal.controller.node.worker INDEX URL THREADS``.  Its standard input begins with the secret
-of the job, in hexadecimal digits.  It ends with its master: when a connection to it ends, or, before there is
-one, its standard input.
+:mod:`shoal.controller.launching` says how it is started.  Its standard input begins with the secret of the
+job, in hexadecimal digits.  It ends with its master: when a connection to it ends, or, before there is one,
+its standard input.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 
 import torch
@@ -39,7 +38,3 @@ def _end_with_input() -> None:
     while os.read(0, 4096):
         pass
     end()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...launch.ssh import PROGRAM
 from .case import Case
 from .environments import mpi_environment
 
-_MODULE = "shoal.tools.bench.ranks"
+#: The script of a rank.  With ``-m`` a module of the working directory could replace one of Python's.
+_SCRIPT = """\
+import sys
+sys.path[:] = [each for each in sys.path if each != __file__.rpartition("/")[0]]
+from shoal.tools.bench.ranks.__main__ import main
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -89,13 +96,18 @@ FLOOR = "floor"
 def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
     """The commands that start ``size`` ranks, each launcher with its defaults.
 
+    Args:
+        control: the socket at which ranks get orders; their script is written beside it.
+
     Raises:
         Absent: the environment of an MPI cannot be made.
     """
-    ranks = ["-m", _MODULE, "--engine", contender.engine, "--control", str(control)]
+    script = control.with_name("rank.py")
+    script.write_text(_SCRIPT)
+    ranks = [str(script), "--engine", contender.engine, "--control", str(control)]
     if contender.engine == "shoal":
         hosts = ["--hosts", str(contender.hosts)]
-        return [[sys.executable, "-m", "shoal", "run", "-n", str(size), *ranks, *hosts]]
+        return [[sys.executable, "-c", PROGRAM, "run", "-n", str(size), *ranks, *hosts]]
     if not contender.wheel:
         return [[sys.executable, *ranks] for _ in range(size)]
     where = mpi_environment(contender.wheel)
