@@ -303,7 +303,11 @@ def everything(group: ProcessGroup | None) -> list[str]:
     net.register_buffer("none_in_bytes", torch.empty(0))
     net.register_buffer("large", torch.zeros(3 << 20))
     optimizer = torch.optim.Adam(net.parameters(), amsgrad=True)
-    state = State(model=net, optimizer=optimizer, samples=Samples(40, batch=8), best=[0, "x", None])
+    tree: dict[str, Any] = {"mean": torch.zeros(2)}
+    tree["children"] = [{"parent": tree, "mean": tree["mean"] + 1}]  # contains itself
+    state = State(
+        model=net, optimizer=optimizer, samples=Samples(40, batch=8), best=[0, "x", None], tree=tree
+    )
     x = torch.randn(40, 2, 4, 4, generator=torch.Generator().manual_seed(3))
     seen = []
     with Session(state, group=group) as mine:
@@ -320,7 +324,10 @@ def everything(group: ProcessGroup | None) -> list[str]:
                 optimizer.zero_grad()
                 state.best = [step.number, "x", None]
                 buffers = [each.sum().item() for name, each in net.named_buffers() if "running" not in name]
-                seen.append(f"{state.digest().hex()} {state.best} {buffers}")
+                (child,) = state.tree["children"]
+                state.tree["mean"] += 1
+                child["mean"] += child["parent"]["mean"]
+                seen.append(f"{state.digest().hex()} {state.best} {buffers} {child['mean'].tolist()}")
     return seen
 
 

@@ -6,14 +6,13 @@ use: piece i comes from the holder i modulo their number, as in striped file sys
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..containers import Tree, is_tensor
 from ..errors import StateDiverged
 from ..future import Future
 from ..group import ProcessGroup
@@ -27,12 +26,12 @@ _LENGTH, _SKELETON, _FIRST = 0, 1, 2  # tags
 
 def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcomers: Sequence[int]) -> None:
     """Send this holder's pieces to all newcomers."""
-    content = state.content(shared=True)
-    tensors = list(_tensors(content))
+    tree = _tree(state.content(shared=True))
+    tensors = list(filter(is_tensor, tree.leaves))
     waits: list[Future[Any]] = []
     if group.rank == holders[0]:
         raw = io.BytesIO()
-        torch.save(_mapped(content, lambda tensor: tensor.to("meta")), raw)
+        torch.save(tree.build([leaf.to("meta") if is_tensor(leaf) else leaf for leaf in tree.leaves]), raw)
         skeleton = torch.frombuffer(bytearray(raw.getbuffer()), dtype=torch.uint8)
         for rank in newcomers:
             waits.append(group.send(torch.tensor([skeleton.numel()]), rank, _LENGTH))
@@ -56,15 +55,15 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     group.recv(raw, holders[0], _SKELETON).wait()
     with TensorBytes(raw) as view:
         skeleton = torch.load(io.BytesIO(view), weights_only=True)
-    content = _filled(skeleton, state.content(shared=True))
+    tree = _filled(skeleton, state.content(shared=True))
     waits = [
         group.recv(piece, holders[number % len(holders)], _FIRST + number)
-        for number, piece in enumerate(_pieces(list(_tensors(content))))
+        for number, piece in enumerate(_pieces(list(filter(is_tensor, tree.leaves))))
     ]
     for each in waits:
         each.wait()
     try:
-        state.take_over(content, "the session that this process joined")
+        state.take_over(tree.build(tree.leaves), "the session that this process joined")
     except (KeyError, ValueError, RuntimeError) as error:
         raise StateDiverged(
             f"rank {group.rank} joined with another State than that of the others: {error}.  Every rank must "
@@ -72,27 +71,35 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
         ) from error
 
 
-def _filled(skeleton: Any, mine: Any) -> Any:
-    """``skeleton`` with memory for its tensors: that of a tensor of ``mine`` where one fits."""
-    if isinstance(skeleton, torch.Tensor):
-        alike = isinstance(mine, torch.Tensor) and (mine.shape, mine.dtype) == (
-            skeleton.shape,
-            skeleton.dtype,
-        )
-        if alike and mine.device.type == "cpu" and mine.is_contiguous() and not mine.is_conj():
-            return mine
-        return torch.empty(skeleton.shape, dtype=skeleton.dtype)
-    if isinstance(skeleton, dict):
-        inside = mine if isinstance(mine, dict) else {}
-        same = copy.copy(skeleton)  # with what modules note beside their entries
-        same.update({key: _filled(each, inside.get(key)) for key, each in skeleton.items()})
-        return same
-    if isinstance(skeleton, (list, tuple)):
-        others = (
-            mine if isinstance(mine, (list, tuple)) and len(mine) == len(skeleton) else [None] * len(skeleton)
-        )
-        return type(skeleton)([_filled(*pair) for pair in zip(skeleton, others, strict=True)])
-    return skeleton
+def _tree(content: Any) -> Tree:
+    """The content taken apart; sets are leaves, because ranks iterate over them in different orders."""
+    return Tree(content, lambda value: type(value) in (set, frozenset))
+
+
+def _filled(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
+    """``skeleton`` with memory for its tensors: that of ``mine`` in parts with the same containers."""
+    own: dict[int, Any] = {}
+    for name, part in skeleton["parts"].items():
+        theirs, ours = _tree(part), _tree(mine["parts"].get(name))
+        if theirs.form == ours.form:
+            own.update((id(a), b) for a, b in zip(theirs.leaves, ours.leaves, strict=True))
+    tree = _tree(skeleton)
+    return _tree(
+        tree.build([_memory(leaf, own.get(id(leaf))) if is_tensor(leaf) else leaf for leaf in tree.leaves])
+    )
+
+
+def _memory(described: torch.Tensor, mine: Any) -> torch.Tensor:
+    """``mine`` if it is like the tensor that is described and can be received into, else a new tensor."""
+    if (
+        is_tensor(mine)
+        and (mine.shape, mine.dtype) == (described.shape, described.dtype)
+        and mine.device.type == "cpu"
+        and mine.is_contiguous()
+        and not mine.is_conj()
+    ):
+        return mine  # type: ignore[no-any-return]
+    return torch.empty(described.shape, dtype=described.dtype, device="cpu")
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -102,24 +109,3 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         if plain.numel():
             raw = plain.view(-1).view(torch.uint8)
             yield from (raw[start : start + PIECE] for start in range(0, raw.numel(), PIECE))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in dicts, lists and tuples, in the order of :func:`_mapped`."""
-    if isinstance(value, torch.Tensor):
-        return iter([value])
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return itertools.chain.from_iterable(map(_tensors, inside))
-
-
-def _mapped(value: Any, fn: Any) -> Any:
-    """The same with ``fn`` of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        same = copy.copy(value)  # with what modules note beside their entries
-        same.update({key: _mapped(each, fn) for key, each in value.items()})
-        return same
-    if isinstance(value, (list, tuple)):
-        return type(value)([_mapped(each, fn) for each in value])
-    return value
