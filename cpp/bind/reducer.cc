@@ -81,18 +81,20 @@ bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t ind
 }
 
 // Autograd calls it with a parameter whose gradient has arrived.  It asks Python only if the gradient is not
-// in its bucket, or if there is something to do.
+// in its bucket, or if there is something to do.  A gradient that opens a pass is left to Python, which looks
+// for references to earlier gradients before the buckets are written to.
 nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, bool as_view,
                          nb::callable arrived) {
   auto* pass = nb::cast<Pass*>(owner);
   std::optional<shoal::PlainTensor> like;
   if (as_view) like = shoal::plain_tensor(places.view(index).ptr());
   return nb::cpp_function([owner, pass, index, places, like, arrived](nb::handle parameter) {
+    const bool opened = pass->opened();
     const Mark mark = pass->mark(index);
     if (mark == Mark::kIgnored) return;
     const nb::object gradient = parameter.attr(grad());
     const bool taken =
-        places.hold(index, gradient) || (like && bring(places, *like, index, parameter, gradient));
+        places.hold(index, gradient) || (like && opened && bring(places, *like, index, parameter, gradient));
     if (!taken || mark != Mark::kArrived) arrived(index, static_cast<int>(mark), taken);
   });
 }

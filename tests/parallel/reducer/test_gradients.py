@@ -91,6 +91,9 @@ def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() 
     passes.expect(True, 1)
 
     class Hearing:
+        def keep_references(self) -> None:
+            pass
+
         def on_gradient(self, index: int, mark: int) -> None:
             heard.set()
 
@@ -107,7 +110,7 @@ def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() 
         early.append(heard.wait(0.2))
 
     gradients: Any = SimpleNamespace(
-        several=False, as_views=False, views=views, addresses=[view.data_ptr() for view in views], take=take
+        several=False, copied={0, 1}, views=views, addresses=[view.data_ptr() for view in views], take=take
     )
     hearing: Any = Hearing()
     hooks = watch_gradients(hearing, passes, gradients, [parameters])

@@ -61,7 +61,10 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, one-dimensional, with gaps of zeros between them.  It may be written to."""
+        """All gradients, one-dimensional, with gaps of zeros between them.  It may be written to.
+
+        The next pass overwrites it: copy what is to be kept.
+        """
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:

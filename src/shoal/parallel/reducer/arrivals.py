@@ -26,6 +26,9 @@ class Listener(Protocol):
     def enter(self, graph: Graph) -> None:
         """Backward goes into ``graph``."""
 
+    def keep_references(self) -> None:
+        """A gradient is about to be written into its bucket."""
+
     def on_gradient(self, index: int, mark: int) -> None:
         """The gradient of parameter ``index`` has arrived, and ``mark`` (not ARRIVED) says what follows."""
 
@@ -96,7 +99,7 @@ def watch_gradients(
         if gradients.several:
             return _copy_hook(reducer, passes, index, lock, gradients.is_further(index, parameter))
         only = gradient_hook(
-            passes, index, gradients.views, gradients.addresses, gradients.as_views, put_in_place
+            passes, index, gradients.views, gradients.addresses, index not in gradients.copied, put_in_place
         )
         return _one_at_a_time(lock, only) if on_several_devices else only
 
@@ -128,6 +131,7 @@ def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int,
     def arrived(index: int, mark: int, taken: bool) -> None:
         if (alive := owner()) is not None:
             if not taken:
+                alive.keep_references()
                 gradients.take(index)
             if mark != ARRIVED:
                 alive.on_gradient(index, mark)

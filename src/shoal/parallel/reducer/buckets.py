@@ -11,7 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
+from ...errors import OutOfSharedMemory
 from ...group import ProcessGroup
 from ..core import assign_buckets
 
@@ -58,6 +60,14 @@ class BucketSet:
     def members(self) -> list[tuple[int, ...]]:
         """The members of each bucket."""
         return [bucket.members for bucket in self.buckets]
+
+    def replaced(self, number: int, bucket: Bucket) -> BucketSet:
+        """These buckets, with ``bucket`` in place of number ``number``, which has the same members."""
+        buckets = (*self.buckets[:number], bucket, *self.buckets[number + 1 :])
+        places = dict(zip(bucket.members, bucket.views, strict=True))
+        views = tuple(places.get(index, view) for index, view in enumerate(self.views))
+        has_tail = len(bucket.flat) > len(bucket.body)
+        return BucketSet(buckets, bucket.flat[len(bucket.body) :] if has_tail else self.tail, views)
 
 
 def build_buckets(
@@ -124,6 +134,36 @@ def build_buckets(
         buckets.append(bucket)
         views.update(zip(members, bucket.views, strict=True))
     return BucketSet(tuple(buckets), tail, tuple(views[index] for index in range(len(parameters))))
+
+
+def alias_bucket(bucket: Bucket) -> Bucket:
+    """The same memory as another storage of torch, for hooks: the views that these make are not counted among
+    the references to ``bucket``."""
+    flat = from_dlpack(bucket.flat)
+    return _bucket_in(flat, bucket)
+
+
+def renew_bucket(group: ProcessGroup, bucket: Bucket) -> Bucket:
+    """A bucket like ``bucket``, with zeros in memory of its own.
+
+    A rank may need it without the others, and must not fail alone: if the registered memory does not
+    suffice, it uses the memory of this process, from which an all-reduce copies.
+    """
+    old = bucket.flat
+    try:
+        flat = group.empty(len(old), dtype=old.dtype, device=old.device)
+    except OutOfSharedMemory:
+        flat = torch.empty_like(old)
+    return _bucket_in(flat.zero_(), bucket)
+
+
+def _bucket_in(flat: torch.Tensor, bucket: Bucket) -> Bucket:
+    """A bucket laid out like ``bucket`` in ``flat``."""
+    shift = flat.storage_offset() - bucket.flat.storage_offset()
+    views = tuple(
+        flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in bucket.views
+    )
+    return Bucket(bucket.members, flat, flat[: len(bucket.body)], views)
 
 
 def reduced_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:

@@ -3,11 +3,18 @@
 A gradient is copied into its bucket when it arrives, while it is in the cache still and its memory can serve
 the next one.  So nothing is left to copy when a bucket is sent.  The hook itself (``cpp/bind/reducer.cc``)
 does so where it takes no more than copying bytes; :meth:`Gradients.take` does in all other cases.
+
+A gradient that is a view of its bucket is overwritten by the next pass, unless the program still refers to it
+(PCGrad, GradNorm and loggers do).  :meth:`Gradients.keep_references` looks for such references before a pass
+writes to the buckets: it counts those to each view, and to the memory of each bucket, which any other alias
+(a slice, a numpy array) refers to.  The program keeps that memory, the bucket gets new memory, and averages
+of these parameters are copied out of it from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -15,7 +22,10 @@ import torch
 
 from ...errors import UsageError
 from ...group import ProcessGroup
-from .buckets import Bucket, BucketSet, build_buckets
+from .buckets import Bucket, BucketSet, build_buckets, renew_bucket
+
+#: An address at which no gradient lies.
+_NOWHERE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +36,8 @@ class ReducerOptions:
         cap: the largest bucket in bytes.
         find_unused: parameters may lack a gradient, others in each pass.
         static_graph: every pass uses the same parameters equally often; the first shows which.
-        as_views: after a pass, gradients are views of the buckets; else they are copied back.
+        as_views: after a pass, gradients are views of the buckets, except those that the program was found
+            to refer to in a later pass; else they are copied back.
         skip_unused: with ``find_unused``: do not send buckets of which no rank uses anything.
         sparse: for the parameters with sparse gradients, the number of sparse dimensions.
         delayed: parameters whose buckets are sent only after the gradient of ``after`` has arrived.
@@ -57,9 +68,10 @@ class Gradients:
     Attributes:
         set: the buckets.
         several: there is more than one copy.
-        as_views: after a pass, gradients are views of the buckets.
+        copied: the parameters whose averages are copied out of the buckets; the gradients of others are
+            views of the buckets after a pass.
         views: what ``parameter.grad`` is when a gradient is in its bucket; the same list for ever.
-        addresses: where the views lie, likewise.
+        addresses: where the views lie, likewise; ``_NOWHERE`` for the parameters that are ``copied``.
     """
 
     def __init__(
@@ -75,10 +87,13 @@ class Gradients:
         self._parameters = copies[0]
         self._options = options
         self.several = len(copies) > 1
-        self.as_views = options.as_views
+        self.copied = set() if options.as_views else set(range(len(names)))
         self.set = BucketSet((), torch.empty(0), ())
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []
+        #: The memory of each bucket, and the number of references to it if the program has none; None: not
+        #: counted yet.
+        self._references: list[tuple[torch.UntypedStorage, int] | None] = []
 
     # -- buckets ---------------------------------------------------------------------------------
 
@@ -96,9 +111,11 @@ class Gradients:
         if new.members() != old.members():
             self.set = new
             before = list(self.views)
-            # Others than the bucket's own: module.to() changes what a gradient refers to.
-            self.views[:] = [place.view_as(place) for place in new.views]
-            self.addresses[:] = [place.data_ptr() for place in new.views]
+            self.views[:] = map(_gradient_at, new.views)
+            self.addresses[:] = [
+                _NOWHERE if index in self.copied else place.data_ptr()
+                for index, place in enumerate(new.views)
+            ]
             if before:
                 self._move(old.views, before)
 
@@ -131,9 +148,73 @@ class Gradients:
         """The view of one parameter, mended if it was made to refer to other memory."""
         view = self.views[index]
         if view.data_ptr() != self.addresses[index]:
-            place = self.set.views[index]
-            view = self.views[index] = place.view_as(place)
+            view = self.views[index] = _gradient_at(self.set.views[index])
         return view
+
+    # -- references that the program keeps -------------------------------------------------------
+
+    def count_references(self, renewed: Collection[int] | None = None) -> None:
+        """Note how many references the reducer itself has to the memory of new buckets.
+
+        Args:
+            renewed: the result of :meth:`keep_references`; None: all buckets are new.
+        """
+        if renewed is None:
+            self._references = [None] * len(self.set.buckets)
+            renewed = range(len(self.set.buckets))
+        for number in renewed:
+            memory = self.set.buckets[number].flat.untyped_storage()
+            own = _references_to(memory)  # before a tuple refers to it
+            self._references[number] = memory, own
+
+    def keep_references(self) -> Collection[int]:
+        """Leave gradients of earlier passes that the program refers to as they are.
+
+        Called before a pass writes to the buckets.  A gradient that a parameter still has is no such one: as
+        without data parallelism, it accumulates in place.
+
+        Returns:
+            The buckets that have new memory now.
+        """
+        kept = [
+            number
+            for number, noted in enumerate(self._references)
+            if noted is not None
+            and _references_to(noted[0]) > noted[1]
+            and not self.copied.issuperset(self.set.buckets[number].members)
+        ]
+        renewed = {number: set(self.set.buckets[number].members) for number in kept}
+        # The list has one reference to each view, the argument of getrefcount() another one.
+        if max(map(sys.getrefcount, self.views)) > 2:
+            for number, bucket in enumerate(self.set.buckets):
+                for index in bucket.members:
+                    if sys.getrefcount(self.views[index]) > 2 and self._is_left(index):
+                        renewed.setdefault(number, set()).add(index)
+        for number, members in renewed.items():
+            self._renew(number, members)
+        return renewed
+
+    def _is_left(self, index: int) -> bool:
+        """Whether the view of a parameter is not its gradient any more."""
+        return index not in self.copied and self._parameters[index].grad is not self.views[index]
+
+    def _renew(self, number: int, kept: set[int]) -> None:
+        """Give a bucket new memory: the program has references into the old one.
+
+        Args:
+            kept: the members that it may refer to; their averages are copied out from now on.
+        """
+        bucket = renew_bucket(self._group, self.set.buckets[number])
+        self.set = self.set.replaced(number, bucket)
+        for index, place in zip(bucket.members, bucket.views, strict=True):
+            if self._parameters[index].grad is self.views[index]:
+                kept.add(index)  # it stays what it is, in the old memory
+            self.views[index] = _gradient_at(place)
+            self.addresses[index] = place.data_ptr()
+        self.copied |= kept
+        for index in kept:
+            self.addresses[index] = _NOWHERE
+        self._references[number] = None
 
     # -- into the buckets ------------------------------------------------------------------------
 
@@ -149,7 +230,7 @@ class Gradients:
             gradient = gradient.to_dense()
         # backward(create_graph=True) runs hooks with gradients enabled
         self.set.views[index].copy_(gradient.detach() if gradient.requires_grad else gradient)
-        if self.as_views:
+        if index not in self.copied:
             parameter.grad = self._own(index)
 
     def _complain_of_theft(self, index: int) -> NoReturn:
@@ -220,17 +301,18 @@ class Gradients:
             used: which parameters had a gradient on any rank; the gradients of others are left alone.
             gaps: whether any did not arrive here.
         """
-        if not self.as_views:
+        if self.copied:
             self._copy_out(used)
-        elif gaps or self.several:
+        if (gaps or self.several) and len(self.copied) < len(self._parameters):
             for index, parameter in enumerate(self._parameters):
-                if used[index] and index not in self._options.sparse:
+                if used[index] and index not in self._options.sparse and index not in self.copied:
                     parameter.grad = self._own(index)
 
     def _copy_out(self, used: Sequence[bool]) -> None:
         into: list[torch.Tensor] = []
         out: list[torch.Tensor] = []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self.set.views, strict=True)):
+        for index in self.copied:
+            parameter, view = self._parameters[index], self.set.views[index]
             if not used[index] or index in self._options.sparse:
                 continue
             own = parameter.grad
@@ -287,3 +369,18 @@ class Gradients:
         for copy in self._copies[1:]:
             for parameter in copy:
                 parameter.grad = None
+
+
+def _gradient_at(place: torch.Tensor) -> torch.Tensor:
+    """What a parameter's gradient is that lies in ``place``.
+
+    A tensor of its own: module.to() changes what a gradient refers to.  For autograd it is no view, which
+    would refuse ``detach_()``.
+    """
+    return place.data
+
+
+def _references_to(memory: torch.UntypedStorage) -> int:
+    """The number of references to a storage: those of tensors, and Python's to the object that wraps it."""
+    tensors: int = torch._C._storage_Use_Count(memory._cdata)
+    return tensors + sys.getrefcount(memory)

@@ -35,11 +35,11 @@ from ..core import NOTHING, OUTCOME, UNEXPECTED, WELL, Pass
 from ..hooks.bucket import CommHook, GradBucket
 from ..hooks.calling import HookedReduction
 from .arrivals import OutputHook, output_hook, quiet_hook, watch_gradients
-from .buckets import Bucket
+from .buckets import Bucket, alias_bucket
 from .gradients import Gradients, ReducerOptions
 from .outcome import OutcomeExchange
 from .participants import Participants
-from .report import explain
+from .report import explain, unexpected
 from .sparse_gradients import SparseReduction
 from .usage import Graph, outputs_with_graph, reachable
 
@@ -96,6 +96,7 @@ class Reducer:
         )
         self._outcome = OutcomeExchange(group, self._pass, count)
         self._use_tail()
+        self._gradients.count_references()
         #: The callback at the end of backward, which autograd drops when an exception ends the pass.
         self._end_of_pass: Callable[[], Callable[[], None] | None] = lambda: None
         #: The graph of an output from which every parameter may be reached.
@@ -128,6 +129,8 @@ class Reducer:
         #: The parameters that are reachable on any rank, one future for each forward pass.
         self._reaches: list[Future[torch.Tensor]] = []
         self._participants = Participants()
+        #: Whether references to gradients of earlier passes were looked for in this one.
+        self._references_kept = False
         #: The reductions that were started, by bucket.
         self._sent: dict[int, Future[Any] | HookedReduction | SparseReduction] = {}
 
@@ -285,9 +288,20 @@ class Reducer:
             self._abandon()  # the pass before, after which no forward pass came that would have ended it
         self._entered.append(graph)
         if not self._pass.opened:
+            self.keep_references()
             self._hooks.come_last()
             self._pass.open()
             self._queue_finish()
+
+    def keep_references(self) -> None:
+        """Leave gradients of earlier passes that the program refers to as they are, once a pass."""
+        if self._references_kept:
+            return
+        self._references_kept = True
+        if renewed := self._gradients.keep_references():
+            self._hook_buckets = {}
+            self._use_tail()
+            self._gradients.count_references(renewed)
 
     def _unreached(self) -> list[int]:
         """The parameters that no graph leads to of those that backward entered, or may still enter."""
@@ -307,13 +321,15 @@ class Reducer:
     def on_gradient(self, index: int, mark: int) -> None:
         """The gradient of parameter ``index`` has arrived, and there is something to do."""
         if mark == UNEXPECTED:
-            raise UsageError(self._unexpected(index))
+            where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
+            raise UsageError(unexpected(where, static=self._options.static_graph, tolerant=self._tolerant))
         self._queue_finish()  # if the pass came through no output that we know
         if self._pass.arrived == 1:
             self._begin(self._unreached())
         self._pass.launch(self)
 
     def _begin(self, unreached: Sequence[int]) -> None:
+        self.keep_references()
         if self._pass.separate:
             self._present = [bool(self._gradients.present(index)) for index in range(len(self._parameters))]
         self._pass.begin(self, unreached)
@@ -328,24 +344,6 @@ class Reducer:
     def _fold(self) -> None:
         self._local_pass = None
         self._gradients.fold()
-
-    def _unexpected(self, index: int) -> str:
-        where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
-        if self._options.static_graph:
-            return (
-                f"{where} arrived more often than in the first backward pass, but static_graph=True promises "
-                "that every pass is alike; leave that option out"
-            )
-        advice = "use torch.utils.checkpoint with use_reentrant=False, or static_graph=True"
-        if self._tolerant:
-            return (
-                f"{where} arrived twice, or although no output of the forward pass depends on it: it is used "
-                f"outside of forward, or in a reentrant checkpoint, which hides what it uses; {advice}"
-            )
-        return (
-            f"{where} arrived twice in one backward pass, because the parameter is used in several reentrant "
-            f"checkpoints; {advice}"
-        )
 
     # -- asked for by the pass ---------------------------------------------------------------------
 
@@ -420,13 +418,13 @@ class Reducer:
                 bucket.members: GradBucket(
                     self._group,
                     number,
-                    bucket is dense[-1],
+                    number == len(dense) - 1,
                     bucket.body,
                     bucket.views,
                     [self._parameters[index] for index in bucket.members],
                     bucket.members,
                 )
-                for number, bucket in enumerate(dense)
+                for number, bucket in enumerate(map(alias_bucket, dense))
             }
         return self._hook_buckets
 
@@ -442,6 +440,7 @@ class Reducer:
             self.waited += time.monotonic() - began
             if end == NOTHING:  # only the gradients of inputs were asked for; the expected pass may yet come
                 self._entered = []
+                self._references_kept = False
                 return
             if end != WELL:
                 self._explain(interrupted)
@@ -481,6 +480,7 @@ class Reducer:
         self._hook_buckets = {}
         self._pass.rebuild(self._gradients.set.members(), expected)
         self._use_tail()
+        self._gradients.count_references()
 
 
 _living: weakref.WeakSet[Reducer] = weakref.WeakSet()

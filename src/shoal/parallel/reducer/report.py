@@ -64,6 +64,30 @@ def explain(
     )
 
 
+def unexpected(where: str, *, static: bool, tolerant: bool) -> str:
+    """The error of a gradient that arrived although it was not expected.
+
+    Args:
+        where: names the gradient and the rank.
+        static, tolerant: whether the graph is static, or parameters may lack a gradient.
+    """
+    if static:
+        return (
+            f"{where} arrived more often than in the first backward pass, but static_graph=True promises "
+            "that every pass is alike; leave that option out"
+        )
+    advice = "use torch.utils.checkpoint with use_reentrant=False, or static_graph=True"
+    if tolerant:
+        return (
+            f"{where} arrived twice, or although no output of the forward pass depends on it: it is used "
+            f"outside of forward, or in a reentrant checkpoint, which hides what it uses; {advice}"
+        )
+    return (
+        f"{where} arrived twice in one backward pass, because the parameter is used in several reentrant "
+        f"checkpoints; {advice}"
+    )
+
+
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
