@@ -42,6 +42,20 @@ def test_a_device_context_chooses_the_node(master: Master) -> None:
     assert torch.zeros(1).device.type == "cpu"
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_code_issues_its_operations_one_by_one(master: Master) -> None:
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(2, 3).to(NODE)
+    x = torch.ones(1, 2, device=NODE)
+    step = torch.compile(lambda x, here: (layer(x.sin() + 1).sum(), here.cos() * 2))
+    loss, here = step(x, torch.zeros(2))
+    loss.backward()
+    assert torch.equal(loss.detach().cpu(), layer(x.sin() + 1).sum().detach().cpu())
+    assert torch.allclose(layer.weight.grad.cpu(), (x.sin() + 1).cpu().expand(3, 2))
+    assert here.tolist() == [2.0, 2.0]
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("data", [3.5, [1, 2, 3], [[1.0, 2.0]], [], [True, False]])
 def test_python_data_becomes_a_tensor_of_a_node(master: Master, data: object) -> None:
     there = torch.tensor(data, device=NODE)

@@ -24,12 +24,12 @@ from ..torch_terms.coalesced import together
 from ..torch_terms.durations import limit as limit_of
 from ..torch_terms.in_turn import in_turn
 from ..torch_terms.reductions import reduction
+from ..uncompiled import uncompiled
 from . import sparse_all_reduce, tensor_lists
 from .hooks import OperationHooks
 from .routing import hooked, routed
 from .shown import Shown
 from .tensor_arguments import are_several, only, parts, real
-from .uncompiled import uncompiled
 from .work import Work
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]

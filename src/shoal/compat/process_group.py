@@ -15,9 +15,9 @@ from ..errors import UnsupportedOperation, UsageError
 from ..group import ProcessGroup
 from ..torch_terms import BACKEND
 from ..torch_terms.durations import CLOSING
+from ..uncompiled import uncompiled
 from .collectives import TorchCollectives
 from .hooks import Hook, NanCheck
-from .uncompiled import uncompiled
 
 
 @uncompiled

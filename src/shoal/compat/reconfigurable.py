@@ -10,10 +10,10 @@ from torch._C._distributed_c10d import ErrorType, Store
 
 from ..errors import OperationTimeout
 from ..group import ProcessGroup
+from ..uncompiled import uncompiled
 from .process_group import TorchProcessGroup
 from .reconfigurer import Reconfigurer
 from .shown import Shown
-from .uncompiled import uncompiled
 from .work import Work
 
 

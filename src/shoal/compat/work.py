@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ..future import Future, enter_scope, leave_scope
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
+from ..uncompiled import uncompiled
 from ..wording import in_words
-from .uncompiled import uncompiled
 
 #: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
 _dropped: deque[Work] = deque(maxlen=64)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..uncompiled import uncompiled
 from .interrupts import uncut
 
 #: has ``prepared`` in threads that were: what to restore; and the ``error`` that ended a backward pass
@@ -33,6 +34,7 @@ def restore_thread() -> None:
         del of_thread.prepared
 
 
+@uncompiled
 class DeviceGuard(torch._C._acc.DeviceGuard):
     """The device, as torch asks about it.
 
@@ -58,6 +60,7 @@ def wrap_engine(in_use: Callable[[], bool]) -> None:
     """Prepare threads that begin a backward pass: that may be the first that one does."""
     engine: Any = torch.autograd.graph._engine_run_backward
 
+    @uncompiled
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if not in_use():
             restore_thread()

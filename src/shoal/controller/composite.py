@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import UnsupportedOperation
+from ..uncompiled import uncompiled
 from .dispatch import mismatch
 from .operators import special
 from .prediction import quiet
@@ -73,6 +74,7 @@ class _Recording(NamedTuple):
     result: Any
 
 
+@uncompiled
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is called."""
 

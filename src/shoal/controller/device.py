@@ -13,6 +13,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ..errors import UnsupportedOperation
+from ..uncompiled import uncompiled
 from . import composite, current
 from .autograd import DeviceGuard, wrap_engine
 from .dispatch import dispatch
@@ -41,6 +42,7 @@ _registering = threading.Lock()
 _libraries: list[Any] = []
 
 
+@uncompiled
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
     """The answers to what torch's C++ asks of the device."""
 
@@ -145,18 +147,27 @@ class NodeModule:
         return [torch.bfloat16, torch.float16]
 
 
+@uncompiled
+def _dispatched(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(func, args, kwargs)
+
+
+@uncompiled
 def _run(name: str, *args: Any, **kwargs: Any) -> Any:
     return dispatch(named(name), args, kwargs)
 
 
+@uncompiled
 def _composed(name: str, *args: Any, **kwargs: Any) -> Any:
     return composite.run(named(f"aten::{name}"), args, kwargs)
 
 
+@uncompiled
 def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
     raise not_dense("this tensor", form)
 
 
+@uncompiled
 def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
     """A copy in plain memory: a device in Python has none that is pinned."""
     return x.clone()
@@ -204,7 +215,7 @@ def register() -> None:
         proxy_tensor.HANDLED_TYPES = (*known, RemoteTensor)
         _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks(), DeviceGuard())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-        fallback.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
+        fallback.fallback(_dispatched, "PrivateUse1")
         for key, form in _NOT_DENSE.items():
             fallback.fallback(partial(_refuse, form), key)
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]

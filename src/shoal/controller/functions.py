@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ShoalError, UsageError
+from ..uncompiled import uncompiled
 from ..wording import in_words
 from .commands import CALL, DROP, TAKE
 from .interrupts import undisturbed
@@ -39,6 +40,7 @@ class Pending:
         self._dropped = False
         self._wait = space.asked(CALL, payload, self._number)
 
+    @uncompiled
     def __del__(self) -> None:
         if not self._dropped:  # after a Ctrl-C, in whatever thread the garbage collector runs
             _left.append((self.space, self._number))

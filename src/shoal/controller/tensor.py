@@ -12,6 +12,7 @@ from torch._tensor_str import PRINT_OPTS
 
 from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
+from ..uncompiled import uncompiled
 from .autograd import prepare_thread
 from .batch import Batch
 from .commands import FETCH, ITEM
@@ -62,6 +63,7 @@ class Handle:
         return storage
 
     @uncut
+    @uncompiled
     def __del__(self) -> None:
         try:  # in whatever thread the garbage collector runs: nothing else
             id, self.id = self.id, -1  # it can still be found, and another tensor may have its id in a moment
@@ -73,6 +75,7 @@ class Handle:
             pass
 
 
+@uncompiled
 class RemoteTensor(torch.Tensor):
     """A tensor that lives on a node.
 

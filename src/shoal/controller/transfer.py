@@ -10,6 +10,7 @@ import torch
 
 from ..errors import UnsupportedOperation, UsageError
 from ..future import Future, collect_all
+from ..uncompiled import uncompiled
 from . import current
 from .copies import copied
 from .dispatch import dispatch, upload
@@ -88,6 +89,7 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return to if sent is to else dispatch(func, (to, sent), {})
 
 
+@uncompiled
 def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """The copy of which torch's C++ asks where one side is a node.
 

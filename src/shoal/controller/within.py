@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UsageError
+from ..uncompiled import uncompiled
 from . import current
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def of_accelerator(device: Any) -> int | None:
     return (parsed.index or 0) if parsed.type == "cuda" else None
 
 
+@uncompiled
 class Moved(torch.autograd.Function):
     """A tensor on another device of its node; its gradient goes back to where it was."""
 

@@ -31,6 +31,7 @@ from ..links import Links, connect_some
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
+from ..uncompiled import uncompiled
 from ..wording import shown
 from ..world import World, remaining
 from . import dumps
@@ -496,6 +497,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             self.abort(reason)
         self.close()
 
+    @uncompiled
     def __del__(self) -> None:
         if hasattr(self, "_lists") and self._state not in ("closed", "forked"):
             self._world.dropped(self)

@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..future import Future, pool
 from ..streams import DeviceEvents
+from ..uncompiled import uncompiled
 from ..wording import in_seconds, in_words
 from . import devices, plain
 from .codec import Message, decode, encode
@@ -240,6 +241,7 @@ class _Source:
         self._timeout = timeout
         self._letters: list[Letter] = []
 
+    @uncompiled
     def __del__(self) -> None:
         if not self._letters:  # nobody has looked at what the reply brings
             self._line.agent.references.unread(self._line, self._call)

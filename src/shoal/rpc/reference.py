@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from ..errors import CallCancelled, CallTimeout, RpcError, UsageError, WaitTimeout
 from ..future import Future
 from ..streams import DeviceEvents
+from ..uncompiled import uncompiled
 from ..wording import in_words
 from . import call, codec, devices
 from .current import current
@@ -70,6 +71,7 @@ class RRef(Generic[T]):
         self._agent, self._owner, self._ident = agent, owner, ident
         self._owned, self._held = agent.references.begin(owner, ident)
 
+    @uncompiled
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # it was never begun, or the interpreter ends
             self._agent.references.gone(self._ident)

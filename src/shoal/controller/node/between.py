@@ -14,6 +14,7 @@ import torch
 
 from ...group import ProcessGroup
 from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ...uncompiled import uncompiled
 from ..commands import Definition, Template
 from . import peers, teams
 
@@ -30,7 +31,7 @@ Fn = Callable[..., Any]
 def _operator(schema: str) -> Callable[[Fn], Fn]:
     def mark(fn: Fn) -> Fn:
         _library.define(schema)  # type: ignore[no-untyped-call]
-        _library.impl(schema.partition("(")[0], fn, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.impl(schema.partition("(")[0], uncompiled(fn), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         return fn
 
     return mark

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
+from ...uncompiled import uncompiled
+
 #: beginning of the operators' names
 NAMESPACE = "shoal_check"
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _library.define("linalg(Tensor info, str name, bool is_matrix, Tensor(a!)[] made) -> ()")  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def _linalg(info: torch.Tensor, name: str, is_matrix: bool, made: Sequence[torch.Tensor]) -> None:
     torch.ops.aten._linalg_check_errors(info, name, is_matrix=is_matrix)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ...uncompiled import uncompiled
 from ..commands import FIRST, Recipe, Step
 from ..dispatch import upload
 from ..history import Kind
@@ -260,6 +261,7 @@ class Replay:
                 handle.memory().past.users.add(handle.space)
         return apart(*dict.fromkeys(part.space for part in self.parts))
 
+    @uncompiled
     def __del__(self) -> None:
         _ended.extend(self.__dict__.get("parts", ()))  # in whatever thread this is: nothing else
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...containers import Tree, is_named_tuple
+from ...uncompiled import uncompiled
 from ..tensor import Handle, RemoteTensor, share
 from .guards import PLAIN
 from .recording import Name, Recording
@@ -53,6 +54,7 @@ def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) ->
             others.append(value)
 
 
+@uncompiled
 class _Ended(torch.autograd.Function):
     """A result that needed a gradient in the recording: its graph was there."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...containers import map_leaves
 from ...errors import UsageError
+from ...uncompiled import uncompiled
 from ..reducer.usage import outputs_with_graph
 from .batch_parts import is_packed
 from .mirror import Mirror
@@ -133,16 +135,9 @@ class LowPrecision:
 
     def watch(self, output: Any) -> None:
         """Keep the counterparts in place during backward passes that come through ``output``."""
-        owner = weakref.ref(self)
-
-        def backward_begins(_: torch.Tensor) -> None:
-            if (alive := owner()) is not None and not alive.in_backward:
-                alive.in_backward = True
-                alive._enter()
-                torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(alive))
-
+        hook = partial(_backward_begins, weakref.ref(self))
         for tensor in outputs_with_graph(output):
-            tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     # -- exchanging ------------------------------------------------------------------------------
 
@@ -182,6 +177,15 @@ class LowPrecision:
                     full.copy_(low)
 
 
+@uncompiled
+def _backward_begins(owner: weakref.ref[LowPrecision], _: torch.Tensor) -> None:
+    if (alive := owner()) is not None and not alive.in_backward:
+        alive.in_backward = True
+        alive._enter()
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(alive))
+
+
+@uncompiled
 class _EndOfBackward:
     """Puts the parameters back into their places when autograd calls it at the end of a pass.
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from ...errors import UsageError
 from ...group import ProcessGroup
 from ...group.given import given_group
 from ...keywords import explained
+from ...uncompiled import uncompiled
 from ..coalesced import broadcast_coalesced
 from ..hooks.bucket import CommHook
 from ..hooks.calling import check_hook
@@ -190,7 +190,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     # The code around the module is nothing to compile; the module itself may be.
-    @_disable_dynamo
+    @uncompiled
     def _before(self) -> bool:
         """Whether the forward pass that comes is part of a backward pass (checkpointing repeats it there)."""
         reducer = self._active_reducer()
@@ -208,7 +208,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._refresh_buffers(self._participants)
         return False
 
-    @_disable_dynamo
+    @uncompiled
     def _after(self, output: Any) -> None:
         if self._synchronised:
             ran = self._copies.ran if self._copies is not None else None
@@ -226,7 +226,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.module(*args, **kwargs)
         return self._run_otherwise(args, kwargs)
 
-    @_disable_dynamo
+    @uncompiled
     def _run_otherwise(self, args: Any, kwargs: Any) -> Any:
         """Forward in several copies, in lower precision, or both."""
         precision, copies = self._precision, self._copies

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ...uncompiled import uncompiled
 from ..core import ARRIVED, IGNORED, Pass, gradient_hook
 from .gradients import Gradients
 from .usage import Graph
@@ -38,22 +40,23 @@ class Listener(Protocol):
 
 def output_hook(reducer: Listener, graph: Graph) -> OutputHook:
     """For an output of a forward pass whose backward pass is to be reduced."""
-    owner = weakref.ref(reducer)
+    return partial(_enter, weakref.ref(reducer), graph)
 
-    def pass_begins(_: torch.Tensor) -> None:
-        if (alive := owner()) is not None:
-            alive.enter(graph)
 
-    return pass_begins
+@uncompiled
+def _enter(owner: weakref.ref[Listener], graph: Graph, _: torch.Tensor) -> None:
+    if (alive := owner()) is not None:
+        alive.enter(graph)
 
 
 def quiet_hook(_: Listener, graph: Graph) -> OutputHook:
     """For the others: keeps ``graph`` alive as long as the output lives."""
+    return partial(_pass_by, graph)
 
-    def nothing_begins(_: torch.Tensor, graph: Graph = graph) -> None:
-        pass
 
-    return nothing_begins
+@uncompiled
+def _pass_by(graph: Graph, _: torch.Tensor) -> None:
+    pass
 
 
 class Hooks:
@@ -117,6 +120,7 @@ def _one_at_a_time(
 ) -> Callable[[torch.Tensor], None]:
     """For a model on several devices: autograd has a thread for each, and what is marked must be in place."""
 
+    @uncompiled
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         with lock:
             hook(parameter)
@@ -128,6 +132,7 @@ def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int,
     """The function that the hooks of the only copy call when there is something to do."""
     owner = weakref.ref(reducer)
 
+    @uncompiled
     def arrived(index: int, mark: int, taken: bool) -> None:
         if (alive := owner()) is not None:
             if not taken:
@@ -146,6 +151,7 @@ def _copy_hook(
     mark = passes.mark
     owner = weakref.ref(reducer)
 
+    @uncompiled
     def gradient_is_ready(_: torch.Tensor) -> None:
         with lock:
             result = mark(index)

@@ -31,6 +31,7 @@ from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import AVG, MAX
+from ...uncompiled import uncompiled
 from ..core import NOTHING, OUTCOME, UNEXPECTED, WELL, Pass
 from ..hooks.bucket import CommHook, GradBucket
 from ..hooks.calling import HookedReduction
@@ -44,6 +45,7 @@ from .sparse_gradients import SparseReduction
 from .usage import Graph, outputs_with_graph, reachable
 
 
+@uncompiled
 class Reducer:
     """Averages the gradients of ``parameters`` over ``group``.
 
