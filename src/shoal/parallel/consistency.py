@@ -53,9 +53,18 @@ def describe_parameter(parameter: torch.Tensor) -> str:
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
+    """The same for any tensor: dtype, shape, strides and kind."""
     if is_lazy(tensor):
         return "without a shape yet"
+    if tensor.is_nested:
+        return f"{str(tensor.dtype).removeprefix('torch.')}, nested"
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if tensor.layout is not torch.strided:
+        return f"{text} with the layout {tensor.layout}"
+    if tensor.is_meta:
+        text = f"{text} on the meta device"
+    if tensor.is_conj() or tensor.is_neg():
+        text = f"{text}, conjugated or negated lazily"
     return text if tensor.is_contiguous() else f"{text} with strides {list(tensor.stride())}"
 
 

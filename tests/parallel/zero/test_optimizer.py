@@ -130,6 +130,27 @@ def test_it_looks_like_the_optimiser_inside(group: shoal.ProcessGroup) -> None:
     assert all(parameter.grad is None for parameter in own.parameters())
 
 
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "its layout is torch.sparse_coo"),
+        (lambda: torch.ones(3, device="meta"), "it is on the meta device"),
+        (lambda: torch.ones(1).expand(3), "it is expanded"),
+    ],
+    ids=["sparse", "meta", "expanded"],
+)
+@on_ranks(2)
+def test_parameters_that_cannot_be_sent_are_refused_on_all_ranks(
+    group: shoal.ProcessGroup, make: Callable[[], torch.Tensor], reason: str
+) -> None:
+    parameters = [_parameter(), nn.Parameter(make())]
+    with pytest.raises(UsageError, match=f"parameter 1 of group 0: {reason}"):
+        ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group=group, lr=0.1)
+    alone = parameters if group.rank == 1 else [_parameter(), nn.Parameter(torch.ones(3, 3))]
+    with pytest.raises(ModelMismatch):
+        ZeroRedundancyOptimizer(alone, torch.optim.SGD, group=group, lr=0.1)
+
+
 @pytest.mark.parametrize("as_views", [False, True], ids=["copies", "views"])
 @on_ranks(2)
 def test_autograd_knows_of_updates_that_came_from_other_ranks(

@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...future import Future
 from ...group.given import given_group
 from ...spec import AVG
-from ..coalesced import MESSAGE_BYTES
+from ..coalesced import MESSAGE_BYTES, obstacle
 
 #: Parameters, or the groups of them that an optimiser has.
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
@@ -29,7 +29,7 @@ def average_parameters(params: Parameters, group: object = None) -> None:
             out): ranks that see different data may differ about which these are.
 
     Raises:
-        UsageError: ``params`` holds something else.
+        UsageError: ``params`` holds something else, or a tensor that cannot be sent.
         OutOfSharedMemory: a message does not fit.
     """
     ranks = given_group(group, "average_parameters")
@@ -41,7 +41,7 @@ def average_parameters(params: Parameters, group: object = None) -> None:
         torch._foreach_copy_(tensors, views)
 
     with torch.no_grad():
-        for tensors in _messages(_trained(params)):
+        for tensors in _messages(list(_trained(params))):
             count = sum(x.numel() for x in tensors)
             memory = ranks.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
             parts = memory.split_with_sizes([x.numel() for x in tensors])
@@ -64,6 +64,10 @@ def _trained(params: Parameters) -> Iterator[torch.Tensor]:
                     f"{type(parameter).__name__}"
                 )
             if parameter.requires_grad:
+                if (reason := obstacle(parameter)) is not None:
+                    raise UsageError(
+                        f"a parameter of shape {list(parameter.shape)} cannot be averaged: {reason}"
+                    )
                 yield parameter
 
 

@@ -7,19 +7,21 @@ from torch import nn
 
 from ...group import ProcessGroup
 from ..coalesced import CoalescedBroadcast, by_device
+from .members import Members
 
 
 class BufferSync:
-    """Makes the buffers of ``module`` equal to those of one rank, in one message."""
+    """Makes the buffers of ``module`` that are ``members`` equal to those of one rank, in one message."""
 
-    def __init__(self, group: ProcessGroup, module: nn.Module) -> None:
+    def __init__(self, group: ProcessGroup, module: nn.Module, members: Members) -> None:
         self._group = group
+        chosen = {id(buffer) for _, buffer in members.named_buffers()}
         # The places and not the tensors: a module may replace its buffer at any time.
         self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
         seen: set[int] = set()
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
+                if buffer is not None and id(buffer) in chosen - seen:
                     seen.add(id(buffer))
                     self._places.append((owner._buffers, name))
         self._sent: list[torch.Tensor] = []

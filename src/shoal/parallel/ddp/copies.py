@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,12 +46,15 @@ def pick_device(device: Device) -> torch.device:
 
 
 def pick_devices(
-    module: nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
+    tensors: Iterable[torch.Tensor], device_ids: Sequence[Device] | None, output_device: Device | None
 ) -> tuple[tuple[torch.device, ...], torch.device | None]:
     """The devices of the copies, and the one for outputs.
 
+    Args:
+        tensors: the parameters and buffers of the module.
+
     Raises:
-        UsageError: the module is not on the first of them.
+        UsageError: they are not on the first of the devices.
     """
     devices = tuple(pick_device(device) for device in device_ids or ())
     output = pick_device(output_device) if output_device is not None else None
@@ -59,7 +62,7 @@ def pick_devices(
         if output is not None:
             raise UsageError("output_device needs device_ids")
         return (), None
-    where = sorted({str(tensor.device) for tensor in (*module.parameters(), *module.buffers())})
+    where = sorted({str(tensor.device) for tensor in tensors})
     if where != [str(devices[0])]:
         raise UsageError(
             f"with device_ids={list(map(str, devices))} the whole module must be on {devices[0]}, but it is "

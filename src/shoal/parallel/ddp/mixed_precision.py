@@ -26,6 +26,7 @@ from ...errors import UsageError
 from ...uncompiled import uncompiled
 from ..reducer.usage import outputs_with_graph
 from .batch_parts import is_packed
+from .members import Members
 from .mirror import Mirror
 
 
@@ -74,17 +75,19 @@ class LowPrecision:
         UsageError: a trained parameter is not among ``module.named_parameters()``.
     """
 
-    def __init__(self, module: nn.Module, precision: MixedPrecision) -> None:
+    def __init__(self, module: nn.Module, precision: MixedPrecision, members: Members) -> None:
         self._module = module
+        self._members = members
         self._precision = precision
         listed = {id(parameter) for parameter in module.parameters()}
+        ignored = listed - {id(parameter) for _, parameter in members.named_parameters()}
         self._counterparts: dict[int, nn.Parameter] = {}
         #: Where parameters stand, with these and their counterparts.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         masters: list[torch.Tensor] = []
         for owner in module.modules():
             for name, master in owner._parameters.items():
-                if master is None:
+                if master is None or id(master) in ignored:
                     continue
                 if master.requires_grad and id(master) not in listed:
                     raise UsageError(
@@ -152,9 +155,12 @@ class LowPrecision:
 
     def _enter_buffers(self, dtype: torch.dtype) -> None:
         cast: dict[int, torch.Tensor] = {}
+        chosen = {id(buffer) for _, buffer in self._members.named_buffers()}
         for owner in self._module.modules():
             for name, full in owner._buffers.items():
-                if full is not None and full.is_floating_point() and full.dtype != dtype:
+                if full is None or id(full) not in chosen:
+                    continue
+                if full.is_floating_point() and full.dtype != dtype:
                     low = cast.setdefault(id(full), full.to(dtype))
                     owner._buffers[name] = low
                     self._buffers.append((owner._buffers, name, full, low))

@@ -11,28 +11,84 @@ from itertools import chain
 from operator import attrgetter
 from typing import NoReturn
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ...errors import UsageError
+from ...errors import ModelMismatch, UsageError
 from ...group import ProcessGroup
+from ..coalesced import obstacle
 from ..consistency import check_same, describe_parameter, describe_tensor
 from ..core import values_are
 from ..join import Joinable
+from .members import Members
 
 _dtype = attrgetter("dtype")
 
+#: Tensors named in one error.
+_SHOWN = 10
 
-def check_same_model(group: ProcessGroup, module: nn.Module, settings: Mapping[str, object]) -> None:
+
+def check_same_model(
+    group: ProcessGroup, members: Members, settings: Mapping[str, object], problem: UsageError | None = None
+) -> None:
     """Raise on every rank unless all ranks hold models alike.  Collective.
 
-    Compared are the names, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers, their
-    order, and ``settings``; not the values.
+    Compared are the names, kinds, shapes, strides, dtypes and ``requires_grad`` of all parameters and
+    buffers, their order, and ``settings``; not the values.
+
+    Args:
+        problem: the reason why this rank cannot wrap its model.
 
     Raises:
         ModelMismatch: naming for each rank what differs from rank 0.
+        UsageError: ``problem``, on the ranks that have one.
     """
-    check_same(group, "wrapped models that differ", _describe(module, settings))
+    fitness = "fit for training" if problem is None else f"unfit ({problem})"
+    items = [("the model", fitness), *_describe(members, settings)]
+    try:
+        check_same(group, "wrapped models that differ", items)
+    except ModelMismatch:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+
+
+def check_can_be_sent(group: ProcessGroup, members: Members) -> None:
+    """Raise unless the parameters and buffers can be sent, and overwritten on other ranks.
+
+    Raises:
+        UsageError: naming those that cannot, and why.
+    """
+    devices: dict[torch.device, str | None] = {}
+    lines = []
+    named: list[tuple[str, torch.Tensor]] = []
+    named += [(f"parameter {name!r}", tensor) for name, tensor in members.named_parameters()]
+    named += [(f"buffer {name!r}", tensor) for name, tensor in members.named_buffers()]
+    for name, tensor in named:
+        reason = obstacle(tensor)
+        if reason is None:
+            if tensor.device not in devices:
+                devices[tensor.device] = _device_obstacle(group, tensor.device)
+            reason = devices[tensor.device]
+        if reason is not None:
+            lines.append(f"  {name}: {reason}")
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise UsageError(
+            f"DistributedDataParallel cannot send these tensors of the module on rank {group.rank} to other "
+            "ranks:\n" + "\n".join(lines[:_SHOWN] + more) + "\nMake them dense tensors that have values, or "
+            "leave them to each rank: params_and_buffers_to_ignore=[...] takes their names"
+        )
+
+
+def _device_obstacle(group: ProcessGroup, device: torch.device) -> str | None:
+    try:
+        group.empty(0, dtype=torch.uint8, device=device)
+    except UsageError as error:
+        return f"it is on {device.type}: {error}"
+    return None
 
 
 class ModelWatch:
@@ -41,17 +97,18 @@ class ModelWatch:
     A parameter that was replaced, added or thawed would be trained on each rank by itself, without any error.
     """
 
-    def __init__(self, module: nn.Module, rank: int) -> None:
+    def __init__(self, module: nn.Module, members: Members, rank: int) -> None:
         self._module = module
+        self._ignored = members.ignored
         self._rank = rank
         self._tables = [owner._parameters for owner in module.modules()]
         self._tables += [owner._modules for owner in module.modules()]  # type: ignore[misc]
         self._entries = self._now()
-        self._parameters = list(module.parameters())
+        self._parameters = [parameter for _, parameter in members.named_parameters()]
         self._dtypes = list(map(_dtype, self._parameters))
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._registered = dict(module.named_parameters(remove_duplicate=False))
+        self._registered = self._named()
 
     def check(self) -> None:
         """Raise if the model is not what it was; every forward pass asks for it.
@@ -70,9 +127,13 @@ class ModelWatch:
     def _now(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
 
+    def _named(self) -> dict[str, nn.Parameter]:
+        named = self._module.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in named if name not in self._ignored}
+
     def _explain(self) -> None:
         """Name the parameter; a change that concerns none is no matter."""
-        registered = dict(self._module.named_parameters(remove_duplicate=False))
+        registered = self._named()
         for name, parameter in self._registered.items():
             if name not in registered:
                 self._complain(name, "was taken out of the module")
@@ -97,18 +158,18 @@ class ModelWatch:
         )
 
 
-def _describe(module: nn.Module, settings: Mapping[str, object]) -> list[tuple[str, str]]:
+def _describe(members: Members, settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """The properties of a model that must be equal on all ranks, by name."""
     items = [
         (f"parameter {name!r}", describe_parameter(parameter))
-        for name, parameter in module.named_parameters()
+        for name, parameter in members.named_parameters()
     ]
-    items += [(f"buffer {name!r}", describe_tensor(buffer)) for name, buffer in module.named_buffers()]
+    items += [(f"buffer {name!r}", describe_tensor(buffer)) for name, buffer in members.named_buffers()]
     items += [(f"option {name}", repr(value)) for name, value in settings.items()]
     return items
 
 
-def check_trainable(module: nn.Module) -> None:
+def check_trainable(module: nn.Module, members: Members) -> None:
     """Raise unless there is something to train.
 
     Raises:
@@ -121,12 +182,12 @@ def check_trainable(module: nn.Module) -> None:
                 + (f", {name!r}" if name else "")
                 + ": two wrappers would reduce the same gradients; wrap each parameter once"
             )
-    for name, parameter in module.named_parameters():
+    for name, parameter in members.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
                 f"parameter {name!r} has no shape yet; run a forward pass through the module before wrapping"
             )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not members.trained():
         raise UsageError(
             f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and "
             "the module can be used as it is"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,8 +27,9 @@ from ..reducer.participants import Participants
 from .batch_parts import move_to
 from .buffers import BufferSync
 from .copies import Copies, Device, pick_devices
+from .members import Members, delayed_parameters, sparse_dims
 from .mixed_precision import LowPrecision, MixedPrecision
-from .model_check import ModelWatch, check_same_model, check_trainable
+from .model_check import ModelWatch, check_can_be_sent, check_same_model, check_trainable
 from .uneven import Intent, Intents, Shadow, exchange_intents
 
 
@@ -74,6 +75,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             gradients keep their own.
         skip_all_reduce_unused_params: with ``find_unused_parameters``: do not send buckets of which no rank
             uses a parameter; costs one small message a forward pass.
+        params_and_buffers_to_ignore: names of parameters and buffers that are left to each rank: they are
+            neither compared nor sent, and their gradients stay local.
 
     Attributes:
         module: the model, as given.
@@ -81,7 +84,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Raises:
         ModelMismatch: the ranks' models differ; the message says how.
-        UsageError: there is nothing to train, or options contradict each other.
+        UsageError: there is nothing to train, a parameter or buffer cannot be sent (a sparse one, for
+            example), or options contradict each other.  If only some ranks find that, the others raise
+            ModelMismatch.
         OutOfSharedMemory: the buckets do not fit.
 
     ``backward()`` on an output raises UnusedParameterError on every rank if a parameter of any rank got no
@@ -111,20 +116,35 @@ class DistributedDataParallel(nn.Module, Joinable):
         param_to_hook_all_reduce: nn.Parameter | None = None,
         mixed_precision: MixedPrecision | None = None,
         skip_all_reduce_unused_params: bool = False,
+        params_and_buffers_to_ignore: Iterable[str] = (),
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        if not bucket_cap_mb > 0:
-            raise UsageError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
-            raise UsageError(
-                "skip_all_reduce_unused_params needs find_unused_parameters=True, and no static_graph"
-            )
         ranks = given_group(group, "DistributedDataParallel")
-        check_trainable(module)
-        devices, output_on = pick_devices(module, device_ids, output_device)
         self.module = module
         self.group = ranks
+        self._members = Members(module)
+        devices: tuple[torch.device, ...] = ()
+        output_on: torch.device | None = None
+        problem: UsageError | None = None
+        try:  # what this rank finds, the others must know: they would wait for it
+            self._members = Members(module, params_and_buffers_to_ignore)
+            if not bucket_cap_mb > 0:
+                raise UsageError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+            if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
+                raise UsageError(
+                    "skip_all_reduce_unused_params needs find_unused_parameters=True, and no static_graph"
+                )
+            check_trainable(module, self._members)
+            devices, output_on = pick_devices(self._members.tensors(), device_ids, output_device)
+            named = self._members.trained()
+            delayed, after = delayed_parameters(
+                named, delay_all_reduce_named_params or (), param_to_hook_all_reduce
+            )
+            if init_sync or broadcast_buffers:
+                check_can_be_sent(ranks, self._members)
+        except UsageError as error:
+            problem = error
         self._chosen = {
             "dim": dim,
             "broadcast_buffers": broadcast_buffers,
@@ -135,13 +155,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             "delay_all_reduce_named_params": [n for n, _ in delay_all_reduce_named_params or ()],
             "mixed_precision": mixed_precision,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            "params_and_buffers_to_ignore": sorted(self._members.ignored),
         }
         if init_sync:
-            self.synchronise()
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        delayed, after = _delayed(named, delay_all_reduce_named_params or (), param_to_hook_all_reduce)
+            self._synchronise(problem)
+        elif problem is not None:
+            raise problem
         precision = mixed_precision or MixedPrecision()
-        self._precision = LowPrecision(module, precision) if precision.casts else None
+        self._precision = LowPrecision(module, precision, self._members) if precision.casts else None
         self._inputs_to = devices[0] if len(devices) == 1 else None
         self._copies: Copies | None = None
         if output_on is not None and len(devices) > 1:
@@ -161,7 +182,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             as_views=gradient_as_bucket_view
             and all(reduced_dtype(parameter, reduce_dtype) == parameter.dtype for _, parameter in named),
             skip_unused=skip_all_reduce_unused_params,
-            sparse=_sparse(module, named),
+            sparse=sparse_dims(module, named),
             delayed=delayed,
             after=after,
             masters=self._precision is not None,
@@ -173,8 +194,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducer.set_hook(None, hook_then_optimizers_in_backward(allreduce_hook))
             self._reducer.after_pass.append(partial(_forget_gradients, carrying))
         self._passes_before = 0
-        self._buffers_in_step = BufferSync(ranks, module) if broadcast_buffers else None
-        self._watch = ModelWatch(module, ranks.rank)
+        self._buffers_in_step = BufferSync(ranks, module, self._members) if broadcast_buffers else None
+        self._watch = ModelWatch(module, self._members, ranks.rank)
         self._participants = Participants()
         self._synchronised = True
         self._divide_by_initial_world_size = True
@@ -278,9 +299,18 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Raises:
             ModelMismatch: they do not; on every rank.
+            UsageError: a parameter or buffer cannot be sent, on the ranks that have such a one.
         """
-        check_same_model(self.group, self.module, self._chosen)
-        broadcast_coalesced(self.group, [*self.module.parameters(), *self.module.buffers()])
+        problem = None
+        try:
+            check_can_be_sent(self.group, self._members)
+        except UsageError as error:
+            problem = error
+        self._synchronise(problem)
+
+    def _synchronise(self, problem: UsageError | None) -> None:
+        check_same_model(self.group, self._members, self._chosen, problem)
+        broadcast_coalesced(self.group, self._members.tensors())
 
     # -- another group ---------------------------------------------------------------------------
 
@@ -316,7 +346,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer = old.over(group)
         self.group = group
         if self._buffers_in_step is not None:
-            self._buffers_in_step = BufferSync(group, self.module)
+            self._buffers_in_step = BufferSync(group, self.module, self._members)
         self._participants = Participants()
 
     # -- uneven inputs ---------------------------------------------------------------------------
@@ -349,7 +379,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             kwargs: ``divide_by_initial_world_size``: see :meth:`join`; others are ignored.
         """
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return Shadow(self.group, self.module, self._shadow)
+        return Shadow(self.group, self._members, self._shadow)
 
     @property
     def join_device(self) -> torch.device:
@@ -422,43 +452,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())  # type: ignore[no-untyped-call]
         del state["group"]
-        inactive = ("_reducer", "_buffers_in_step", "_watch", "_copies", "_precision", "_inputs_to")
+        inactive = (
+            "_reducer",
+            "_buffers_in_step",
+            "_watch",
+            "_copies",
+            "_precision",
+            "_inputs_to",
+            "_members",
+        )
         return state | dict.fromkeys(inactive) | {"_participants": Participants()}
 
 
 def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _sparse(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[int, int]:
-    """The parameters that have sparse gradients, with the number of sparse dimensions."""
-    tables = {
-        id(owner.weight)
-        for owner in module.modules()
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
-    }
-    return {index: 1 for index, (_, parameter) in enumerate(named) if id(parameter) in tables}
-
-
-def _delayed(
-    named: Sequence[tuple[str, nn.Parameter]],
-    chosen: Sequence[tuple[str, nn.Parameter]],
-    after: nn.Parameter | None,
-) -> tuple[tuple[int, ...], int | None]:
-    """The indices of the parameters that are reduced late, and of the one that they wait for."""
-    if not chosen and after is None:
-        return (), None
-    index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
-    if not chosen or after is None or id(after) not in index_of:
-        raise UsageError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the second must be "
-            "a parameter of the module that requires a gradient"
-        )
-    unknown = [name for name, parameter in chosen if id(parameter) not in index_of]
-    if unknown:
-        raise UsageError(f"delay_all_reduce_named_params names {unknown}, which the module does not train")
-    delayed = tuple(sorted({index_of[id(parameter)] for _, parameter in chosen}))
-    if index_of[id(after)] in delayed:
-        raise UsageError("param_to_hook_all_reduce must not be among delay_all_reduce_named_params")
-    return delayed, index_of[id(after)]

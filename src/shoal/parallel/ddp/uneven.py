@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
-from torch import nn
 
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ..coalesced import broadcast_coalesced
 from ..join import JoinHook
+from .members import Members
 
 
 class Intent(IntEnum):
@@ -80,15 +80,13 @@ class Shadow(JoinHook):
     """Shadows the steps of the other ranks.
 
     Args:
-        module: the model.
+        members: parameters and buffers of the model.
         shadow_step: takes part in one step of the others with gradients of zero.
     """
 
-    def __init__(
-        self, group: ProcessGroup, module: nn.Module, shadow_step: Callable[[Intents], None]
-    ) -> None:
+    def __init__(self, group: ProcessGroup, members: Members, shadow_step: Callable[[Intents], None]) -> None:
         self._group = group
-        self._module = module
+        self._members = members
         self._shadow_step = shadow_step
 
     def main_hook(self) -> None:
@@ -98,5 +96,4 @@ class Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the parameters and buffers of one that was active longest."""
         root = _from_all(self._group, is_last_joiner).wait().tolist().index(1)
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        broadcast_coalesced(self._group, tensors, root)
+        broadcast_coalesced(self._group, self._members.tensors(), root)

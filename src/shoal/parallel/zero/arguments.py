@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...errors import UsageError
+from ..coalesced import elements, obstacle
 from ..consistency import describe_parameter, describe_tensor
 
 #: what ranks have done wrong whose descriptions differ
@@ -27,6 +28,26 @@ def describe_all(
             if isinstance(value, (bool, int, float, str, tuple, type(None))):
                 items.append((f"option {name} of group {index}", repr(value)))
     return items
+
+
+def check_can_be_sent(groups: Iterable[Mapping[str, Any]], first: int = 0) -> None:
+    """Raise unless owners can send the parameters of groups from number ``first`` on.
+
+    Raises:
+        UsageError: naming those that cannot be sent, and why.
+    """
+    lines = []
+    for index, group in enumerate(groups, first):
+        for name, parameter in zip(names_of(group, index), group["params"], strict=True):
+            reason = obstacle(parameter)
+            if reason is None and elements(parameter).shape != parameter.shape:
+                reason = "it is expanded, so no optimiser can write to it"
+            if reason is not None:
+                lines.append(f"  {name}: {reason}")
+    if lines:
+        raise UsageError(
+            "ZeroRedundancyOptimizer cannot send these parameters to other ranks:\n" + "\n".join(lines)
+        )
 
 
 def describe_shapes(

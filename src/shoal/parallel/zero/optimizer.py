@@ -22,7 +22,7 @@ from ...group.regroup import Leader
 from ...keywords import misspelt
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook
-from .arguments import DIFFER, check_copies, checked_parameters, describe_all
+from .arguments import DIFFER, check_can_be_sent, check_copies, checked_parameters, describe_all
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .shares import Shares
 from .survey import Gathers, gather_again
@@ -431,6 +431,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self._shares.has_group:
             return
         check_same(self.group, DIFFER, describe_all(self.param_groups[first:], settings, first))
+        check_can_be_sent(self.param_groups[first:], first)
 
 
 class _ZeroHook(JoinHook):
