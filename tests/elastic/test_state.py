@@ -53,6 +53,25 @@ def test_what_forward_changes_is_undone_and_parameters_stay() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_buffers_of_every_kind_are_undone() -> None:
+    net = nn.Linear(3, 3)
+    net.register_buffer("expanded", torch.ones(1).expand(4))
+    net.register_buffer("sparse", torch.eye(2).to_sparse())
+    net.add_module("scripted", torch.jit.script(nn.BatchNorm1d(3)))
+    state = State(model=net)
+    for _ in range(2):
+        state.hold()
+        net.expanded[:1].fill_(5.0)
+        net.sparse.mul_(3.0)
+        net.scripted(torch.randn(4, 3))
+        state.put_back()
+        assert net.expanded.tolist() == [1.0] * 4
+        assert torch.equal(net.sparse.to_dense(), torch.eye(2))
+        assert net.scripted.num_batches_tracked.item() == 0
+        assert net.scripted.running_mean.tolist() == [0.0] * 3
+
+
 def test_a_digest_tells_of_one_bit_in_parameters_and_optimisers() -> None:
     one, other = Training(), Training()
     assert one.state.digest() == other.state.digest()

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..parallel import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from ..parallel.coalesced import elements, obstacle
 from ..parallel.digest import Digest
 from .samples import Samples
 
@@ -224,25 +225,24 @@ class Held:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         # The places and not the tensors: a module may replace its buffer at any time.
-        owners = {id(owner): owner for module in modules for owner in module.modules()}
-        self._tables = [owner._buffers for owner in owners.values()]
-        self._held: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        self._owners = {id(owner): owner for module in modules for owner in module.modules()}
+        self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._copies: list[torch.Tensor] = []
 
     def take(self) -> None:
         """Copy the buffers."""
         self._held = [
-            (table, name, buffer)
-            for table in self._tables
-            for name, buffer in table.items()
+            (owner, name, buffer)
+            for owner in self._owners.values()
+            for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        buffers = [buffer for _, _, buffer in self._held]
+        buffers = [_written(buffer) for _, _, buffer in self._held]
         if not buffers:
             self._copies = []
             return
         with torch.no_grad():
-            if len(buffers) == len(self._copies) and all(map(_alike, buffers, self._copies)):
+            if len(buffers) == len(self._copies) and all(map(_can_follow, buffers, self._copies)):
                 torch._foreach_copy_(self._copies, buffers)
             else:
                 self._copies = [buffer.clone() for buffer in buffers]
@@ -250,13 +250,22 @@ class Held:
     @torch.no_grad()
     def put_back(self) -> None:
         """Make the buffers what they were."""
-        for (table, name, buffer), kept in zip(self._held, self._copies, strict=True):
-            buffer.copy_(kept)
-            table[name] = buffer
+        for (owner, name, buffer), kept in zip(self._held, self._copies, strict=True):
+            if obstacle(buffer) is None:
+                _written(buffer).copy_(kept)
+                setattr(owner, name, buffer)
+            else:
+                setattr(owner, name, kept.clone())
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+def _written(buffer: torch.Tensor) -> torch.Tensor:
+    """A view of ``buffer`` that can be written to; itself where it can only be replaced (a sparse one)."""
+    return elements(buffer) if obstacle(buffer) is None else buffer
+
+
+def _can_follow(copy: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = copy.shape == other.shape and copy.dtype == other.dtype and copy.device == other.device
+    return alike and obstacle(copy) is None
 
 
 def _is_plain(part: Any) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
 from ...group import ProcessGroup
 from ..coalesced import CoalescedBroadcast, by_device
-from .members import Members
+from .members import Members, is_scripted
 
 
 class BufferSync:
@@ -17,13 +20,14 @@ class BufferSync:
         self._group = group
         chosen = {id(buffer) for _, buffer in members.named_buffers()}
         # The places and not the tensors: a module may replace its buffer at any time.
-        self._places: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._places: list[Callable[[], torch.Tensor | None]] = []
         seen: set[int] = set()
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and id(buffer) in chosen - seen:
                     seen.add(id(buffer))
-                    self._places.append((owner._buffers, name))
+                    scripted = partial(getattr, owner, name, None)
+                    self._places.append(scripted if is_scripted(owner) else partial(owner._buffers.get, name))
         self._sent: list[torch.Tensor] = []
         self._broadcasts: list[tuple[CoalescedBroadcast, list[torch.Tensor]]] = []
         self._step = -1
@@ -41,7 +45,7 @@ class BufferSync:
         """
         if step == self._step or not self._places:
             return
-        tensors = [buffer for owner, name in self._places if (buffer := owner.get(name)) is not None]
+        tensors = [buffer for place in self._places if (buffer := place()) is not None]
         if len(tensors) != len(self._sent) or any(
             a is not b for a, b in zip(tensors, self._sent, strict=True)
         ):

@@ -20,6 +20,7 @@ from torch import nn
 from ...errors import UsageError
 from ...wording import text_of
 from .batch_parts import concatenate_outputs, split_batch
+from .members import refuse_scripted
 from .mirror import Mirror
 
 Device = torch.device | str | int
@@ -104,6 +105,7 @@ class Copies:
         param_dtype: torch.dtype | None = None,
         buffer_dtype: torch.dtype | None = None,
     ) -> None:
+        refuse_scripted(module, "device_ids with several devices")
         self._devices = tuple(devices)
         self._output_device = output_device
         self._dim = dim

@@ -13,6 +13,26 @@ from ...errors import UsageError
 T = TypeVar("T", bound=torch.Tensor)
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether ``torch.jit`` made ``module``: it keeps parameters, buffers and inner modules in C++."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def refuse_scripted(module: nn.Module, option: str) -> None:
+    """Raise if ``torch.jit`` made a part of ``module``.
+
+    Raises:
+        UsageError: naming the part and the option of the wrapper that needs modules in Python.
+    """
+    for name, owner in module.named_modules():
+        if is_scripted(owner):
+            raise UsageError(
+                f"{option} needs modules in Python, but torch.jit made "
+                + (f"the part {name!r} of the model" if name else "the model")
+                + f": leave {option} out, or give the model that torch.jit.script was given"
+            )
+
+
 class Members:
     """What the wrapper of ``module`` looks after.
 
@@ -69,12 +89,14 @@ def _once(named: Iterable[tuple[str, T]], ignored: frozenset[str]) -> Iterator[t
 
 def sparse_dims(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[int, int]:
     """The parameters that have sparse gradients, with the number of sparse dimensions."""
-    tables = {
-        id(owner.weight)
-        for owner in module.modules()
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
-    }
+    tables = {id(owner.weight) for owner in module.modules() if _is_embedding(owner) and owner.sparse}
     return {index: 1 for index, (_, parameter) in enumerate(named) if id(parameter) in tables}
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    if is_scripted(module):
+        return getattr(module, "original_name", "") in ("Embedding", "EmbeddingBag")
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def delayed_parameters(

@@ -26,7 +26,7 @@ from ...errors import UsageError
 from ...uncompiled import uncompiled
 from ..reducer.usage import outputs_with_graph
 from .batch_parts import is_packed
-from .members import Members
+from .members import Members, refuse_scripted
 from .mirror import Mirror
 
 
@@ -72,12 +72,14 @@ class LowPrecision:
         in_backward: a backward pass through an output of the module is running.
 
     Raises:
-        UsageError: a trained parameter is not among ``module.named_parameters()``.
+        UsageError: a trained parameter is not among ``module.named_parameters()``, or ``torch.jit`` made a
+            part of the module.
     """
 
     def __init__(self, module: nn.Module, precision: MixedPrecision, members: Members) -> None:
         self._module = module
         self._members = members
+        refuse_scripted(module, "mixed_precision")
         self._precision = precision
         listed = {id(parameter) for parameter in module.parameters()}
         ignored = listed - {id(parameter) for _, parameter in members.named_parameters()}

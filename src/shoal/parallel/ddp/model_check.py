@@ -21,7 +21,7 @@ from ..coalesced import obstacle
 from ..consistency import check_same, describe_parameter, describe_tensor
 from ..core import values_are
 from ..join import Joinable
-from .members import Members
+from .members import Members, is_scripted
 
 _dtype = attrgetter("dtype")
 
@@ -101,8 +101,12 @@ class ModelWatch:
         self._module = module
         self._ignored = members.ignored
         self._rank = rank
-        self._tables = [owner._parameters for owner in module.modules()]
-        self._tables += [owner._modules for owner in module.modules()]  # type: ignore[misc]
+        plain = [owner for owner in module.modules() if not is_scripted(owner)]
+        self._tables = [owner._parameters for owner in plain]
+        self._tables += [owner._modules for owner in plain]  # type: ignore[misc]
+        # TorchScript keeps the members of its modules in C++, and lets parameters be replaced but not added.
+        self._scripted = [owner for owner in module.modules() if is_scripted(owner)]
+        self._in_scripts = self._ids_in_scripts()
         self._entries = self._now()
         self._parameters = [parameter for _, parameter in members.named_parameters()]
         self._dtypes = list(map(_dtype, self._parameters))
@@ -120,12 +124,16 @@ class ModelWatch:
             not values_are(self._tables, self._entries)
             or list(map(_dtype, self._parameters)) != self._dtypes
             or any(parameter.requires_grad for parameter in self._frozen)
+            or (self._scripted and self._ids_in_scripts() != self._in_scripts)
         ):
             self._explain()
-            self._entries = self._now()
+            self._entries, self._in_scripts = self._now(), self._ids_in_scripts()
 
     def _now(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _ids_in_scripts(self) -> list[int]:
+        return [id(parameter) for owner in self._scripted for parameter in owner._parameters.values()]
 
     def _named(self) -> dict[str, nn.Parameter]:
         named = self._module.named_parameters(remove_duplicate=False)
