@@ -13,6 +13,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import UsageError
+from shoal.parallel import hooks
 from shoal.parallel.hooks import GradBucket
 from tests.parallel.models import Experts, batches, loss_of, part, sentences, words
 from tests.parallel.training import assert_as_simulated, on_ranks, steps, wrapped
@@ -163,3 +164,32 @@ def test_hooks_run_in_the_thread_of_backward(group: shoal.ProcessGroup) -> None:
     model = wrapped(group, hook=note)
     loss_of(model, batches(1)[0]).backward()
     assert threads == {threading.current_thread()}
+
+
+class _WithNothing(nn.Module):
+    """A parameter without elements, in a bucket of its own dtype, and one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        self.number = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return self.number * factor + self.nothing.sum()
+
+
+@pytest.mark.parametrize("name", [name for name in hooks.__all__ if name.endswith("_hook")])
+@on_ranks(2)
+def test_every_hook_takes_buckets_without_elements_and_of_one(group: shoal.ProcessGroup, name: str) -> None:
+    states: dict[str, Any] = {
+        "powerSGD_hook": hooks.PowerSGDState(group, start_powerSGD_iter=2),
+        "batched_powerSGD_hook": hooks.PowerSGDState(group, start_powerSGD_iter=2),
+        "post_localSGD_hook": hooks.PostLocalSGDState(group, group, 2),
+    }
+    model = wrapped(group, _WithNothing())
+    model.register_comm_hook(states.get(name), getattr(hooks, name))
+    for _ in range(4):
+        model.zero_grad()
+        model(1.0 + group.rank).backward()
+        assert model.module.nothing.grad.shape == (0, 3)
+        assert model.module.number.grad.item() == (1.0 + group.rank if name == "noop_hook" else 1.5)

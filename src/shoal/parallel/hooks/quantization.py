@@ -131,6 +131,8 @@ def _channels(
     Whole channels come first, one a row; then, if there is one, the shorter channel at the end.
     """
     count = len(buffer)
+    if count == 0:
+        return
     channels = -(-count // channel)
     scales = message[: 4 * channels].view(torch.float32).view(-1, 1)
     zeros = message[4 * channels : 5 * channels].view(-1, 1)
