@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from tools import picture
 from tools.imports import circles, import_graph, imports, module_name
+from torch.utils._device import _device_constructors
 
 import shoal
 import shoal.errors
@@ -182,6 +184,20 @@ def test_files_fit_in_a_readers_head() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     too_long = {name: length for name, length in lengths.items() if length > 500}
     assert not too_long, f"one idea a file, 500 lines at most: {too_long}"
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    """Otherwise the default device of the program decides, which may be "meta" or a GPU."""
+    factories = {factory.__name__ for factory in _device_constructors()}
+    silent = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            ours = node.func.attr in factories and ast.unparse(node.func.value).split(".")[0] == "torch"
+            if ours and not any(keyword.arg == "device" for keyword in node.keywords):
+                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not silent, "without device=:\n" + "\n".join(silent)
 
 
 def test_messages_are_decoded_in_one_module() -> None:

@@ -91,7 +91,7 @@ class StreamRuntime(abc.ABC):
 
         When it is freed while such a copy runs, it is not used for anything else until the copy is done.
         """
-        return torch.empty(bytes, dtype=torch.uint8)
+        return torch.empty(bytes, dtype=torch.uint8, device="cpu")
 
 
 class CudaRuntime(StreamRuntime):
@@ -124,7 +124,7 @@ class CudaRuntime(StreamRuntime):
         tensor.record_stream(stream)
 
     def host_memory(self, bytes: int) -> torch.Tensor:
-        return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 _runtimes: dict[str, StreamRuntime] = {"cuda": CudaRuntime()}

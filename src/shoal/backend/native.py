@@ -325,7 +325,7 @@ class NativeChannel(DataChannel):
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         with limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
             return from_dlpack(self._core.allocate(nbytes))
 
@@ -455,7 +455,11 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     dtype = DTYPES_BY_CODE[code]
     dims = unpacked(dims)
     raw = from_dlpack(data)
-    return raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype), source, tag
+    return (
+        raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype, device="cpu"),
+        source,
+        tag,
+    )
 
 
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:

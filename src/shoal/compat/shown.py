@@ -49,7 +49,7 @@ class Shown:
 
 def _emptied(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
-        return torch.empty(0, dtype=argument.dtype)
+        return torch.empty(0, dtype=argument.dtype, device="cpu")
     if isinstance(argument, (list, tuple)):  # numbers are sizes of the parts of a tensor
         return [_emptied(part) for part in argument if not isinstance(part, int)]
     return argument

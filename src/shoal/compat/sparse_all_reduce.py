@@ -27,8 +27,8 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
     with torch.no_grad():
         mine = x.detach().coalesce()
         indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
-    about = torch.tensor([len(values), int(op == AVG), mine.sparse_dim(), *mine.shape])
-    table = torch.empty(group.size, len(about), dtype=about.dtype)
+    about = torch.tensor([len(values), int(op == AVG), mine.sparse_dim(), *mine.shape], device="cpu")
+    table = torch.empty(group.size, len(about), dtype=about.dtype, device="cpu")
 
     def exchange(told: Future[torch.Tensor]) -> torch.Tensor:
         rows = told.value().tolist()
@@ -46,7 +46,9 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
                 for part in (indices, values)
             ]
             all_indices, all_values = (torch.cat(future.wait()) for future in gathered)
-            total = torch.sparse_coo_tensor(all_indices.t(), all_values, x.shape, check_invariants=False)
+            total = torch.sparse_coo_tensor(
+                all_indices.t(), all_values, x.shape, check_invariants=False, device=all_values.device
+            )
             total = total.coalesce()
             x.copy_(total / group.size if op == AVG else total)
         return x

@@ -41,7 +41,7 @@ class _Read(torch.UntypedStorage):
 
     def bytes(self) -> torch.Tensor:
         """The bytes, as a tensor here."""
-        return torch.empty(0, dtype=torch.uint8).set_(self)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self)
 
 
 def _restore(storage: Any, location: str) -> Any:

@@ -31,7 +31,8 @@ def _pack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "lengths.cpu()"
         )
     x = x.transpose(0, 1) if batch_first else x
-    _, batch_sizes = func(torch.empty(*x.shape[:2], 1), lengths, False)  # refuses lengths as torch does
+    # It refuses lengths as torch does.
+    _, batch_sizes = func(torch.empty(*x.shape[:2], 1, device="cpu"), lengths, False)
     parts = [x[begin:end, :size].flatten(0, 1) for begin, end, size in _stretches(batch_sizes)]
     return torch.cat(parts), batch_sizes
 

@@ -43,13 +43,13 @@ class _Typed(type):
         at = chosen.device if device is None else device
         with node(chosen.node, at):
             if all(type(each) is int for each in data):
-                return torch.empty(data or (0,), dtype=cls.dtype)
+                return torch.empty(data or (0,), dtype=cls.dtype, device=torch.get_default_device())
             if len(data) == 1 and isinstance(data[0], torch.Size):
-                return torch.empty(data[0], dtype=cls.dtype)
+                return torch.empty(data[0], dtype=cls.dtype, device=torch.get_default_device())
             if len(data) == 1 and isinstance(data[0], torch.Tensor):
                 return data[0].to(current.master().space(chosen.node).device, cls.dtype)
             if len(data) == 1 and isinstance(data[0], Sequence):
-                return torch.tensor(data[0], dtype=cls.dtype)
+                return torch.tensor(data[0], dtype=cls.dtype, device=torch.get_default_device())
         raise TypeError(f"{cls.__name__} takes sizes, a sequence of numbers, or a tensor, and not {data!r}")
 
     def __instancecheck__(cls, value: object) -> bool:

@@ -291,11 +291,12 @@ def _shown(tensor: RemoteTensor) -> torch.Tensor:
         return fetch(tensor)
     edge = PRINT_OPTS.edgeitems
     part = tensor.detach()
-    filled = torch.zeros(tensor.shape, dtype=tensor.dtype)  # memory that is not touched is not there
+    # Memory that is not touched is not there.
+    filled = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     places = []
     for dim, length in enumerate(tensor.shape):
         ends = list(range(length)) if length <= 2 * edge else [*range(edge), *range(length - edge, length)]
-        index = torch.tensor(ends)
+        index = torch.tensor(ends, device="cpu")
         part = part.index_select(dim, index.to(tensor.device))
         places.append(index)
     filled[torch.meshgrid(*places, indexing="ij")] = fetch(cast(RemoteTensor, part))
@@ -394,4 +395,4 @@ def _laid_out(value: torch.Tensor, known: Metadata) -> torch.Tensor:
         return value
     # A dense layout is kept, and another one is not that of a copy.
     dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, device="meta"))
-    return torch.empty_strided(known.shape, dense.stride(), dtype=known.dtype).copy_(value)
+    return torch.empty_strided(known.shape, dense.stride(), dtype=known.dtype, device="cpu").copy_(value)

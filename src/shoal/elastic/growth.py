@@ -121,7 +121,7 @@ class Door:
             token = secrets.randbits(62)
             meeting = _Meeting.of(group, lobby.name_of_meeting(token), within)
             mine = [self._invite(group, meeting), lobby.ident, token, int(within * 1e6)]
-        head = torch.tensor(mine)
+        head = torch.tensor(mine, device="cpu")
         group.broadcast(head, 0).wait()
         count, lobby.ident, token, microseconds = head.tolist()
         if count == 0:

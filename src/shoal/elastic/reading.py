@@ -68,7 +68,7 @@ class Reader(torch.utils.data.Dataset[Batch]):
         self._collate = collate
         self._init = init
         # Written by the rank alone, in one store: without a lock, which a rank that is killed would keep.
-        self._oldest = torch.zeros((), dtype=torch.int64)
+        self._oldest = torch.zeros((), dtype=torch.int64, device="cpu")
         self._oldest.share_memory_()  # type: ignore[no-untyped-call]
 
     def drop_before(self, serial: int) -> None:

@@ -136,7 +136,7 @@ class Samples:
         """The permutation of the pass ``number``."""
         if number not in self._orders:
             generator = torch.Generator().manual_seed(seed_of(self.seed, "pass", number))
-            self._orders[number] = torch.randperm(self.length, generator=generator)
+            self._orders[number] = torch.randperm(self.length, generator=generator, device="cpu")
         return self._orders[number]
 
 

@@ -348,8 +348,8 @@ class Session:
 
     def _share_state(self) -> None:
         group = self.group
-        table = torch.empty(group.size, 2, dtype=torch.int64)
-        mine = torch.tensor([[int(self._holds_state), self._synchronised]])
+        table = torch.empty(group.size, 2, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([[int(self._holds_state), self._synchronised]], device="cpu")
         group.all_gather_single(table, mine).wait()
         holders = [rank for rank, (holds, _) in enumerate(table.tolist()) if holds]
         others = [rank for rank, (holds, _) in enumerate(table.tolist()) if not holds]

@@ -34,7 +34,7 @@ def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcom
         torch.save(tree.build([leaf.to("meta") if is_tensor(leaf) else leaf for leaf in tree.leaves]), raw)
         skeleton = torch.frombuffer(bytearray(raw.getbuffer()), dtype=torch.uint8)
         for rank in newcomers:
-            waits.append(group.send(torch.tensor([skeleton.numel()]), rank, _LENGTH))
+            waits.append(group.send(torch.tensor([skeleton.numel()], device="cpu"), rank, _LENGTH))
             waits.append(group.send(skeleton, rank, _SKELETON))
     for number, piece in enumerate(_pieces(tensors)):
         if holders[number % len(holders)] == group.rank:
@@ -49,9 +49,9 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     Raises:
         StateDiverged: this rank has made a state with other parts.
     """
-    length = torch.empty(1, dtype=torch.int64)
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
     group.recv(length, holders[0], _LENGTH).wait()
-    raw = torch.empty(int(length), dtype=torch.uint8)
+    raw = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     group.recv(raw, holders[0], _SKELETON).wait()
     with TensorBytes(raw) as view:
         skeleton = torch.load(io.BytesIO(view), weights_only=True)

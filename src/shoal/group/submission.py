@@ -30,7 +30,7 @@ _MASK = 2**64 - 1
 #: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
 _ODD = 0x9E3779B97F4A7C15
 #: Stands for the tensor that an operation does not have, in its record.
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def called(name: str, group: Submitter, *_: object) -> str:

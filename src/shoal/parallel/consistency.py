@@ -89,7 +89,7 @@ def _differences(expected: dict[str, str], given: dict[str, str]) -> list[str]:
 
 def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
     """The descriptions of all ranks."""
-    lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)])).wait()]
-    parts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+    lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)], device="cpu")).wait()]
+    parts = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
     group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), parts).wait()
     return [bytes(part.tolist()).decode() for part in parts]

@@ -279,7 +279,7 @@ def _dump(pickler: type[Any], value: object) -> Message:
 def _bytes_of(memory: memoryview) -> torch.Tensor:
     """A tensor over ``memory``, or over a copy if it may not be written to: torch has no such tensors."""
     if not memory.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
 
 

@@ -286,7 +286,7 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
         left[_EMPTY] = left.get(_EMPTY, 0) + 1
         if left[_EMPTY] > MOST_PARTS:
             raise _Refused(f"more than {MOST_PARTS} tensors without elements")
-        return torch.empty(layout.shape, dtype=dtype)
+        return torch.empty(layout.shape, dtype=dtype, device="cpu")
     part = left.pop(layout.part, None)
     count = math.prod(layout.shape)
     if part is None or len(part) != count * dtype.itemsize:
@@ -298,4 +298,4 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
     if dtype is torch.bool and bool(memory.max() > 1):  # torch's kernels count on 0 and 1
         raise _Refused("a bool that is neither true nor false")
     strides = [step if size > 1 else 1 for size, step in zip(layout.shape, layout.strides, strict=True)]
-    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, layout.shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory.untyped_storage(), 0, layout.shape, strides)

@@ -172,7 +172,9 @@ def _tensor(
     else:
         offset -= _arrived.starts[number] // dtype.itemsize
         if target == "cpu":
-            x = torch.empty(0, dtype=dtype).set_(_arrived.storages[number], offset, shape, stride)
+            x = torch.empty(0, dtype=dtype, device="cpu").set_(
+                _arrived.storages[number], offset, shape, stride
+            )
         else:
             x = _moved(number, torch.device(target)).view(dtype).as_strided(shape, stride, offset)
     if parameter:
@@ -193,7 +195,7 @@ def _moved(number: int, device: torch.device) -> torch.Tensor:
         storage = _arrived.storages[number]
         bytes = storage.nbytes()
         host = runtime_of(device).host_memory(bytes)
-        host.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        host.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         found = torch.empty(-(-bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=device)
         found[:bytes].copy_(host, non_blocking=True)
         _arrived.moved[number] = found

@@ -159,7 +159,7 @@ class Teams:
                 raise self._ended(team, GroupError(str(missing)))
             table = group.empty(len(team.members), 3, dtype=torch.int64)
             try:
-                group.all_gather_single(table, torch.tensor([mine, *poison])).wait()
+                group.all_gather_single(table, torch.tensor([mine, *poison], device="cpu")).wait()
             except GroupError as error:
                 ended = self._ended(team, error)
                 if isinstance(ended, Elsewhere):

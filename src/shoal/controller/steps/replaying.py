@@ -205,7 +205,7 @@ class Replay:
         made: dict[Name, Handle] = {}
         for name, space in self._uploads:
             if name[0] == "number":
-                value = torch.tensor(name[2], dtype=name[1])
+                value = torch.tensor(name[2], dtype=name[1], device="cpu")
             else:
                 value = leaves[name[1]]
                 if name[2] is not None:

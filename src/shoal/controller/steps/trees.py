@@ -69,7 +69,7 @@ class _Ended(torch.autograd.Function):
         )
 
 
-_anchor = torch.zeros((), requires_grad=True)
+_anchor = torch.zeros((), requires_grad=True, device="cpu")
 
 
 def _result(handle: Handle, graph: bool) -> RemoteTensor:

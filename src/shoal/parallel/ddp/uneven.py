@@ -72,8 +72,8 @@ def exchange_intents(group: ProcessGroup, intent: Intent) -> Callable[[], Intent
 
 def _from_all(group: ProcessGroup, number: int) -> Future[torch.Tensor]:
     """The numbers of all ranks, 0 to 255.  Collective."""
-    numbers = torch.empty(group.size, dtype=torch.uint8)
-    return group.all_gather_single(numbers, torch.tensor([number], dtype=torch.uint8))
+    numbers = torch.empty(group.size, dtype=torch.uint8, device="cpu")
+    return group.all_gather_single(numbers, torch.tensor([number], dtype=torch.uint8, device="cpu"))
 
 
 class Shadow(JoinHook):

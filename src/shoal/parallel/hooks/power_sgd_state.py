@@ -143,7 +143,7 @@ class PowerSGDState:
             out.copy_(remembered)
             return
         source = torch.Generator().manual_seed(derive_key(b"PowerSGD", self.random_seed, *identity))
-        out.copy_(torch.randn(out.shape, generator=source))
+        out.copy_(torch.randn(out.shape, generator=source, dtype=torch.float32, device="cpu"))
 
     def error_of(self, index: int, like: torch.Tensor) -> torch.Tensor:
         """Where the loss of a parameter is noted: [numel], like its gradient."""

@@ -92,7 +92,7 @@ def _quantized_average(group: ProcessGroup, bucket: GradBucket, channel: int) ->
         with torch.no_grad():
             for parts in zip(*(_channels(buffer, message, channel) for message in messages), strict=True):
                 for pieces in zip(*(_pieces(*part) for part in parts), strict=True):
-                    total = torch.zeros(pieces[0][0].shape)
+                    total = torch.zeros(pieces[0][0].shape, dtype=torch.float32, device=pieces[0][0].device)
                     for _, scale, zero, steps in pieces:
                         total.add_(steps.float().sub_(zero).mul_(scale))
                     pieces[0][0].copy_(total.div_(group.size))

@@ -113,11 +113,11 @@ def build_buckets(
     dense = [number for number, (members, _, _) in enumerate(assigned) if members[0] not in sparse]
     buckets: list[Bucket] = []
     views: dict[int, torch.Tensor] = {}
-    tail = torch.empty(0)
+    tail = torch.empty(0, device="cpu")
     for number, (members, offsets, nbytes) in enumerate(assigned):
         dtype = dtypes[members[0]]
         if members[0] in sparse:
-            nothing = torch.empty(0, dtype=dtype)
+            nothing = torch.empty(0, dtype=dtype, device="cpu")
             bucket = Bucket(tuple(members), nothing, nothing, (nothing,), sparse=True)
         else:
             last = number == dense[-1]

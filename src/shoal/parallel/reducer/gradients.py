@@ -88,7 +88,7 @@ class Gradients:
         self._options = options
         self.several = len(copies) > 1
         self.copied = set() if options.as_views else set(range(len(names)))
-        self.set = BucketSet((), torch.empty(0), ())
+        self.set = BucketSet((), torch.empty(0, device="cpu"), ())
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []
         #: The memory of each bucket, and the number of references to it if the program has none; None: not

@@ -30,7 +30,7 @@ class OutcomeExchange:
         self._pass = passes
         self._flags = group.empty(3 + parameters, dtype=torch.uint8)
         self._future: Future[torch.Tensor] | None = None
-        self._tail = torch.empty(0)
+        self._tail = torch.empty(0, device="cpu")
 
     def use_tail(self, tail: torch.Tensor, *, allowed: bool) -> None:
         """Take ``tail`` where the outcome may travel with the last bucket.
@@ -45,7 +45,7 @@ class OutcomeExchange:
 
     def write_tail(self) -> None:
         """Write this rank's report into the tail.  A rank whose tail holds zeros says that all is well."""
-        self._tail.copy_(torch.tensor(self._pass.tail()))
+        self._tail.copy_(torch.tensor(self._pass.tail(), dtype=torch.float64, device="cpu"))
 
     def send_flags(self, present: Sequence[bool]) -> None:
         """Start the exchange of flags.  Collective.
@@ -53,7 +53,7 @@ class OutcomeExchange:
         Args:
             present: the parameters that have a gradient from earlier passes.
         """
-        self._flags.copy_(torch.tensor(self._pass.flags(present), dtype=torch.uint8))
+        self._flags.copy_(torch.tensor(self._pass.flags(present), dtype=torch.uint8, device="cpu"))
         self._future = self._group.all_reduce(self._flags, op=MAX)
 
     def wait(self) -> None:

@@ -280,7 +280,9 @@ class Reducer:
         reach = [
             index in reached or bool(self._gradients.present(index)) for index in range(len(self._parameters))
         ]
-        self._reaches.append(self._group.all_reduce(torch.tensor(reach, dtype=torch.uint8), op=MAX))
+        self._reaches.append(
+            self._group.all_reduce(torch.tensor(reach, dtype=torch.uint8, device="cpu"), op=MAX)
+        )
 
     # -- called by autograd ----------------------------------------------------------------------
 
@@ -473,7 +475,7 @@ class Reducer:
         if order is None:
             return
         count = len(order)
-        shown = torch.tensor([*order, *self._pass.expected, self._width], dtype=torch.int64)
+        shown = torch.tensor([*order, *self._pass.expected, self._width], dtype=torch.int64, device="cpu")
         own = self._pass.arrived > 0
         self._group.broadcast(shown, root=self._participants.first).wait()
         *numbers, width = shown.tolist()

@@ -30,7 +30,7 @@ def explain(
         OutOfStep: some ranks ran more forward passes than others.
         UnusedParameterError: gradients are missing.
     """
-    own = torch.zeros(len(names) + 2, dtype=torch.int32)
+    own = torch.zeros(len(names) + 2, dtype=torch.int32, device="cpu")
     own[list(missing)] = 1
     own[-2] = interrupted
     own[-1] = extra

@@ -41,14 +41,15 @@ class SparseReduction:
                 torch.cat([gradient._values().to(like.device, dtype) for gradient in gradients]).detach(),
                 like.shape,
                 check_invariants=False,
+                device=like.device,
             ).coalesce()
             self._indices = total.indices().t().contiguous()
             self._values = total.values()
         else:
             self._indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=like.device)
             self._values = torch.empty(0, *like.shape[sparse_dim:], dtype=dtype, device=like.device)
-        own = torch.tensor([len(self._values)])  # on the host, which has to know the numbers
-        counts = torch.empty(group.size, dtype=own.dtype)
+        own = torch.tensor([len(self._values)], device="cpu")  # on the host, which has to know the numbers
+        counts = torch.empty(group.size, dtype=own.dtype, device="cpu")
         self._counts: Future[torch.Tensor] = group.all_gather_single(counts, own)
 
     def start(self) -> None:
@@ -64,5 +65,9 @@ class SparseReduction:
         """The average over all ranks, coalesced; the same on every rank."""
         indices, values = (torch.cat(future.wait(blocking=False)) for future in self._gathered)
         return torch.sparse_coo_tensor(
-            indices.t(), values / self._group.size, self._like.shape, check_invariants=False
+            indices.t(),
+            values / self._group.size,
+            self._like.shape,
+            check_invariants=False,
+            device=values.device,
         ).coalesce()

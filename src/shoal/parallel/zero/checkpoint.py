@@ -47,7 +47,7 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
             state.update(loaded(structure, tensors))
             continue
         structure_there, shapes_there = part
-        received = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_there]
+        received = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes_there]
         arrivals = [group.recv(tensor, src=rank, tag=_TAG) for tensor in received]
         for arrival in arrivals:
             arrival.wait()

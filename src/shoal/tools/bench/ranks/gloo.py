@@ -30,7 +30,7 @@ class Gloo(Engine):
         self.version = f"torch {torch.__version__}"
 
     def empty(self, variant: str, dtype: str, count: int) -> tuple[Any, Values]:
-        x = torch.empty(count, dtype=_DTYPES[dtype])
+        x = torch.empty(count, dtype=_DTYPES[dtype], device="cpu")
         return x, torch_values(x)
 
     def operation(self, name: str, x: Any, out: Any, variant: str) -> Call:

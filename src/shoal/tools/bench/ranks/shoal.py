@@ -37,7 +37,7 @@ class Shoal(Engine):
         if variant == "registered":
             x = self.group.empty(count, dtype=_DTYPES[dtype])
         else:
-            x = torch.empty(count, dtype=_DTYPES[dtype])
+            x = torch.empty(count, dtype=_DTYPES[dtype], device="cpu")
         return x, torch_values(x)
 
     def operation(self, name: str, x: Any, out: Any, variant: str) -> Call:
