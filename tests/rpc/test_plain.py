@@ -74,6 +74,7 @@ def deep(levels: int) -> Any:
         (torch.ones(2, requires_grad=True) * 2, r"send x\.detach"),
         (torch.ones(2).to_sparse(), "sparse"),
         (torch.ones(2, device="meta"), "meta"),
+        (torch.empty(2**48, 0), "a tensor of shape"),
     ],
 )
 def test_what_is_no_plain_value_is_not_sent(value: Any, words: str) -> None:

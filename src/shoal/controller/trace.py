@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..atomic_file import AtomicFile
 from ..errors import ShoalError, UsageError
 from .batch import Batch
 from .functions import Pending, payload_of
@@ -127,7 +128,6 @@ class Trace:
         self._session = session
         self._ask = ask
         self._watches: dict[Line, Watch] = {}
-        self._draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
 
     def __enter__(self) -> Trace:
         if not _running.acquire(blocking=False):
@@ -136,7 +136,7 @@ class Trace:
             if self._path.exists() and not self._path.is_file():
                 # The trace takes the place of what is there, which must not be /dev/null.
                 raise OSError(0, "it is a directory" if self._path.is_dir() else "it is no file")
-            self._file = self._draft.open("w")
+            self._draft = AtomicFile(self._path)
         except OSError as error:
             _running.release()
             raise UsageError(f"trace: {self._path} cannot be written: {error.strerror or error}") from None
@@ -166,9 +166,9 @@ class Trace:
                 with contextlib.suppress(ShoalError):
                     told[each.space.lines[0].index] = each.result()
             self._watch_no_more()
-            json.dump(self._contents(told, ended), self._file)
-            self._file.close()
-            self._draft.replace(self._path)
+            for part in json.JSONEncoder().iterencode(self._contents(told, ended)):
+                self._draft.file.write(part.encode())
+            self._draft.replace()
         finally:
             self._give_up()
 
@@ -181,8 +181,7 @@ class Trace:
 
     def _give_up(self) -> None:
         self._watch_no_more()
-        self._file.close()
-        self._draft.unlink(missing_ok=True)
+        self._draft.close()
         self._watches.clear()
         _running.release()
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from ..atomic_file import AtomicFile
+from ..errors import GroupError, ShoalError, UsageError
 from ..parallel import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from ..parallel.coalesced import elements, obstacle
 from ..parallel.digest import Digest
 from .samples import Samples
+from .values import decode, encode
 
-_FORMAT = 1
+#: Format 2 has values of numpy, which readers of format 1 would take for dicts.
+_FORMAT, _READABLE = 2, (1, 2)
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -30,6 +32,10 @@ class State:
     Parts are attributes; their names are free.  Plain values can be set again; what a step has done to them,
     and to the buffers of models, is undone when the step is computed again.  Everything else is to change
     after ``step.commit()`` alone.
+
+    Plain values, and what ``state_dict`` returns, consist of None, numbers, strings, bytes, tensors, scalars
+    and arrays of numpy, and lists, tuples, dicts and sets of them.  :meth:`load` could not read anything
+    else, so it is refused: when the State is made, when a part is set, and when the next step begins.
 
     Args:
         samples: the order of the samples; None: the program finds its data itself.
@@ -54,6 +60,7 @@ class State:
             _refuse(name, part)
         held = Held([part for part in parts.values() if isinstance(part, nn.Module)])
         self.__dict__.update(_parts=dict(parts), _samples=samples, _steps=0, _held=held, _values={})
+        self.content(shared=True)  # refuses values that cannot be loaded
 
     @property
     def samples(self) -> Samples | None:
@@ -80,6 +87,7 @@ class State:
         _refuse(name, value)
         if not _is_plain(value):
             raise UsageError(f"State: {name!r} is a plain value, and cannot become a {type(value).__name__}")
+        encode(value, name)
         self._parts[name] = value
 
     def all_models(self) -> Iterator[nn.Module]:
@@ -108,10 +116,14 @@ class State:
     # -- a step --------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Remember what :meth:`put_back` brings back."""
+        """Remember what :meth:`put_back` brings back.
+
+        Raises:
+            UsageError: the program has put something into a plain value that cannot be loaded.
+        """
         self._held.take()
         self.__dict__["_values"] = {
-            name: value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+            name: value if isinstance(value, _IMMUTABLE) else _copied(name, value)
             for name, value in self._parts.items()
             if _is_plain(value)
         }
@@ -136,43 +148,49 @@ class State:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a file, between two steps; one rank does it, as all hold the same.
 
-        The file is complete or not there, whenever the machine dies: it is written beside its place, flushed
-        to the disk, and renamed.
+        The file is complete or not there, whenever the machine dies: a temporary file in the same directory
+        is written, flushed to the disk, and renamed.  The next save deletes those of killed processes.
 
         Args:
             path: of the file; one that is there is replaced.
 
         Raises:
+            UsageError: the state contains something that :meth:`load` could not read.
             OSError: it cannot be written.
         """
-        target = Path(path)
-        beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-        try:
-            with open(beside, "wb") as file:
-                torch.save({"format": _FORMAT, **self.content()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, target)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        content = {"format": _FORMAT, **self.content()}
+        with AtomicFile(path) as draft:
+            try:
+                torch.save(content, draft.file)
+            except RuntimeError as error:
+                # torch reports an error of the file system as one of its archive
+                if not isinstance(error.__context__, OSError):
+                    raise
+                raise OSError(error.__context__.errno, error.__context__.strerror) from error
+            draft.replace(durable=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what :meth:`save` has written, on every rank, before its session begins.
 
         Raises:
-            UsageError: the file was not written by :meth:`save`, or by a state with other parts.
+            UsageError: the file is damaged, or was not written by :meth:`save`, or by a state with other
+                parts.
             OSError: it cannot be read.
         """
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-            raise UsageError(f"{os.fspath(path)} was not written by State.save of this release")
-        self.take_over(saved, os.fspath(path))
+        file = os.fspath(path)
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # torch raises whatever the damaged bytes lead to
+            raise UsageError(
+                f"{file} is damaged or was not written by State.save: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(saved, dict) or saved.get("format") not in _READABLE:
+            raise UsageError(f"{file} was not written by State.save of this release")
+        if saved.keys() != {"format", "steps", "samples", "parts"} or not isinstance(saved["parts"], dict):
+            raise UsageError(f"{file} is damaged: it does not hold what State.save writes")
+        self.take_over(saved, file)
 
     # -- the whole of it -----------------------------------------------------------------------
 
@@ -181,16 +199,19 @@ class State:
 
         Args:
             shared: only what every rank has; of a distributed optimiser that is not its state.
+
+        Raises:
+            UsageError: something in it cannot be loaded.
         """
         return {
             "steps": self.steps,
             "samples": None if self.samples is None else self.samples.state_dict(),
             "parts": {
-                name: part
+                name: encode(part, name)
                 if _is_plain(part)
-                else part.what_all_have()
+                else encode(part.what_all_have(), f"{name}.state_dict()")
                 if shared and isinstance(part, ZeroRedundancyOptimizer)
-                else part.state_dict()
+                else encode(part.state_dict(), f"{name}.state_dict()")
                 for name, part in self._parts.items()
             },
         }
@@ -199,7 +220,8 @@ class State:
         """Become what another state was when :meth:`content` was called there.
 
         Raises:
-            UsageError: that state has other parts; the message calls it ``source``.
+            UsageError: that state has other parts, or a part refuses its state; the message calls it
+                ``source``.
         """
         parts = content["parts"]
         if parts.keys() != self._parts.keys() or (content["samples"] is None) != (self.samples is None):
@@ -209,15 +231,30 @@ class State:
                 f"{', '.join(sorted(self._parts))}{' and samples' if self.samples is not None else ''}"
             )
         for name, part in self._parts.items():
-            if _is_plain(part):
-                self._parts[name] = parts[name]
-            elif isinstance(part, ZeroRedundancyOptimizer) and "state" not in parts[name]:
-                part.take_over(parts[name])
-            else:
-                part.load_state_dict(parts[name])
-        if self.samples is not None:
-            self.samples.load_state_dict(content["samples"])
-        self.__dict__["_steps"] = int(content["steps"])
+            try:
+                self._take_over_part(name, part, parts[name])
+            except GroupError:
+                raise
+            except Exception as error:  # of a class of the program
+                raise UsageError(
+                    f"{source}: what it holds for the part {name!r} does not fit this State's "
+                    f"{type(part).__name__}: {type(error).__name__}: {error}"
+                ) from error
+        try:
+            if self.samples is not None:
+                self.samples.load_state_dict(content["samples"])
+            self.__dict__["_steps"] = int(content["steps"])
+        except (KeyError, TypeError, ValueError, ShoalError) as error:
+            raise UsageError(f"{source}: its samples or steps do not fit this State: {error}") from error
+
+    def _take_over_part(self, name: str, part: Any, saved: Any) -> None:
+        saved = decode(saved)
+        if _is_plain(part):
+            self._parts[name] = saved
+        elif isinstance(part, ZeroRedundancyOptimizer) and "state" not in saved:
+            part.take_over(saved)
+        else:
+            part.load_state_dict(saved)
 
 
 class Held:
@@ -268,12 +305,19 @@ def _can_follow(copy: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and obstacle(copy) is None
 
 
+def _copied(name: str, value: Any) -> Any:
+    encode(value, name)  # refuses
+    return copy.deepcopy(value)
+
+
 def _is_plain(part: Any) -> bool:
     return not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict"))
 
 
 def _refuse(name: str, part: Any) -> None:
     """Raise for a part that cannot follow a group that shrinks."""
+    if isinstance(part, type):
+        raise UsageError(f"State: {name!r} is the class {part.__name__}; give State an object of it")
     if isinstance(part, ZeroRedundancyOptimizer) and part.copies == 1:
         raise UsageError(
             f"State: {name!r} is a ZeroRedundancyOptimizer, which keeps each part of its state on one rank: "

@@ -18,6 +18,7 @@ from ..future import Future
 from ..group import ProcessGroup
 from ..tensor_bytes import TensorBytes, plain_memory
 from .state import State
+from .values import is_plain_tensor
 
 #: bytes of a piece
 PIECE = 4 << 20
@@ -27,11 +28,11 @@ _LENGTH, _SKELETON, _FIRST = 0, 1, 2  # tags
 def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcomers: Sequence[int]) -> None:
     """Send this holder's pieces to all newcomers."""
     tree = _tree(state.content(shared=True))
-    tensors = list(filter(is_tensor, tree.leaves))
+    tensors = list(filter(_travels, tree.leaves))
     waits: list[Future[Any]] = []
     if group.rank == holders[0]:
         raw = io.BytesIO()
-        torch.save(tree.build([leaf.to("meta") if is_tensor(leaf) else leaf for leaf in tree.leaves]), raw)
+        torch.save(tree.build([leaf.to("meta") if _travels(leaf) else leaf for leaf in tree.leaves]), raw)
         skeleton = torch.frombuffer(bytearray(raw.getbuffer()), dtype=torch.uint8)
         for rank in newcomers:
             waits.append(group.send(torch.tensor([skeleton.numel()], device="cpu"), rank, _LENGTH))
@@ -58,7 +59,7 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     tree = _filled(skeleton, state.content(shared=True))
     waits = [
         group.recv(piece, holders[number % len(holders)], _FIRST + number)
-        for number, piece in enumerate(_pieces(list(filter(is_tensor, tree.leaves))))
+        for number, piece in enumerate(_pieces(list(filter(_travels, tree.leaves))))
     ]
     for each in waits:
         each.wait()
@@ -83,23 +84,36 @@ def _filled(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
         theirs, ours = _tree(part), _tree(mine["parts"].get(name))
         if theirs.form == ours.form:
             own.update((id(a), b) for a, b in zip(theirs.leaves, ours.leaves, strict=True))
-    tree = _tree(skeleton)
-    return _tree(
-        tree.build([_memory(leaf, own.get(id(leaf))) if is_tensor(leaf) else leaf for leaf in tree.leaves])
-    )
+    tree, used = _tree(skeleton), set[int]()
+    filled = [
+        _memory(leaf, own.get(id(leaf)), used) if is_tensor(leaf) and leaf.is_meta else leaf
+        for leaf in tree.leaves
+    ]
+    return _tree(tree.build(filled))
 
 
-def _memory(described: torch.Tensor, mine: Any) -> torch.Tensor:
-    """``mine`` if it is like the tensor that is described and can be received into, else a new tensor."""
+def _memory(described: torch.Tensor, mine: Any, used: set[int]) -> torch.Tensor:
+    """``mine`` if it is like the tensor that is described and can be received into, else a new tensor.
+
+    Args:
+        used: addresses that other tensors are received at; gets that of ``mine``.
+    """
     if (
-        is_tensor(mine)
+        _travels(mine)
         and (mine.shape, mine.dtype) == (described.shape, described.dtype)
         and mine.device.type == "cpu"
         and mine.is_contiguous()
-        and not mine.is_conj()
+        and not (mine.is_conj() or mine.is_neg())
+        and mine.data_ptr() not in used
     ):
+        used.add(mine.data_ptr())
         return mine  # type: ignore[no-any-return]
     return torch.empty(described.shape, dtype=described.dtype, device="cpu")
+
+
+def _travels(value: Any) -> bool:
+    """Whether this is a tensor whose elements travel in pieces; others are in the skeleton as they are."""
+    return is_tensor(value) and not value.requires_grad and (value.is_meta or is_plain_tensor(value))
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from .. import config
+from ..atomic_file import AtomicFile
 from ..errors import ConfigurationError, GroupAborted, GroupError
 from ..world import living
 from .watched import Watched
@@ -108,15 +109,9 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: st
     if target.is_dir():
         target /= name
     data = msgspec.json.encode(contents)
-    draft = target.with_name(f".{target.name}.{threading.get_ident()}")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        draft.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
+    with AtomicFile(target, mode=0o600) as draft:
+        draft.file.write(data)
+        draft.replace()
     return target
 
 

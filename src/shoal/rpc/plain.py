@@ -31,6 +31,8 @@ DEPTH = 64
 MOST_VALUES = 1 << 18
 #: of a tensor
 _DIMENSIONS = 64
+#: of a tensor, where a dimension of size 0 counts as one of size 1
+_MOST_ELEMENTS = 2**48
 #: msgpack's code of a tensor
 _TENSOR = 1
 #: key of the number of tensors without elements, beside the parts that are left
@@ -186,6 +188,8 @@ def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
             "plain, dense ones of the CPU do"
         )
     x = x.detach().resolve_conj().resolve_neg()
+    if math.prod(max(size, 1) for size in x.shape) >= _MOST_ELEMENTS:
+        raise UsageError(f"a tensor of shape {tuple(x.shape)} goes neither to nor from a restricted worker")
     if not x.numel():
         return _Layout(0, _NAMES[x.dtype], list(x.shape), [0] * x.dim())
     if not _is_dense(x.shape, x.stride()):
@@ -280,7 +284,7 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
         raise _Refused(f"unknown dtype {layout.dtype!r}")
     if len(layout.strides) != len(layout.shape):
         raise _Refused(f"{len(layout.strides)} strides of {len(layout.shape)} dimensions")
-    if math.prod(max(size, 1) for size in layout.shape) >= 2**48:
+    if math.prod(max(size, 1) for size in layout.shape) >= _MOST_ELEMENTS:
         raise _Refused(f"a tensor of shape {layout.shape}")
     if 0 in layout.shape:
         left[_EMPTY] = left.get(_EMPTY, 0) + 1

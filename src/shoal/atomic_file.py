@@ -1,0 +1,135 @@
+"""A file that appears complete or not at all.
+
+The content goes to a temporary file in the directory of the target, which is then renamed.
+
+- The name of the temporary file is random, and the file is created with ``O_EXCL | O_NOFOLLOW``: two writers
+  of one target, threads or processes, never share a temporary file, and nobody can place a link there.
+- The writer holds a lock (``flock``) on its temporary file.  A killed writer holds none, so the next writer
+  in the directory recognises such a left-over and deletes it.  Without locks nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import BinaryIO
+
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.shoal-part", re.DOTALL)
+#: bytes of the target's name in the name of the temporary file: file systems take 255 in all
+_NAME_BYTES = 200
+#: attempts to create a temporary file: another writer may delete one that is not locked yet
+_ATTEMPTS = 100
+
+
+class AtomicFile:
+    """A temporary file that can replace ``target``; deleted at the end of the ``with`` block otherwise.
+
+        with AtomicFile("state.pt") as draft:
+            draft.file.write(data)
+            draft.replace(durable=True)
+
+    Args:
+        target: path of the file to create or replace.  A symbolic link is replaced, not followed.
+        mode: permissions of a new file, less the umask.
+
+    Attributes:
+        file: the temporary file, open for binary writing.
+
+    Raises:
+        OSError: the temporary file cannot be created or written; the error names ``target``.
+    """
+
+    file: BinaryIO
+
+    def __init__(self, target: str | os.PathLike[str], *, mode: int = 0o666) -> None:
+        self._target = Path(target)
+        self._temporary: Path | None = None
+        _delete_left_overs(self._target.parent)
+        try:
+            descriptor, self._temporary = _create(self._target, mode)
+        except OSError as error:
+            error.filename = str(self._target)
+            raise
+        self.file = open(descriptor, "wb")  # noqa: SIM115 - close() does it
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.filename is None and self._temporary is not None:
+            error.filename = str(self._target)
+        self.close()
+
+    def replace(self, *, durable: bool = False) -> None:
+        """Give the temporary file the name of the target.
+
+        Args:
+            durable: flush the file to the disk before, and its directory after.
+
+        Raises:
+            OSError: it could not be written or renamed.  The target is what it was before; after an error of
+                the directory it is the new file, whose name may be lost if the machine fails.
+        """
+        assert self._temporary is not None
+        self.file.flush()
+        if durable:
+            os.fsync(self.file.fileno())
+        os.replace(self._temporary, self._target)
+        self._temporary = None
+        self.close()
+        if durable:
+            folder = os.open(self._target.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def close(self) -> None:
+        """Delete the temporary file unless it has replaced the target; may be called twice."""
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+            self._temporary = None
+        with contextlib.suppress(OSError):  # what was not written yet, of a file that is deleted
+            self.file.close()
+
+
+def _create(target: Path, mode: int) -> tuple[int, Path]:
+    """Create and lock a temporary file for ``target``; its descriptor and path."""
+    name = os.fsdecode(os.fsencode(target.name)[:_NAME_BYTES])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    for _ in range(_ATTEMPTS):
+        path = target.with_name(f".{name}.{secrets.token_hex(8)}.shoal-part")
+        descriptor = os.open(path, flags, mode)
+        try:
+            with contextlib.suppress(OSError):  # the file system has no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, path
+        except BaseException:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        os.close(descriptor)  # another writer deleted it before it was locked
+    raise FileExistsError(0, "temporary files are deleted as fast as they are created")
+
+
+def _delete_left_overs(folder: Path) -> None:
+    """Delete the temporary files in ``folder`` whose writers were killed."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    except OSError:
+        return  # creating the temporary file reports why
+    for path in found:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)  # the name is never used again, so it is that of the locked file or of none
+            finally:
+                os.close(descriptor)
