@@ -19,6 +19,7 @@ from weakref import ref
 import msgspec
 import torch
 
+from .copy_refusal import refuses_copies
 from .future import Future
 from .spec import OpKind
 
@@ -62,6 +63,11 @@ class Entry:
         return f"{name} key {self.key:#x}" if self.key else name
 
 
+@refuses_copies(
+    "a FlightRecorder",
+    "the records of a group that goes on",
+    "Copy what entries() returns",
+)
 class FlightRecorder:
     """The last operations of one group on one rank.  May be used from any thread.
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 from . import failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
+from .copy_refusal import refuses_copies
 from .keywords import checked_seconds
 from .links import Links
 from .rendezvous.membership import Membership
@@ -50,6 +51,11 @@ class Member(Protocol):
 M = TypeVar("M", bound=Member)
 
 
+@refuses_copies(
+    "the world of a process group",
+    "connections to the other ranks",
+    "Keep the group outside of the object that you copy",
+)
 class World:
     """One process's part in a job.
 

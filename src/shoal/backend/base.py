@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import GroupError, UnsupportedOperation
 from ..future import Future
 from ..recorder import FlightRecorder
@@ -101,6 +102,11 @@ class NoShortcut:
         """Nothing is usual."""
 
 
+@refuses_copies(
+    "a channel",
+    "operations of a group",
+    "Keep it outside of the object that you copy",
+)
 class DataChannel(abc.ABC):
     """Moves the tensors of one group."""
 
@@ -251,6 +257,11 @@ class DataChannel(abc.ABC):
         """Flush what was sent, tell the peers, release everything.  Returns within ``timeout``."""
 
 
+@refuses_copies(
+    "a backend",
+    "connections to the other ranks",
+    "Keep it outside of the object that you copy",
+)
 class Backend(abc.ABC):
     """Connects one process to its peers; makes a :class:`DataChannel` for each group."""
 

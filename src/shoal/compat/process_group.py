@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
+from ..copy_refusal import refuses_copies
 from ..errors import UnsupportedOperation, UsageError
 from ..group import ProcessGroup
 from ..torch_terms import BACKEND
@@ -20,6 +21,11 @@ from .collectives import TorchCollectives
 from .hooks import Hook, NanCheck
 
 
+@refuses_copies(
+    "a process group",
+    "connections to the other ranks",
+    "Keep it outside of the object that you copy",
+)
 @uncompiled
 class TorchProcessGroup(TorchCollectives):
     """The group that ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.

@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ..copy_refusal import refuses_copies
 from ..decoding import MalformedMessage, from_msgpack
 from ..errors import ShoalError, UsageError
 from ..store import Store
@@ -40,6 +41,11 @@ class _Queue(msgspec.Struct, array_like=True):
     state: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
 
 
+@refuses_copies(
+    "a Store",
+    "a connection, a file or memory",
+    "Call clone() for a second client",
+)
 class TorchStore(c10d.Store):
     """A ``torch.distributed.Store`` over one of ours.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..copy_refusal import refuses_copies
 from ..future import Future, enter_scope, leave_scope
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
@@ -123,6 +124,11 @@ def for_torch(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(in_words(error))
 
 
+@refuses_copies(
+    "a future",
+    "an operation in progress",
+    "Wait for it and copy its value",
+)
 class KeyedFuture(torch.futures.Future[Any]):
     """A torch future whose callbacks may issue operations, as those of a shoal future may.
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..spec import OpKind, illegality
 from . import current
@@ -20,6 +21,11 @@ from .space import Space, apart
 from .tensor import RemoteTensor
 
 
+@refuses_copies(
+    "a Place",
+    "connections to its nodes",
+    "Make another one of the same nodes",
+)
 class Collectives:
     """The collectives of a place.
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..copy_refusal import refuses_copies
 from ..errors import ShoalError, UsageError
 from ..uncompiled import uncompiled
 from ..wording import in_words
@@ -23,6 +24,11 @@ _numbers = itertools.count()
 _left: deque[tuple[Space, int]] = deque()
 
 
+@refuses_copies(
+    "a call of a node",
+    "its result at the node",
+    "Call result() and copy that",
+)
 class Pending:
     """A call that a node has been sent.
 

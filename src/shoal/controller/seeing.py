@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import UsageError
 from .explaining import Explanation, explain
 from .line import Line
@@ -22,6 +23,11 @@ from .trace import Trace
 _ANSWER = 30.0
 
 
+@refuses_copies(
+    "a Master",
+    "connections to its nodes",
+    "Keep it outside of the object that you copy; each process makes its own: shoal.init_master_worker()",
+)
 class Seeing:
     """The calls of a master that change nothing.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import UsageError, WorkerLost
 from ..future import Future
 from . import current
@@ -47,6 +48,11 @@ def _home(place: Place) -> Space:
     return current.master().space(device)
 
 
+@refuses_copies(
+    "a Stream",
+    "a queue at each node",
+    "Make another one",
+)
 class Stream:
     """A queue of operations of a node, beside the node's default stream.
 
@@ -157,6 +163,11 @@ def current_stream(place: Place = None) -> Stream:
     return _of(streams, streams.current(_home(place)))
 
 
+@refuses_copies(
+    "an Event",
+    "a position in the streams of the nodes",
+    "Record another one",
+)
 class Event:
     """A moment of a stream: when all is done that was issued before.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch._tensor_str import PRINT_OPTS
 
+from ..copy_refusal import refuses_copies
 from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
 from ..uncompiled import uncompiled
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 _Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
+@refuses_copies(
+    "the handle of a tensor",
+    "memory of a node",
+    "Copy the tensor",
+)
 class Handle:
     """The master's hold on a tensor of a node, which frees it when nothing has the handle any more.
 

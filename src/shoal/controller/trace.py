@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from ..atomic_file import AtomicFile
+from ..copy_refusal import refuses_copies
 from ..errors import ShoalError, UsageError
 from .batch import Batch
 from .functions import Pending, payload_of
@@ -103,6 +104,11 @@ class _Waiting:
         self._watch.waits.append(told)
 
 
+@refuses_copies(
+    "a Trace",
+    "an open file",
+    "Make another one after its with block",
+)
 class Trace:
     """A trace that is written when its ``with`` block ends; made by :meth:`Master.trace`.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from ..copy_refusal import refuses_copies
 from ..errors import UsageError
 from .reading import Batch, Reader, Wanted, unchanged
 from .samples import Samples, Share, seed_of
@@ -29,6 +30,11 @@ _REFUSED = {
 }
 
 
+@refuses_copies(
+    "a Loader",
+    "worker processes",
+    "Make another one of the same data set",
+)
 class Loader:
     """The batches of a session's steps, read ahead by workers.
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..copy_refusal import refuses_copies
 from ..errors import GroupError, ShoalError, StateDiverged, StateLost, UsageError
 from ..group import ProcessGroup
 from ..group.regroup import Regroupable
@@ -35,6 +36,11 @@ from .transfer import receive_state, send_state
 _LEAVING = 5.0  # seconds for closing the group of a program that fails
 
 
+@refuses_copies(
+    "a Session",
+    "its group and threads",
+    "Keep it outside of the object that you copy; its state can be saved with State.save()",
+)
 class Session:
     """Ranks that train together, and go on without those that die.
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
 from ..group import ProcessGroup
 from .progress import Progress
@@ -47,6 +48,11 @@ class Owner(Protocol):
         """
 
 
+@refuses_copies(
+    "a Step",
+    "its place in a session",
+    "Copy step.number and step.indices",
+)
 class Step:
     """One step, from ``session.steps()``: a block that a lost rank ends, and that comes again.
 

@@ -27,6 +27,7 @@ from itertools import starmap
 from time import monotonic_ns
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+from ..copy_refusal import refuses_copies
 from ..errors import InvalidFutureState, UsageError
 from ..streams import DeviceEvents, events_behind
 from ..wording import in_words
@@ -45,6 +46,11 @@ _ONCE: tuple[tuple[()], ...] = ((),)
 WAIT_SLICE = 0.1
 
 
+@refuses_copies(
+    "a future",
+    "an operation in progress",
+    "Wait for it and copy its value",
+)
 class FutureState(Generic[T]):
     """The inside of a future: its source, then its value or error, and its subscribers.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..future import Future, wait_all
 from ..spec import ANY_SOURCE, Operation
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from .point_to_point import PointToPoint
 
 
+@refuses_copies(
+    "a Batch",
+    "operations of a group",
+    "Make another one",
+)
 class Batch:
     """Collects point-to-point operations; made by ``ProcessGroup.batch``."""
 

@@ -25,6 +25,7 @@ import torch
 
 from .. import config, failure_report
 from ..backend.base import Backend, GroupSpec, ident_of
+from ..copy_refusal import refuses_copies
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..keywords import explained, named
 from ..links import Links, connect_some
@@ -46,6 +47,11 @@ from .submission import called
 from .validation import Call
 
 
+@refuses_copies(
+    "a ProcessGroup",
+    "connections to the other ranks",
+    "Keep it outside of the object that you copy; another process makes its own with shoal.init()",
+)
 class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     """The processes that communicate with each other, seen from one of them.
 

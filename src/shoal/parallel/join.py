@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..copy_refusal import refuses_copies
 from ..errors import (
     GroupError,
     ModelMismatch,
@@ -124,6 +125,11 @@ class JoinConfig:
         return JoinConfig, ()
 
 
+@refuses_copies(
+    "a Join",
+    "the joinables and their group",
+    "Make another one of the copied joinables",
+)
 class Join:
     """Within this context ranks may have uneven numbers of batches.
 

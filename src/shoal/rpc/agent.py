@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..copy_refusal import refuses_copies
 from ..errors import (
     AgentClosed,
     CallTimeout,
@@ -58,6 +59,11 @@ _LINGER = 0.5
 _PAUSE = 0.005
 
 
+@refuses_copies(
+    "an Agent",
+    "connections and threads",
+    "Keep it outside of the object that you copy; another process makes its own with shoal.rpc.join()",
+)
 class Agent:
     """One worker; made by :func:`join`, and a context manager that closes it.
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..copy_refusal import refuses_copies
 from ..decoding import MalformedMessage, from_msgpack
 from ..errors import (
     AgentClosed,
@@ -225,6 +226,11 @@ def reads_arguments(future: Future[Any]) -> bool:
     return isinstance(source, _Source) and source.reads()
 
 
+@refuses_copies(
+    "a call",
+    "an operation in progress",
+    "Wait for it and copy its value",
+)
 class _Source:
     """A call, as its future sees it."""
 

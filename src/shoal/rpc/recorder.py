@@ -19,6 +19,7 @@ from time import monotonic_ns
 from typing import Any
 
 from .. import config
+from ..copy_refusal import refuses_copies
 from ..errors import CallTimeout
 from ..group import dumps
 from ..recorder import table
@@ -71,6 +72,11 @@ class Served:
         return f"{self.call or 'a call'} of {self.caller!r} {for_long}"
 
 
+@refuses_copies(
+    "a CallRecorder",
+    "the records of an agent that goes on",
+    "Copy what entries() returns",
+)
 class CallRecorder:
     """The calls of one agent.  May be used from any thread.
 

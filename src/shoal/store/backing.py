@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
+from ..copy_refusal import refuses_copies
 from ..errors import StoreError, StoreTimeout
 from ..wire import Deadline
 from ..wording import in_seconds
@@ -91,6 +92,11 @@ class _Calls(threading.local):
     deadline = Deadline(0.0)
 
 
+@refuses_copies(
+    "a backing of a store",
+    "a connection, a file or memory",
+    "Call clone() for another one",
+)
 class Backing(Operations, Executor):
     """A store of three operations, :meth:`get_now`, :meth:`swap` and :meth:`list_keys`, and :meth:`clone`.
 

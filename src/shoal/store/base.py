@@ -18,6 +18,7 @@ from typing import Any, TypeVar, final
 from msgspec.structs import replace
 
 from .. import config
+from ..copy_refusal import refuses_copies
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
 from ..wire import Deadline
 from ..wording import in_seconds
@@ -33,6 +34,11 @@ T = TypeVar("T")
 _Self = TypeVar("_Self", bound="Store")
 
 
+@refuses_copies(
+    "a Store",
+    "a connection, a file or memory",
+    "Call clone() for a second client, or shoal.store.open_store() in the other process",
+)
 class Store:
     """A key-value store.  All methods may be called from several threads at once.
 

@@ -12,6 +12,7 @@ import pwd
 import stat
 from pathlib import Path
 
+from ..copy_refusal import refuses_copies
 from ..errors import ConfigurationError, StoreError
 
 _MODE = 0o600
@@ -26,6 +27,11 @@ _KINDS = {
 }
 
 
+@refuses_copies(
+    "a Descriptor",
+    "an open file",
+    "Open the file again",
+)
 class Descriptor:
     """An open file.  It is closed with this object, if not before, so Ctrl-C leaves none behind."""
 

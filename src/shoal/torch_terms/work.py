@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..future import Future
 from ..group import Message
 from .durations import Duration, limit
 
 
+@refuses_copies(
+    "a Work",
+    "an operation in progress",
+    "Wait for it and copy the tensors",
+)
 class WorkMethods:
     """The methods that wait for an operation or tell its state; the base of both classes ``Work``."""
 

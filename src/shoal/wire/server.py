@@ -22,6 +22,7 @@ from collections import deque
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from ..copy_refusal import refuses_copies
 from ..errors import OutOfResources, UsageError, WireError
 from .alarms import Alarms
 from .encryption import encryption
@@ -57,6 +58,11 @@ _ANSWERS_AT_ONCE = 256
 S = TypeVar("S", bound=Session)
 
 
+@refuses_copies(
+    "a server",
+    "sockets and a thread",
+    "Keep it outside of the object that you copy; clients connect to its address",
+)
 class Server(abc.ABC, Generic[S]):
     """Serves the connections to a listener, in a daemon thread between :meth:`start` and :meth:`close`.
 

@@ -114,8 +114,8 @@ def test_a_group_that_differs_is_not_added(group: shoal.ProcessGroup) -> None:
 @on_ranks(1)
 def test_it_cannot_be_copied_or_pickled(group: shoal.ProcessGroup) -> None:
     optimizer = zero(mixed(), group)
-    for duplicate in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match="cannot be pickled or copied"):
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
             duplicate(optimizer)
 
 

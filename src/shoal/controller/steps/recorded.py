@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
+from ...copy_refusal import refuses_copies
 from ...errors import RecordingMismatch, UsageError
 from .. import calls
 from ..issuing import shown
@@ -60,6 +61,11 @@ class _Kind:
         self.others = others
 
 
+@refuses_copies(
+    "a recorded step",
+    "a program at each node",
+    "Record the function again",
+)
 class Recorded:
     """A function whose calls are replayed; made by :meth:`Master.recorded`.
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ...copy_refusal import refuses_copies
 from ...uncompiled import uncompiled
 from ..commands import FIRST, Recipe, Step
 from ..dispatch import upload
@@ -107,6 +108,11 @@ def erase_ended() -> None:
             space.erase(part.number)
 
 
+@refuses_copies(
+    "a recorded call",
+    "a program at each node",
+    "Record the function again",
+)
 class Replay:
     """A program of a recorded step.
 

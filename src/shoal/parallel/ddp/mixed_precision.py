@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...containers import map_leaves
+from ...copy_refusal import refuses_copies
 from ...errors import UsageError
 from ...uncompiled import uncompiled
 from ..reducer.usage import outputs_with_graph
@@ -193,6 +194,11 @@ def _backward_begins(owner: weakref.ref[LowPrecision], _: torch.Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(alive))
 
 
+@refuses_copies(
+    "a callback of backward",
+    "gradients",
+    "Copy the model outside of backward",
+)
 @uncompiled
 class _EndOfBackward:
     """Puts the parameters back into their places when autograd calls it at the end of a pass.

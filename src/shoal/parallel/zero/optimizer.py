@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ...copy_refusal import refuses_copies
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
 from ...group.given import given_group, has_default_group
@@ -33,6 +34,11 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
+@refuses_copies(
+    "a ZeroRedundancyOptimizer",
+    "a part of the state of its group",
+    "Call consolidate_state_dict() on all ranks and save or copy state_dict()",
+)
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimiser whose state is distributed over ranks that train the same model.
 
@@ -238,12 +244,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         _copy_options(self.optim.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def __getstate__(self) -> NoReturn:
-        raise UsageError(
-            "a ZeroRedundancyOptimizer cannot be pickled or copied: it belongs to a group and holds a part "
-            "of the state; call consolidate_state_dict() on all ranks and save state_dict()"
-        )
 
     # -- another group -----------------------------------------------------------------------------
 
