@@ -58,6 +58,7 @@ _EXPLAINED = {
     "check_reduction": "torch's class does not look at it either: leave it out",
     "device_id": "the group takes tensors of the CPU: leave it out",
     "device_ids": "the group takes tensors of the CPU: leave it out",
+    "is_first_joinable": "the first one of joinables speaks for all",
     "wait_all_ranks": "monitored_barrier always names all ranks that are missing",
 }
 

@@ -62,6 +62,7 @@ class World:
     Attributes:
         membership: rank, size, job, secret, interface and store.
         links: connect this process to all others.
+        losses_reported: whether the program learns of lost ranks from the calls of an agent.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class World:
         #: how many use what the ranks met in, and are no groups
         self._guests = 0
         self._left = False
+        self.losses_reported = False
 
     @classmethod
     def connect(

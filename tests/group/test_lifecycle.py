@@ -9,7 +9,8 @@ import torch
 
 from shoal.errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, PeerLost, RemoteError
 from shoal.group import ProcessGroup
-from shoal.testing import run_threads
+from shoal.testing import faults, run_threads
+from tests.support.waiting import until
 
 from .null_backend import NullBackend, null_group
 
@@ -160,6 +161,72 @@ def test_an_exception_that_leaves_the_block_is_what_the_others_hear() -> None:
 
     with pytest.raises(RemoteError, match="1 of 2 ranks failed, rank 1 first"):
         run_threads(fail, 2, timeout=30)
+
+
+def _part(group: ProcessGroup) -> ProcessGroup:
+    part = group.split(0)
+    assert part is not None
+    return part
+
+
+def test_a_block_raises_what_ended_the_group_if_no_call_has_raised_it() -> None:
+    def rank(group: ProcessGroup) -> str:
+        part = _part(group)
+
+        def end() -> None:
+            with part:
+                pending = part.all_reduce(torch.ones(1)) if group.rank == 0 else None  # nobody waits for it
+                group.barrier().wait()
+                if group.rank == 1:
+                    part.abort("the disk is full")
+                until(lambda: part.state != "open")
+                del pending
+
+        if group.rank == 1:
+            end()  # this rank has aborted it
+            return ""
+        with pytest.raises(GroupAborted, match=r"rank 0 was aborted: .*the disk is full") as raised:
+            end()
+        assert part.state == "closed"
+        return str(raised.value)
+
+    run_threads(rank, 2)
+
+
+def test_one_block_raises_the_loss_of_a_peer_that_no_call_has_met() -> None:
+    def rank(group: ProcessGroup) -> None:
+        part = _part(group)
+
+        def end() -> None:
+            with part:
+                until(lambda: part.state == group.state == "broken")
+
+        if group.rank == 1:
+            faults.sever(group, 0)
+        with pytest.raises(PeerLost, match=r"world/split:.*' on rank . is broken: "):
+            end()
+
+    run_threads(rank, 2)  # whose block, of the group of all ranks, does not raise it again
+
+
+@pytest.mark.parametrize("way", ["wait", "submit", "agree"])
+def test_a_block_does_not_repeat_what_a_call_has_reported(way: str) -> None:
+    def rank(group: ProcessGroup) -> None:
+        part = _part(group)
+        with part:
+            future = part.all_reduce(torch.ones(1)) if way == "wait" and group.rank == 0 else None
+            group.barrier().wait()
+            if group.rank == 1:
+                part.abort("enough")
+                return
+            until(lambda: part.state != "open")
+            if way == "agree":
+                part.agree(1)
+                return
+            with pytest.raises(GroupAborted):
+                part.barrier() if future is None else future.wait()
+
+    run_threads(rank, 2)
 
 
 def test_an_orderly_exit_of_the_program_is_no_failure() -> None:

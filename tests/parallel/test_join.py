@@ -318,6 +318,69 @@ def test_a_joinable_is_in_one_join_at_a_time() -> None:
     assert run_threads(rank, 2) == [2, 2]
 
 
+@pytest.mark.parametrize("throw", [False, True])
+@pytest.mark.parametrize("shadows", [False, True])
+def test_a_nested_join_of_the_same_group_is_refused_on_all_ranks(throw: bool, shadows: bool) -> None:
+    def rank(group: shoal.ProcessGroup) -> str:
+        outer, inner = Counter(group), Counter(group)
+
+        def enter() -> None:
+            with Join([outer], throw_on_early_termination=throw):
+                if not (shadows and group.rank == 1):
+                    Join([inner]).__enter__()
+
+        with pytest.raises(UsageError, match=r"Join .*inside the block of") as raised:
+            enter()
+        assert group.join_block is None
+        group.barrier().wait()
+        assert _count(outer, 2).total > 0  # both can be used again
+        return str(raised.value)
+
+    for number, text in enumerate(run_threads(rank, 3)):
+        assert ("other ranks of group" in text) == (shadows and number == 1)
+
+
+def test_a_nested_join_aborts_the_group_if_another_rank_is_in_a_step() -> None:
+    def rank(group: shoal.ProcessGroup) -> tuple[BaseException | None, str]:
+        def body() -> None:
+            if group.rank == 0:
+                Join([Counter(group)]).__enter__()
+            counter()
+
+        counter = Counter(group)
+        return _outcome(counter, body)
+
+    (refused, _), (other, _) = run_threads(rank, 2)
+    assert isinstance(refused, UsageError)
+    assert isinstance(other, GroupAborted)
+    assert "inside the block of another Join" in str(other)
+
+
+@on_ranks(2)
+def test_a_keyword_that_no_joinable_takes_is_refused(group: shoal.ProcessGroup) -> None:
+    net = nn.Linear(2, 2)
+    model = shoal.DistributedDataParallel(net, group=group)
+    optimizer = shoal.ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, group=group, lr=0.1)
+
+    class Named(Counter):
+        def join_hook(self, weight: int = 1) -> JoinHook:  # type: ignore[override]
+            return CounterHook(self)
+
+    words = "Join takes no argument 'divide_by_initial_world_sizee'; 'divide_by_initial_world_size' is meant"
+    with pytest.raises(UsageError, match=words):
+        Join([model, optimizer], divide_by_initial_world_sizee=False)
+    with pytest.raises(UsageError, match="'is_first_joinable': the first one of joinables speaks for all"):
+        Join([model], is_first_joinable=True)
+    with pytest.raises(UsageError, match="'weigth'; 'weight' is meant"):
+        Join([model, Named(group)], weigth=2)
+    for join in (
+        Join([model, Named(group)], weight=2, divide_by_initial_world_size=False),
+        Join([model, Counter(group)], of_its_own=1),  # a hook of the program takes any
+    ):
+        with join:
+            pass
+
+
 @on_ranks(2)
 def test_what_is_no_hook_is_refused_before_anything_is_sent(group: shoal.ProcessGroup) -> None:
     counter = Counter(group)

@@ -113,6 +113,8 @@ class DataChannel(abc.ABC):
     #: Called, any number of times and from any thread, when an operation of a broken channel is seen to have
     #: failed.  Its group sets it; a channel that does not call it is looked at from time to time.
     on_failure: Callable[[], None] | None = None
+    #: Whether the error that ended the group has reached the program.  Of a channel that cannot say: True.
+    reported: bool = True
     #: device types whose tensors the channel takes
     devices: frozenset[str] = frozenset({"cpu"})
     #: The channel takes operations in one order only, the same on every rank, as a communicator of NCCL or
@@ -198,6 +200,10 @@ class DataChannel(abc.ABC):
         """The error that broke the channel, or None.  Cheap; never blocks."""
         return None
 
+    def report(self, failure: GroupError) -> None:
+        """Note that a call has raised what ended the group."""
+        self.reported = True
+
     def last_completed(self) -> int:
         """The number of the last collective that has completed here with all before it; -1: none is known."""
         return -1
@@ -268,6 +274,9 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     #: the scopes of failures that its groups can have; see :class:`GroupSpec`
     scopes: ClassVar[frozenset[str]] = frozenset({"all"})
+
+    #: Whether an operation has raised the loss of a rank.
+    losses_reported: bool = False
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

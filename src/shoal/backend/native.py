@@ -262,6 +262,7 @@ class NativeChannel(DataChannel):
         self._spec = spec
         self._shortcut: _core.Shortcut | None = None
         self._failure: GroupError | None = None
+        self.reported = False
 
     def submit(self, operation: Operation) -> Future[Any]:
         kind = operation.kind
@@ -346,6 +347,11 @@ class NativeChannel(DataChannel):
             failure_report.told(ranks, self._backend.meeting)
         return error_of(error)
 
+    def report(self, failure: GroupError) -> None:
+        self.reported = True
+        if isinstance(failure, PeerLost):
+            self._backend.losses_reported = True
+
     def last_completed(self) -> int:
         number: int = self._core.last_completed()
         return number
@@ -379,9 +385,12 @@ class NativeChannel(DataChannel):
     def error_of(self, core: _core.Operation) -> GroupError | None:
         """The error of a complete operation."""
         error = core.error()
-        if error is not None and self.on_failure is not None and self._core.broken():
-            self.on_failure()
-        return self.error(error)
+        raised = self.error(error)
+        if raised is not None and self._core.broken():
+            self.report(raised)
+            if self.on_failure is not None:
+                self.on_failure()
+        return raised
 
     def notify(self, core: _core.Operation, source: _core.Source, fn: Callable[[], None]) -> None:
         """See :meth:`NativeBackend.notify`; the tensors are let go of before."""

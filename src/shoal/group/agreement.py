@@ -144,6 +144,7 @@ class Agreements(Submitter):
         """
         with self._submitting:
             self._refuse_if_closed()
+            self._channel.reported = True  # the agreement says who is lost
             agreeing = self._channel.agree(op, vote, timeout)
         following = _Following(agreeing, self._spec, op, timeout, self._store, self._reports_evictions())
         return in_background(following.run)

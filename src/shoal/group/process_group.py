@@ -3,8 +3,7 @@
 The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects``,
 ``monitored_barrier``, ``agreement`` and ``rebuild``; what is here decides whether they may be used.
 A group is independent of the groups made from it: each has a data channel of its own, is closed,
-aborted and broken by itself.  The connections that all of them use belong to their world, which goes when the
-last of its groups is closed.
+aborted and broken by itself.  The connections that all of them use go with the last group of their world.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
 from .rebuild import Rebuilding
 from .submission import called
+from .unseen import unseen_failure
 from .validation import Call
 
 
 @refuses_copies(
-    "a ProcessGroup",
-    "connections to the other ranks",
+    "a ProcessGroup", "connections to the other ranks",
     "Keep it outside of the object that you copy; another process makes its own with shoal.init()",
-)
+)  # fmt: skip
 class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     """The processes that communicate with each other, seen from one of them.
 
     Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group as long
-    as the order in which they submit collectives agrees across ranks.  Usable as a context manager: the
-    group is closed at the end of the block, or aborted first if an exception leaves it, so that the
-    other ranks hear of it instead of waiting.
+    as the order in which they submit collectives agrees across ranks.  As a context manager it is closed at
+    the end of the block, or aborted first if an exception leaves it.  A block without an exception raises
+    what ended the group in it (such as a lost peer) unless a call has raised that.
     """
 
     def __init__(
@@ -490,18 +489,24 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._line is not None and self._line.newest not in (None, self):  # the block is of that one
-            self._line.newest.__exit__(kind, error, trace)
-        orderly = error is None or (isinstance(error, SystemExit) and not error.code)
-        if error is not None and not orderly and self._state == "open":
-            reason = f"an exception left the group's block on rank {self.rank}: {shown(error)}"
-            if self._is_first:
-                try:
-                    self._world.abort(reason)
-                finally:
-                    self._world.close(self._timeout)
-            self.abort(reason)
-        self.close()
+        successor = None if self._line is None or self._line.newest is self else self._line.newest
+        try:
+            if successor is not None:  # the block is of that one
+                successor.__exit__(kind, error, trace)
+        finally:
+            unseen = unseen_failure(self, self._backend) if kind is None and successor is None else None
+            orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
+            if not orderly and self._state == "open":
+                reason = f"an exception left the group's block on rank {self.rank}: {shown(error)}"
+                if self._is_first:
+                    try:
+                        self._world.abort(reason)
+                    finally:
+                        self._world.close(self._timeout)
+                self.abort(reason)
+            self.close()
+        if unseen is not None:
+            raise self._reported(unseen)
 
     @uncompiled
     def __del__(self) -> None:

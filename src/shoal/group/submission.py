@@ -17,7 +17,7 @@ import torch
 
 from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
-from ..errors import ForkedProcess, GroupAborted, GroupClosed, UnsupportedOperation
+from ..errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, UnsupportedOperation
 from ..future import Completion, Future, callback_scope
 from ..keywords import checked_seconds, misspelt, named
 from ..recorder import FlightRecorder
@@ -42,6 +42,8 @@ class Submitter:
     """The part of a group that its operations stand on."""
 
     _is_first: bool
+    #: The :class:`shoal.Join` whose block this rank is in.
+    join_block: object = None
 
     def __init__(self, spec: GroupSpec, channel: DataChannel, *, timeout: float) -> None:
         self._spec = spec
@@ -195,6 +197,7 @@ class Submitter:
             return
         if self._state == "open" and self._channel.failure() is None:
             self._abort_reason, self._aborting = reason, True
+            self._channel.reported = True  # this rank need not learn of it
             self._state = "aborted"
             if self._ended:  # another thread has closed the group meanwhile
                 self._state = "closed"
@@ -237,14 +240,19 @@ class Submitter:
             raise GroupClosed(f"{where} is {self._state}; make a new group to go on")
         failure = self._channel.failure()
         if failure is not None:
-            if self._channel.on_failure is not None:
-                self._channel.on_failure()
-            # A copy: one exception for all calls would collect every caller's frames.
-            told = copy(failure).with_traceback(None)
-            ended = "was aborted" if isinstance(failure, GroupAborted) else "is broken"
-            told.args = (f"{where} {ended}: {failure}",)
-            raise told
+            raise self._reported(failure)
         raise GroupAborted(f"{where} was aborted here: {self._abort_reason}")
+
+    def _reported(self, failure: GroupError) -> GroupError:
+        """The exception for a call that meets the failure of the group."""
+        self._channel.report(failure)
+        if self._channel.on_failure is not None:
+            self._channel.on_failure()
+        # A copy: one exception for all calls would collect every caller's frames.
+        raised = copy(failure).with_traceback(None)
+        ended = "was aborted" if isinstance(failure, GroupAborted) else "is broken"
+        raised.args = (f"group {self._spec.name!r} on rank {self._rank} {ended}: {failure}",)
+        return raised
 
 
 def mapped(future: Future[Any], finish: Callable[[Any], Any]) -> Future[Any]:

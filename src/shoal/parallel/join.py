@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from ..errors import (
 from ..future import Future
 from ..group import ProcessGroup
 from ..group.given import given_group
+from ..keywords import misspelt, named, taken
 from ..wording import ranks_named, shown
 
 #: A rank that has shadowed so many steps says that the inputs are very uneven.
@@ -45,6 +46,27 @@ _MANY_STEPS = 1000
 
 #: The errors that every rank raises, alike and at the same place, so that nobody waits for the one that left.
 _RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, OutOfStep, ModelMismatch)
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def takes_named_options(join_hook: _Hook) -> _Hook:
+    """Mark a ``join_hook`` that uses no options but those of its signature, in spite of ``**kwargs``."""
+    join_hook._takes_named_options = True  # type: ignore[attr-defined]
+    return join_hook
+
+
+class _NestedJoin(UsageError):
+    """A Join was entered in the block of another one of the same group.
+
+    Attributes:
+        group: the group.
+        agreed: whether its ranks know that nobody waits for this one.
+    """
+
+    def __init__(self, text: str, group: ProcessGroup, agreed: bool = False) -> None:
+        super().__init__(text)
+        self.group, self.agreed = group, agreed
 
 
 class JoinHook:
@@ -80,6 +102,7 @@ class Joinable(ABC):
 
         Args:
             kwargs: all keyword arguments that the Join was given; those of other joinables are among them.
+                A Join takes any if a ``join_hook`` has ``**kwargs``, and those in its signature otherwise.
         """
 
     def _end_of_batch(self) -> None:
@@ -139,7 +162,7 @@ class Join:
                 optimizer.step()
 
     All ranks enter it, with the same arguments.  A Join may be used again, also after a failure that left
-    the group usable, but each joinable is in one at a time.
+    the group usable.  A group is in one Join at a time: another one inside its block is refused on all ranks.
 
     An exception that leaves the block leaves it at once, without shadowing.  The other ranks would wait in
     vain for this one, so its group is aborted, as the block of a ProcessGroup would do, and they raise
@@ -157,7 +180,8 @@ class Join:
 
     Raises:
         UsageError: no joinables, one that is none or whose constructor did not call that of Joinable, one
-            named twice or inside another Join, or joinables of several groups.
+            named twice, joinables of several groups, a keyword argument that none of them takes, or a block
+            inside that of another Join of the group.
         UnevenInputs: with ``throw_on_early_termination``; from the step of the active ranks, and at the end
             of the block of the others.
     """
@@ -171,6 +195,7 @@ class Join:
     ) -> None:
         self._joinables = list(joinables)
         self._group = _common_group(self._joinables)
+        _refuse_unknown(self._joinables, kwargs)
         self._device = self._joinables[0].join_device
         self._enable = enable
         self._throw = throw_on_early_termination
@@ -182,13 +207,22 @@ class Join:
             return self
         for joinable in self._joinables:
             if joinable._join_config.enable:
-                raise UsageError(
+                raise _NestedJoin(
                     f"{_name(joinable)} is inside another Join already; give all joinables to one Join, or "
-                    "leave the other one first"
+                    "leave the other one first",
+                    self._group,
                 )
+        if self._group.join_block is not None:
+            raise _NestedJoin(
+                f"a Join of {', '.join(map(_name, self._joinables))} was entered on rank {self._group.rank} "
+                f"inside the block of another Join of group {self._group.name!r}, and their steps would mix; "
+                "give all joinables to one Join, or leave the other one first",
+                self._group,
+            )
         self._hooks = [_hook(joinable, self._kwargs) for joinable in self._joinables]
         for index, joinable in enumerate(self._joinables):
             joinable._join_config = JoinConfig(True, self._throw, is_first_joinable=index == 0)
+        self._group.join_block = self
         return self
 
     def __exit__(
@@ -197,6 +231,7 @@ class Join:
         if not self._enable:
             return
         hooks, self._hooks = self._hooks, []
+        self._group.join_block = None
         # From here on the Join speaks for this rank: a hook may run the very code that notifies it.
         for joinable in self._joinables:
             joinable._join_config = JoinConfig()
@@ -233,7 +268,7 @@ class Join:
         if group.size == 1:
             return None
         named = config.throw_on_early_termination
-        answer = _count_active(group, joinable.join_device, present=True, named=named)
+        answer = _count_active(group, joinable.join_device, 1, named=named)
         if not named:
             return answer
         active = answer.wait()
@@ -248,9 +283,16 @@ class Join:
             return True
         steps = 0
         while True:
-            active = _count_active(self._group, self._device, present=False, named=self._throw).wait()
+            active = _count_active(self._group, self._device, 0, named=self._throw).wait()
             if not int(active.sum()):
                 return steps == 0
+            if self._refused(active)[0]:
+                raise _NestedJoin(
+                    f"other ranks of group {self._group.name!r} entered a Join inside the block of this one, "
+                    f"which is refused (seen by rank {self._group.rank}).  Give all joinables to one Join",
+                    self._group,
+                    agreed=True,
+                )
             if self._throw:
                 _raise_if_uneven(self._group, active)
             if steps == _MANY_STEPS:
@@ -265,7 +307,34 @@ class Join:
         broken = isinstance(error, GroupError) and not isinstance(error, OutOfSharedMemory)
         if orderly or broken or isinstance(error, _RAISED_EVERYWHERE):
             return
+        if isinstance(error, _NestedJoin) and error.group is self._group and (error.agreed or self._agrees()):
+            error.agreed = True
+            return
         self._group.abort(f"an exception left the block of a Join on rank {self._group.rank}: {shown(error)}")
+
+    def _agrees(self) -> bool:
+        """Whether no rank waits for this one, which leaves because another Join was refused.
+
+        On a rank that runs the same program the Join is refused too, and one that shadows is told here.  A
+        rank that is in a step would wait.
+        """
+        if self._group.size == 1:
+            return True
+        refusing = self._group.size + 1
+        try:
+            active = _count_active(
+                self._group, self._device, 2 if self._throw else refusing, named=self._throw
+            ).wait()
+        except GroupError:
+            return False
+        return not self._refused(active)[1]
+
+    def _refused(self, active: torch.Tensor) -> tuple[int, int]:
+        """The number of ranks that leave because another Join was refused, and of those in a step."""
+        if self._throw:
+            told = active.tolist()
+            return told.count(2), told.count(1)
+        return divmod(int(active), self._group.size + 1)
 
     def _warn(self) -> None:
         warnings.warn(
@@ -277,13 +346,17 @@ class Join:
 
 
 def _count_active(
-    group: ProcessGroup, device: torch.device, *, present: bool, named: bool
+    group: ProcessGroup, device: torch.device, mine: int, *, named: bool
 ) -> Future[torch.Tensor]:
-    """The number of active ranks, or for each rank whether it is (``named``): one element for each."""
+    """The number of active ranks, or for each rank whether it is (``named``): one element for each.
+
+    Args:
+        mine: 1: active; 0: shadows; else as of ``Join._agrees``.
+    """
     if not named:
-        return group.all_reduce(torch.full((), int(present), device=device))
+        return group.all_reduce(torch.full((), mine, device=device))
     active = torch.zeros(group.size, dtype=torch.int64, device=device)
-    active[group.rank] = int(present)
+    active[group.rank] = mine
     return group.all_reduce(active)
 
 
@@ -316,6 +389,16 @@ def _common_group(joinables: Sequence[Joinable]) -> ProcessGroup:
     return group
 
 
+def _refuse_unknown(joinables: Sequence[Joinable], kwargs: dict[str, Any]) -> None:
+    """Raise for a keyword argument that no joinable takes."""
+    hooks = [joinable.join_hook for joinable in joinables]
+    if any(taken(hook) is None and not hasattr(hook, "_takes_named_options") for hook in hooks):
+        return
+    known = dict.fromkeys(name for hook in hooks for name in named(hook))
+    if unknown := [name for name in kwargs if name not in known]:
+        raise misspelt("Join", unknown, [*named(Join), *known])
+
+
 def _group_of(joinable: Joinable) -> ProcessGroup:
     return given_group(joinable.join_process_group, "Join", f"join_process_group of {_name(joinable)}")
 
@@ -337,6 +420,9 @@ def _config(joinable: Joinable) -> JoinConfig:
 
 
 def _hook(joinable: Joinable, kwargs: dict[str, Any]) -> JoinHook:
+    names = taken(joinable.join_hook)
+    if names is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
     hook = joinable.join_hook(**kwargs)
     if not isinstance(hook, JoinHook):
         raise UsageError(f"join_hook of {_name(joinable)} must return a JoinHook, got {_name(hook)}")

@@ -136,6 +136,7 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
     store = group.store.clone()
     world = group.world
     world.enter()
+    world.losses_reported = True
 
     def release(timeout: float) -> None:
         store.close()

@@ -20,7 +20,7 @@ from ..hooks.bucket import CommHook
 from ..hooks.calling import check_hook
 from ..hooks.optimizer_overlap import hook_then_optimizers_in_backward, take_over_optimizers_in_backward
 from ..hooks.plain import allreduce_hook
-from ..join import Join, Joinable, JoinHook
+from ..join import Join, Joinable, JoinHook, takes_named_options
 from ..reducer import Reducer, ReducerOptions
 from ..reducer.buckets import reduced_dtype
 from ..reducer.participants import Participants
@@ -372,13 +372,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    @takes_named_options
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
         """For a :class:`Join`.
 
         Args:
-            kwargs: ``divide_by_initial_world_size``: see :meth:`join`; others are ignored.
+            divide_by_initial_world_size: see :meth:`join`.
+            kwargs: those of other joinables.
         """
-        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._divide_by_initial_world_size = bool(divide_by_initial_world_size)
         return Shadow(self.group, self._members, self._shadow)
 
     @property

@@ -22,7 +22,7 @@ from ...group.given import given_group, has_default_group
 from ...group.regroup import Leader
 from ...keywords import misspelt
 from ..consistency import check_same
-from ..join import Join, Joinable, JoinHook
+from ..join import Join, Joinable, JoinHook, takes_named_options
 from .arguments import DIFFER, check_can_be_sent, check_copies, checked_parameters, describe_all
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .shares import Shares
@@ -363,6 +363,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # -- as a Joinable ---------------------------------------------------------------------------
 
+    @takes_named_options
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Takes part in the steps of the others, with the gradients that they have."""
         return _ZeroHook(self)
