@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from . import distributed as distributed
     from . import elastic as elastic
     from . import errors as errors
+    from . import functional as functional
     from . import future as future
     from . import group as group
     from . import parallel as parallel
@@ -217,6 +218,7 @@ _SUBMODULES = (
     "distributed",
     "elastic",
     "errors",
+    "functional",
     "future",
     "group",
     "parallel",

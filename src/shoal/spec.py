@@ -11,16 +11,22 @@ import enum
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from .errors import UsageError
+from .torch_features import premul_factor
 from .wording import counted
 
 
 def encodable(text: str) -> str:
     r"""``text`` as UTF-8 can carry it: a lone surrogate, as of an undecodable name, becomes ``\udcff``."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+#: A :class:`ReduceOp`, its name in any case, or a value of ``torch.distributed.ReduceOp``.
+ReduceOpLike: TypeAlias = Any
 
 
 class OpKind(enum.IntEnum):
@@ -55,9 +61,11 @@ class _Kind(enum.IntEnum):
 class ReduceOp:
     """A reduction: one of the class attributes below, or :meth:`premul_sum`.
 
-    ``SUM AVG PRODUCT MIN MAX BAND BOR BXOR``.  Wherever an operation takes ``op=``, the lower-case
-    name as a string means the same: ``op="max"``.  Integer AVG truncates toward zero; on bool SUM
-    and MAX are *or*, PRODUCT and MIN are *and*; MIN and MAX propagate NaN.
+    ``SUM AVG PRODUCT MIN MAX BAND BOR BXOR``.  Wherever an operation takes ``op=``, the name as a string
+    means the same (``op="max"``), and so does torch's (``torch.distributed.ReduceOp.MAX``).
+
+    Integer AVG truncates toward zero; on bool SUM and MAX are *or*, PRODUCT and MIN are *and*; MIN and MAX
+    propagate NaN.
     """
 
     code: int
@@ -83,19 +91,23 @@ class ReduceOp:
         return ReduceOp(_Kind.PREMUL_SUM, _factor(factor))
 
     @staticmethod
-    def of(op: ReduceOp | str) -> ReduceOp:
-        """``op`` itself, or the reduction that a string names."""
+    def of(op: ReduceOpLike) -> ReduceOp:
+        """``op`` itself, or the reduction that a name in any case or a value of torch's ReduceOp stands for.
+
+        Raises:
+            UsageError: it stands for none, or for PREMUL_SUM without its factor.
+        """
         if isinstance(op, ReduceOp):
             return op
-        try:
-            return _BY_NAME[op]
-        except (KeyError, TypeError):
-            names = ", ".join(sorted(_BY_NAME))
-            meant = _meant(op)
-            raise UsageError(
-                f"unknown reduction {op!r}{meant and f'; {meant!r} is meant, probably'}; expected a "
-                f"shoal.ReduceOp or one of: {names}"
-            ) from None
+        found = _BY_NAME.get(op.lower()) if isinstance(op, str) else _of_torch(op)
+        if found is not None:
+            return found
+        names = ", ".join(sorted(_BY_NAME))
+        meant = _meant(op)
+        raise UsageError(
+            f"unknown reduction {op!r}{meant and f'; {meant!r} is meant, probably'}; expected a reduction "
+            f"such as ReduceOp.SUM, of shoal or torch, or one of the names {names}"
+        )
 
     def __repr__(self) -> str:
         if self.code == _Kind.PREMUL_SUM:
@@ -103,8 +115,26 @@ class ReduceOp:
         return f"ReduceOp.{self.name}"
 
 
+def _of_torch(op: Any) -> ReduceOp | None:
+    """The reduction that a value of ``torch.distributed.ReduceOp`` stands for; None: it is no such value."""
+    if op.__class__ not in _torch_classes:
+        if not type(op).__module__.startswith("torch.") or not hasattr(getattr(op, "op", op), "__int__"):
+            return None
+        _torch_classes.add(type(op))
+    # A torch.distributed.ReduceOp has its constant in `op`.  Asking for a name takes three times as long.
+    kind: Any = getattr(op, "op", op)
+    if (number := int(kind)) != _Kind.PREMUL_SUM:
+        return _BY_NUMBER.get(number)
+    if kind is op:
+        raise UsageError(
+            "op=PREMUL_SUM: the factor is missing; use shoal.ReduceOp.premul_sum(factor), or "
+            "_make_nccl_premul_sum(factor) where the value must be torch's"
+        )
+    return ReduceOp.premul_sum(premul_factor(op))
+
+
 def _meant(op: object) -> str:
-    """The name of the reduction that a caller probably meant by ``"SUM"`` or torch's ``ReduceOp.SUM``."""
+    """The name of the reduction that a caller probably meant."""
     # Torch's reductions show themselves as <RedOpType.SUM: 0>.
     word = op if isinstance(op, str) else getattr(op, "name", None) or str(op)
     word = str(word).rpartition(".")[2].partition(":")[0].lower()
@@ -154,6 +184,10 @@ REDUCTIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
 for _op in REDUCTIONS:
     setattr(ReduceOp, _op.name, _op)
 _BY_NAME = {op.name.lower(): op for op in REDUCTIONS}
+#: Torch numbers its reductions as shoal does, which a test compares.
+_BY_NUMBER = {op.code: op for op in REDUCTIONS}
+#: Torch's classes of reductions that were seen: small messages are spared the look at names.
+_torch_classes: set[type] = set()
 
 
 #: torch dtype -> code in the native core.  A dtype that is absent cannot be sent.

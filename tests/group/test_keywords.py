@@ -27,9 +27,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "group": (lambda g: g.barrier(group=g), "'group': the operation is a method of its group"),
     "process_group": (lambda g: g.all_reduce(X, process_group=g), "'process_group': the operation is a "),
-    "src of a broadcast": (lambda g: g.broadcast(X, src=0), "'src'; 'root' is meant"),
-    "dst of a reduce": (lambda g: g.reduce(X, dst=0), "'dst'; 'root' is meant"),
-    "src of objects": (lambda g: g.broadcast_object(1, src=0), "'src'; 'root' is meant"),
+    "dst of a broadcast": (lambda g: g.broadcast(X, dst=0), "'dst'; 'root' is meant"),
+    "two roots": (lambda g: g.broadcast(X, 1, src=0), "broadcast on rank 0: root=1 and src=0 are two names"),
+    "no rank": (lambda g: g.reduce(X, dst=1), "reduce on rank 0: dst must be a rank of the group, 0 to 0"),
     "gather_list": (lambda g: g.gather(X, gather_list=[X]), "'gather_list'; 'out' is meant"),
     "scatter_list": (lambda g: g.scatter(X, scatter_list=[X]), "'scatter_list'; 'inputs' is meant"),
     "splits": (lambda g: g.all_to_all_single(X, X, input_split_sizes=[2]), "'input_splits' is meant"),
@@ -40,9 +40,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda g: g.barrier(timeout=datetime.timedelta(seconds=1)),
         "timeout=datetime.timedelta(seconds=1) on rank 0: expected a positive number of seconds; pass its ",
     ),
-    "capitals": (lambda g: g.all_reduce(X, op="SUM"), "unknown reduction 'SUM'; 'sum' is meant"),
     "mean": (lambda g: g.all_reduce(X, op="mean"), "unknown reduction 'mean'; 'avg' is meant"),
-    "torch's": (lambda g: g.all_reduce(X, dist.ReduceOp.MAX), ">; 'max' is meant, probably; expected"),
+    "number": (lambda g: g.all_reduce(X, op=3), "unknown reduction 3; expected a reduction such as ReduceOp"),
+    "torch's premul_sum": (
+        lambda g: g.all_reduce(X, dist.ReduceOp.PREMUL_SUM),
+        "op=PREMUL_SUM: the factor is missing",
+    ),
 }
 
 
@@ -56,6 +59,25 @@ def test_the_error_says_the_name_that_is_meant_and_the_group_stays_usable(name: 
         return group.all_reduce(torch.ones(1)).wait().tolist()
 
     assert run_threads(rank, 1) == [[1.0]]
+
+
+def test_torch_s_names_of_roots_and_reductions_are_taken() -> None:
+    def rank(group: ProcessGroup) -> None:
+        me, x = group.rank, torch.tensor([group.rank + 1.0])
+        for op in (dist.ReduceOp.MAX, dist.ReduceOp.RedOpType.MAX, "MAX", "max", shoal.ReduceOp.MAX):
+            assert group.all_reduce(x.clone(), op).wait().item() == 2.0
+        halved = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
+        assert group.all_reduce(x.clone(), halved).wait().item() == 1.5
+        assert group.broadcast(x.clone(), src=1).wait().item() == 2.0
+        assert group.reduce(x.clone(), dst=1).wait() == (torch.tensor([3.0]) if me == 1 else None)
+        assert (group.gather(x, dst=1).wait() is None) == (me == 0)
+        parts = [torch.tensor([5.0]), torch.tensor([6.0])] if me == 1 else None
+        assert group.scatter(x.clone(), parts, src=1).wait().item() == 5.0 + me
+        assert group.broadcast_object(me, src=1).wait() == 1
+        assert group.gather_object(me, dst=1).wait() == ([0, 1] if me == 1 else None)
+        assert group.scatter_object([2, 3] if me == 1 else None, src=1).wait() == 2 + me
+
+    run_threads(rank, 2)
 
 
 def test_every_operation_refuses_what_it_does_not_take() -> None:

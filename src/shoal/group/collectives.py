@@ -1,7 +1,7 @@
 """The collective operations: every rank of the group calls the same ones in the same order.
 
 Each validates its arguments, replaces tensors that are not contiguous, and submits.  ``op=`` takes a
-:class:`~shoal.ReduceOp` or its lower-case name; ``timeout=`` is in seconds from the call and defaults
+:class:`~shoal.ReduceOp`, its name, or torch's; ``timeout=`` is in seconds from the call and defaults
 to the group's; when it runs out the group is broken.  All of them return a
 :class:`~shoal.Future` at once; bad arguments raise at once, before anything is sent.
 ``docs/operations.md`` has the table of arguments, values and legal dtypes.
@@ -17,11 +17,12 @@ import torch
 
 from ..future import Future
 from ..keywords import explained
-from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp
+from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp, ReduceOpLike
 from ..wording import counted
 from .premultiplied import multiply, products
 from .staging import Staging, readable, readable_beside
 from .submission import Submitter, called, mapped
+from .validation import warn_of_gradients
 
 # Looking a member up in an enumeration costs more than a small message.
 _ALL_REDUCE = OpKind.ALL_REDUCE
@@ -37,7 +38,7 @@ class Collectives(Submitter):
     """The collective operations of a group."""
 
     def all_reduce(
-        self, x: torch.Tensor, op: ReduceOp | str = SUM, *, timeout: float | None = None, **unknown: NoReturn
+        self, x: torch.Tensor, op: ReduceOpLike = SUM, *, timeout: float | None = None, **unknown: NoReturn
     ) -> Future[torch.Tensor]:
         """Reduce ``x`` over all ranks, in place on every rank.
 
@@ -55,6 +56,8 @@ class Collectives(Submitter):
         """
         if unknown:
             self._refuse_keywords("all_reduce", unknown)
+        if getattr(x, "requires_grad", False):
+            warn_of_gradients(self._call("all_reduce"), x)
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_ALL_REDUCE, x, x, reduction.code, -1, seconds)
@@ -67,15 +70,25 @@ class Collectives(Submitter):
 
     @explained(called)
     def reduce(
-        self, x: torch.Tensor, root: int = 0, op: ReduceOp | str = SUM, *, timeout: float | None = None
+        self,
+        x: torch.Tensor,
+        root: int = 0,
+        op: ReduceOpLike = SUM,
+        *,
+        dst: int | None = None,
+        timeout: float | None = None,
     ) -> Future[torch.Tensor | None]:
         """Reduce ``x`` over all ranks into ``x`` of rank ``root``; elsewhere ``x`` is only read.
+
+        Args:
+            dst: torch's name for ``root``.
 
         Returns:
             A future of ``x`` on ``root`` and of None elsewhere.
         """
         call = self._call("reduce")
-        call.root(root)
+        root = call.named_root(root, "dst", dst)
+        warn_of_gradients(call, x)
         if self._rank == root:
             call.output(x, "x")
             return self._in_place(OpKind.REDUCE, x, timeout, call.reduction(op, x.dtype), root)
@@ -88,15 +101,26 @@ class Collectives(Submitter):
         return self._submit(OpKind.REDUCE, sources, (), timeout, reduction, root)
 
     def broadcast(
-        self, x: torch.Tensor, root: int = 0, *, timeout: float | None = None, **unknown: NoReturn
+        self,
+        x: torch.Tensor,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        timeout: float | None = None,
+        **unknown: NoReturn,
     ) -> Future[torch.Tensor]:
         """Copy ``x`` of rank ``root`` into ``x`` of all others.
+
+        Args:
+            src: torch's name for ``root``.
 
         Returns:
             A future of ``x``.
         """
         if unknown:
             self._refuse_keywords("broadcast", unknown)
+        if src is not None:
+            root = self._call("broadcast").named_root(root, "src", src)
         if root.__class__ is int and root >= 0:
             source = x if root == self._rank else None
             seconds = self._timeout if timeout is None else timeout
@@ -133,6 +157,7 @@ class Collectives(Submitter):
         """
         call = self._call("all_gather")
         call.tensor(x, "x")
+        warn_of_gradients(call, x)
         if out is None:
             out = [x.new_empty(x.shape) for _ in range(self._size)]
         else:
@@ -156,6 +181,8 @@ class Collectives(Submitter):
         """
         if unknown:
             self._refuse_keywords("all_gather_single", unknown)
+        if getattr(x, "requires_grad", False):
+            warn_of_gradients(self._call("all_gather_single"), x)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_ALL_GATHER, x, out, 0, -1, seconds)
         if future is not None:
@@ -173,7 +200,7 @@ class Collectives(Submitter):
         self,
         out: torch.Tensor,
         inputs: Sequence[torch.Tensor],
-        op: ReduceOp | str = SUM,
+        op: ReduceOpLike = SUM,
         *,
         timeout: float | None = None,
     ) -> Future[torch.Tensor]:
@@ -189,6 +216,7 @@ class Collectives(Submitter):
         """
         call = self._call("reduce_scatter")
         call.tensors(inputs, "inputs")
+        warn_of_gradients(call, *inputs)
         call.output(out, "out")
         call.same_dtype(out, "out", inputs[0], "inputs[0]")
         part = inputs[self._rank].numel()
@@ -203,7 +231,7 @@ class Collectives(Submitter):
         self,
         out: torch.Tensor,
         x: torch.Tensor,
-        op: ReduceOp | str = SUM,
+        op: ReduceOpLike = SUM,
         *,
         timeout: float | None = None,
         **unknown: NoReturn,
@@ -220,6 +248,8 @@ class Collectives(Submitter):
         """
         if unknown:
             self._refuse_keywords("reduce_scatter_single", unknown)
+        if getattr(x, "requires_grad", False):
+            warn_of_gradients(self._call("reduce_scatter_single"), x)
         reduction = ReduceOp.of(op)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_REDUCE_SCATTER, x, out, reduction.code, -1, seconds)
@@ -241,6 +271,7 @@ class Collectives(Submitter):
         out: Sequence[torch.Tensor] | None = None,
         root: int = 0,
         *,
+        dst: int | None = None,
         sizes: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Future[list[torch.Tensor] | None]:
@@ -250,6 +281,7 @@ class Collectives(Submitter):
             x: this rank's part.
             out: on ``root`` one tensor per rank, or None to have them made; None elsewhere.
             root: the rank that gets all parts.
+            dst: torch's name for ``root``.
             sizes: the element count of every rank's part, given on all ranks alike; needed only when
                 they differ.
 
@@ -257,8 +289,9 @@ class Collectives(Submitter):
             A future of the list ``out`` on ``root`` and of None elsewhere.
         """
         call = self._call("gather")
-        call.root(root)
+        root = call.named_root(root, "dst", dst)
         call.tensor(x, "x")
+        warn_of_gradients(call, x)
         counts = call.sizes(sizes, x.numel(), "x")
         if self._rank != root:
             if out is not None:
@@ -281,6 +314,7 @@ class Collectives(Submitter):
         inputs: Sequence[torch.Tensor] | None = None,
         root: int = 0,
         *,
+        src: int | None = None,
         sizes: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Future[torch.Tensor]:
@@ -290,6 +324,7 @@ class Collectives(Submitter):
             out: receives this rank's part.
             inputs: on ``root`` one tensor per rank; None elsewhere.
             root: the rank that hands out the parts.
+            src: torch's name for ``root``.
             sizes: the element count of every rank's part, given on all ranks alike; needed only when
                 they differ.
 
@@ -297,7 +332,7 @@ class Collectives(Submitter):
             A future of ``out``.
         """
         call = self._call("scatter")
-        call.root(root)
+        root = call.named_root(root, "src", src)
         call.output(out, "out")
         counts = call.sizes(sizes, out.numel(), "out")
         if self._rank != root:
@@ -308,6 +343,7 @@ class Collectives(Submitter):
             if inputs is None:
                 call.refuse(f"root must pass inputs, a list of {counted(self._size, 'tensor')}")
             call.tensors(inputs, "inputs")
+            warn_of_gradients(call, *inputs)
             call.same_dtype(out, "out", inputs[0], "inputs[0]")
             for i, part in enumerate(inputs):
                 call.count(part, f"inputs[{i}]", counts[i], "the part of that rank")
@@ -332,6 +368,7 @@ class Collectives(Submitter):
         """
         call = self._call("all_to_all")
         call.tensors(inputs, "inputs")
+        warn_of_gradients(call, *inputs)
         call.tensors(out, "out", outputs=True)
         call.same_dtype(out[0], "out[0]", inputs[0], "inputs[0]")
         own = inputs[self._rank].numel()
@@ -360,6 +397,8 @@ class Collectives(Submitter):
         """
         if unknown:
             self._refuse_keywords("all_to_all_single", unknown)
+        if getattr(x, "requires_grad", False):
+            warn_of_gradients(self._call("all_to_all_single"), x)
         if output_splits is None and input_splits is None:
             seconds = self._timeout if timeout is None else timeout
             future = self._shortcut.submit(_ALL_TO_ALL, x, out, 0, -1, seconds)

@@ -48,10 +48,10 @@ class Objects(Collectives, PointToPoint):
 
     @explained(called)
     def gather_object(
-        self, obj: Any, root: int = 0, *, timeout: float | None = None
+        self, obj: Any, root: int = 0, *, dst: int | None = None, timeout: float | None = None
     ) -> Future[list[Any] | None]:
         """Bring the picklable objects of all ranks to rank ``root``; None elsewhere."""
-        self._call("gather_object").root(root)
+        root = self._call("gather_object").named_root(root, "dst", dst)
         left = self._countdown(timeout)
         payload = self._pickled(obj)
         sizes = self._exchange_sizes(payload, timeout)
@@ -65,13 +65,13 @@ class Objects(Collectives, PointToPoint):
 
     @explained(called)
     def broadcast_object(
-        self, obj: Any = None, root: int = 0, *, timeout: float | None = None
+        self, obj: Any = None, root: int = 0, *, src: int | None = None, timeout: float | None = None
     ) -> Future[Any]:
         """Bring the picklable object of rank ``root`` to all ranks; ``obj`` of the others is ignored.
 
         The root gets its own object back, not a copy.
         """
-        self._call("broadcast_object").root(root)
+        root = self._call("broadcast_object").named_root(root, "src", src)
         left = self._countdown(timeout)
         is_root = self._rank == root
         payload = self._pickled(obj) if is_root else None
@@ -86,14 +86,19 @@ class Objects(Collectives, PointToPoint):
 
     @explained(called)
     def scatter_object(
-        self, objs: Sequence[Any] | None = None, root: int = 0, *, timeout: float | None = None
+        self,
+        objs: Sequence[Any] | None = None,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        timeout: float | None = None,
     ) -> Future[Any]:
         """Hand ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on the others.
 
         The root gets its own object back, not a copy.
         """
         call = self._call("scatter_object")
-        call.root(root)
+        root = call.named_root(root, "src", src)
         left = self._countdown(timeout)
         parts = None
         if self._rank == root:

@@ -7,6 +7,8 @@ its group usable.  Every message names the rank, the operation, the expected arg
 from __future__ import annotations
 
 import operator
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -14,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from ..errors import UnsupportedOperation, UsageError
-from ..spec import DTYPE_CODES, OpKind, ReduceOp, illegality
+from ..spec import DTYPE_CODES, OpKind, ReduceOp, ReduceOpLike, illegality
 from ..wording import counted
 from .overlap import TooHard, overlapping_pair, overlaps_itself
 
@@ -118,7 +120,7 @@ class Call:
         if x.numel() != expected:
             self.refuse(f"{what} has {counted(x.numel(), 'element')}, expected {expected} ({why})")
 
-    def reduction(self, op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
+    def reduction(self, op: ReduceOpLike, dtype: torch.dtype) -> ReduceOp:
         """The reduction that ``op`` names, if it has a meaning for ``dtype``."""
         reduction = ReduceOp.of(op)
         problem = illegality(OpKind.ALL_REDUCE, dtype, reduction)
@@ -133,6 +135,12 @@ class Call:
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
             self.refuse(f"{what} must be a rank of the group, 0 to {self.size - 1}, got {root!r}")
         return root
+
+    def named_root(self, root: int, name: str, given: int | None) -> int:
+        """The root, which a caller can give by torch's name for it."""
+        if given is not None and root not in (0, given):
+            self.refuse(f"root={root!r} and {name}={given!r} are two names of one rank; give one of them")
+        return self.root(root) if given is None else self.root(given, name)
 
     def peer(self, peer: int, what: str) -> int:
         """``peer`` is another rank of the group."""
@@ -185,6 +193,38 @@ class Call:
         if any(count > MAX_COUNT for count in counts):
             self.refuse(f"{what} must be counts of elements, which no memory has so many of: {counts}")
         return counts
+
+
+#: The operations that have been warned of.
+_warned: set[str] = set()
+
+
+def warn_of_gradients(call: Call, *inputs: torch.Tensor) -> None:
+    """Warn, once for each operation, of inputs whose gradients will not flow through it."""
+    if call.name in _warned or not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+        return
+    _warned.add(call.name)
+    variant = call.name if call.name in _DIFFERENTIABLE else "all_reduce"
+    warnings.warn(
+        f"{call.name} on rank {call.rank}: a tensor requires grad, and gradients do not flow through this "
+        f"operation.  Use shoal.functional.{variant}, through which they do, or pass x.detach() (or call it "
+        "under torch.no_grad()).  This is shown once",
+        stacklevel=_depth_of_program(),
+    )
+
+
+def _depth_of_program() -> int:
+    """The ``stacklevel``, for the caller, of the innermost frame outside of shoal."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shoal."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+#: those of shoal.functional
+_DIFFERENTIABLE = frozenset(
+    {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_single"}
+)
 
 
 def has_memory(x: torch.Tensor) -> bool:
