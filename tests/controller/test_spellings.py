@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,6 +73,24 @@ def test_a_node_is_chosen_for_factories_and_what_is_sent(master: Master) -> None
     assert torch.ones(1).device.type == "cpu"
     with pytest.raises(shoal.UsageError, match="there is no node:7"):
         dist.node(7)
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine", "transport"),
+    [(None, "native", None), ("gloo", "native", None), ("tcp", "native", "tcp")],
+)
+def test_the_backend_is_that_of_collectives(
+    backend: str | None, engine: str, transport: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("shoal.controller.master.init_master_worker", lambda **how: given.append(how))
+    dist.init_master_worker(backend=backend, workers=2)
+    assert given == [{"backend": engine, "transport": transport, "workers": 2}]
+
+
+def test_a_transport_that_is_not_there_is_refused_before_anything_starts() -> None:
+    with pytest.raises(shoal.UsageError, match="transport='udp': expected one of"):
+        shoal.init_master_worker(workers=1, transport="udp")
 
 
 def test_a_backend_that_is_not_here_is_refused_before_anything_starts() -> None:

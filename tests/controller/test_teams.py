@@ -27,12 +27,12 @@ def _summed(group: ProcessGroup) -> float:
     return float(group.all_reduce(torch.ones(1)).wait().item())
 
 
-def _run(work: Callable[[int, Teams], T]) -> list[T]:
+def _run(work: Callable[[int, Teams], T], options: dict[str, str] | None = None) -> list[T]:
     """``work(index, teams)`` at three nodes."""
 
     def node(agent: Agent) -> T:
         index = next(i for i, name in NAMES.items() if name == agent.name)
-        teams = Teams(Peers("session", index, 0, agent, NODES), "native")
+        teams = Teams(Peers("session", index, 0, agent, NODES), "native", options or {})
         try:
             return work(index, teams)
         finally:
@@ -40,6 +40,17 @@ def _run(work: Callable[[int, Teams], T]) -> list[T]:
 
     results = run_agents(dict.fromkeys(NAMES.values(), node))
     return [results[name] for name in NAMES.values()]
+
+
+def test_the_group_has_the_transport_that_the_master_was_given() -> None:
+    def work(index: int, teams: Teams) -> object:
+        def body(group: ProcessGroup) -> object:
+            assert _summed(group) == 3
+            return group._links.options
+
+        return teams.run((0, 1, 2), 0, body)
+
+    assert _run(work, {"transport": "tcp"}) == [{"transport": "tcp"}] * 3
 
 
 def test_nodes_become_a_group_without_meeting() -> None:

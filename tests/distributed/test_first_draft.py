@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ import torch
 import shoal
 import shoal.distributed
 import shoal.distributed as dist
+from shoal import ProcessGroup
 
 from .pool import Pool, begin
+
+
+def _transport(group: object) -> object:
+    """How a group moves bytes; None: the default group."""
+    found = dist.group.WORLD if group is None else group
+    return cast(ProcessGroup, found)._links.options.get("transport")
 
 
 def _as_drafted(meeting: str) -> None:
@@ -27,6 +35,12 @@ def _as_drafted(meeting: str) -> None:
     num_processes = shoal.distributed.get_num_processes()
     assert (my_rank, num_processes) == (rank, size)
     assert dist.get_backend() == dist.Backend.TCP == "tcp"
+    assert _transport(None) == "tcp"
+    assert [_transport(dist.new_group(backend=name)) for name in (None, "tcp", "gloo")] == [
+        "tcp",
+        "tcp",
+        "auto",
+    ]
 
     tensor = torch.arange(6.0).view(2, 3)
     if my_rank == 0:
@@ -41,6 +55,13 @@ def _as_drafted(meeting: str) -> None:
     assert result.data_ptr() == tensor.data_ptr()
 
     begin(rank, size, f"{meeting}/after")
+
+
+def test_tcp_contradicts_shared_memory() -> None:
+    with pytest.raises(
+        shoal.UsageError, match="backend='tcp' is the native engine over TCP, and pg_options say"
+    ):
+        dist.init_process_group(backend="tcp", pg_options={"transport": "shm"})
 
 
 def test_the_lines_of_the_draft_run(ranks: Pool, tmp_path: Path) -> None:

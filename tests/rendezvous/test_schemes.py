@@ -83,6 +83,14 @@ def test_rank_0_serves_the_store_where_nobody_does(free_port: int) -> None:
         release_all(members)
 
 
+def test_the_first_process_serves_the_store_where_ranks_are_those_of_arrival(free_port: int) -> None:
+    url = f"tcp://127.0.0.1:{free_port}"
+    with no_leaks():
+        members = all_well(together(*[lambda: meet_at(url, None, 3)] * 3))
+        assert sorted(member.rank for member in members) == [0, 1, 2]
+        release_all(members)
+
+
 def test_rank_0_does_not_serve_the_store_where_somebody_does(server: TCPStoreServer) -> None:
     members = _meet_all(server.url, 2, secret=b"s")
     release_all(members)

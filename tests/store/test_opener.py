@@ -7,7 +7,7 @@ from urllib.parse import SplitResult
 
 import pytest
 
-from shoal.errors import UsageError
+from shoal.errors import AuthenticationError, UsageError
 from shoal.store import (
     FileStore,
     MemoryStore,
@@ -29,6 +29,21 @@ def test_tcp_urls_open_tcp_stores() -> None:
         assert isinstance(store, TCPStore)
         assert store.timeout == 30
         assert store.num_keys() == 0
+
+
+def test_the_secret_is_that_of_the_job_unless_another_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text("s")
+    with TCPStoreServer(secret=b"s") as server:
+        for name, value in (("SHOAL_SECRET", "s"), ("SHOAL_SECRET_FILE", str(tmp_path / "secret"))):
+            with monkeypatch.context() as patched:
+                patched.setenv(name, value)
+                with open_store(server.url) as store:
+                    assert store.num_keys() == 0
+                for other in (b"", b"another"):
+                    with pytest.raises(AuthenticationError):
+                        open_store(server.url, secret=other)
 
 
 def test_file_urls_open_file_stores(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from .. import config
-from ..backend.registry import backend_factory
+from ..backend.options import checked_transport
+from ..backend.registry import NATIVE, backend_factory
 from ..errors import ForkedProcess, NodeLost, UsageError, WorkerLost
 from ..future import Future
 from ..keywords import checked_count, checked_seconds
@@ -63,6 +64,7 @@ def init_master_worker(
     secret: str | bytes | None = None,
     timeout: float = 300.0,
     backend: str = "native",
+    transport: str | None = None,
     imports: Sequence[str] = (),
 ) -> Master:
     """Become the master of nodes, which are processes started here, ranks of a launcher, or whoever joins.
@@ -82,6 +84,8 @@ def init_master_worker(
         timeout: seconds for the nodes to start.
         backend: the data channel of collectives of several nodes: "native", or one that a package which the
             workers have registers.
+        transport: how that channel of the native backend moves bytes, as of :func:`shoal.init`; ``"tcp"``:
+            without shared memory.
         imports: names of modules that every node imports before it is one: those that register the program's
             own operators with torch.
 
@@ -94,12 +98,15 @@ def init_master_worker(
     count = None if workers is None else checked_count("workers", workers)
     seconds = checked_seconds("timeout", timeout)
     modules = imports_of_nodes(imports)
+    options = {} if transport is None else {"transport": checked_transport(transport)}
+    if options and backend != NATIVE:
+        raise UsageError(f"transport={transport!r} is an option of the native backend, not of {backend!r}")
     if current.opened() is not None:
         raise UsageError("this process is a master already: close() that one first")
     backend_factory(backend)
     device.register()
     workers_of_master = Workers(count, None if url == "env://" else url, secret, seconds)
-    master = Master(workers_of_master, seconds, backend, modules)
+    master = Master(workers_of_master, seconds, backend, options, modules)
     current.set_master(master)
     interrupts.protect()
     sending.give()
@@ -114,7 +121,14 @@ class Master(Seeing):
         strict: whether an operation is an error that would wait for a node to tell the shape of its result.
     """
 
-    def __init__(self, workers: Workers, timeout: float, backend: str, imports: Sequence[str]) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        timeout: float,
+        backend: str,
+        options: dict[str, str],
+        imports: Sequence[str],
+    ) -> None:
         self._workers = workers
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -126,6 +140,7 @@ class Master(Seeing):
         self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
         self._roster = Roster(self.name, workers.agent)
         self._backend = backend
+        self._options = options
         self._imports = imports
         self._pids: list[int] = []
         self._lines: list[Line] = []
@@ -221,8 +236,9 @@ class Master(Seeing):
             epoch, others = self._roster.members(index)
             try:
                 begun = peer.call(
-                    sessions.begin, self.name, index, epoch, self._backend, others, self._imports
-                )
+                    sessions.begin, self.name, index, epoch, self._backend, self._options, others,
+                    self._imports,
+                )  # fmt: skip
                 mailbox, gpus, within = begun.wait()
                 send = partial(peer.over_line(mailbox, sessions.run), self.name, 0)
                 break

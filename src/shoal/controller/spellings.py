@@ -27,11 +27,13 @@ from .within import chosen, node
 def init_master_worker(backend: str | None = None, **how: Any) -> master.Master:
     """:func:`shoal.init_master_worker`, with the names that ``init_process_group`` has for backends.
 
+    ``"tcp"`` is the native engine with ``transport="tcp"``.
+
     Raises:
         UnsupportedOperation: a backend that shoal has nothing for.
     """
-    parse_backend(backend)
-    return master.init_master_worker(**how)
+    engine = parse_backend(backend)
+    return master.init_master_worker(backend=engine.backend, transport=engine.transport, **how)
 
 
 class _Typed(type):

@@ -1,10 +1,12 @@
 """Backends by the names that torch's scripts use.
 
-Names say nothing about the engine here: ``"gloo"``, torch's name for what moves CPU tensors, and ``"tcp"``,
-which was its first name for that, mean shoal's native engine, as does no name at all.
+``"gloo"``, torch's name for what moves CPU tensors, means shoal's native engine, as does no name at all.
+``"tcp"``, which was torch's first name for that, means the native engine over TCP alone.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -46,21 +48,33 @@ class Backend(str):
 _NATIVE_NAMES = (Backend.SHOAL, Backend.GLOO, Backend.TCP)
 
 
-def parse_backend(backend: str | None) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Engine:
+    """The engine that the name of a backend stands for.
+
+    Attributes:
+        name: that the user is told.
+        backend: the argument of :func:`shoal.init`.
+        transport: the argument of :func:`shoal.init`; None: what ``SHOAL_TRANSPORT`` says.
+    """
+
+    name: str
+    backend: str
+    transport: str | None = None
+
+
+def parse_backend(backend: str | None) -> Engine:
     """The engine that the argument ``backend`` of ``init_process_group`` asks for.
 
     Args:
         backend: a name, or ``"cpu:name"``; None means ``"shoal"``.
-
-    Returns:
-        the name that the user is told, and the name for :func:`shoal.init`.
 
     Raises:
         UnsupportedOperation: an engine of torch that has no counterpart here, or another device than the CPU.
         UsageError: nobody registered such a backend.
     """
     if backend is None:
-        return Backend.SHOAL, NATIVE
+        return Engine(Backend.SHOAL, NATIVE)
     if not isinstance(backend, str):
         raise UsageError(f"backend={backend!r}: expected a str")
     parts = [part.strip() for part in backend.lower().split(",")]
@@ -73,9 +87,9 @@ def parse_backend(backend: str | None) -> tuple[str, str]:
         )
     name = names["cpu"]
     if name in backend_names():
-        return name, name
+        return Engine(name, name)
     if name in _NATIVE_NAMES:
-        return name, NATIVE
+        return Engine(name, NATIVE, "tcp" if name == Backend.TCP else None)
     if name in _ABSENT:
         raise UnsupportedOperation(
             f"backend={backend!r}: shoal has no such engine, it is for {_ABSENT[name]}; shoal moves CPU "

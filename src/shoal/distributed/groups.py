@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import config
+from ..backend.registry import NATIVE
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.given import NON_GROUP_MEMBER, adopted
@@ -265,6 +266,10 @@ def _own(
             'subgroup, such as {"concurrency": 2} or {"transport": "tcp"}'
         )
     own = dict(options or {})
-    if backend is not None and parse_backend(backend)[1] != parse_backend(state.backend)[1]:
-        own["backend"] = parse_backend(backend)[1]
+    if backend is not None:
+        engine, default = parse_backend(backend), parse_backend(state.backend)
+        if engine.backend != default.backend:
+            own["backend"] = engine.backend
+        if engine.backend == NATIVE and engine.transport != default.transport:
+            own.setdefault("transport", engine.transport or config.TRANSPORT.get())
     return own

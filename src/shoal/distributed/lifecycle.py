@@ -33,8 +33,8 @@ def init_process_group(
     arguments it is a group of one.
 
     Args:
-        backend: None, ``"shoal"``, ``"gloo"``, ``"cpu:gloo"`` and ``"tcp"`` mean the native engine; or a name
-            given to :func:`shoal.register_backend`.
+        backend: None, ``"shoal"``, ``"gloo"`` and ``"cpu:gloo"`` mean the native engine; ``"tcp"`` means it
+            without shared memory; or a name given to :func:`shoal.register_backend`.
         init_method: where to meet: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
             of :func:`shoal.init`.  With ``env://``, launchers' variables are read, and those that
             scripts set themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.
@@ -53,21 +53,27 @@ def init_process_group(
         UnsupportedOperation: a backend or device that shoal has nothing for.
         RendezvousError: the processes did not find each other; RendezvousTimeout names the missing ones.
     """
-    name, engine = parse_backend(backend)
+    engine = parse_backend(backend)
     refuse_device("init_process_group", device_id)
     if pg_options is not None and not isinstance(pg_options, Mapping):
         raise UsageError(
             f"init_process_group: pg_options={pg_options!r}: expected a dict of arguments of shoal.init"
         )
+    given = dict(pg_options or {})
+    if engine.transport is not None and given.setdefault("transport", engine.transport) != engine.transport:
+        raise UsageError(
+            f"init_process_group: backend={backend!r} is the native engine over TCP, and pg_options say "
+            f"transport={given['transport']!r}; leave one of them out"
+        )
     with state.founding():
-        options = {"timeout": seconds(timeout), "backend": engine, **(pg_options or {})}
+        options = {"timeout": seconds(timeout), "backend": engine.backend, **given}
         if store is None:
             url, own_rank, size = meeting_place(init_method, rank, world_size)
             world = init(url, rank=own_rank, size=size, **options)
         else:
             _check_store_alone(init_method, rank, world_size)
             world = init(store=store, rank=rank, size=world_size, **options)
-        state.found(world, name)
+        state.found(world, engine.name)
 
 
 def destroy_process_group(group: GroupLike = None) -> None:

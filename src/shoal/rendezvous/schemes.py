@@ -98,6 +98,8 @@ def file(request: Request) -> Venue:
 def tcp(request: Request) -> Venue:
     """``tcp://host:port``: a store server, which rank 0 starts when none listens there.
 
+    Where the size is given and ranks are not, the first process that can bind the address starts it.
+
     Over loopback a job that was given no secret uses that of its user.
     """
     host, port = _host_and_port(request)
@@ -105,12 +107,13 @@ def tcp(request: Request) -> Venue:
     if is_loopback(address) and (trouble := loopback_trouble()):
         raise RendezvousError(f"rendezvous at {host}:{port}: {trouble}")
     secret = request.secret or user_secret()
-    serves = request.rank == 0 and request.size is not None and is_mine(address)
+    serves = request.rank in (0, None) and request.size is not None and is_mine(address)
     hosted = share(address, port, secret, start=serves)
     while serves and hosted is None and not listens(address, port, timeout=request.deadline.remaining()):
         if request.deadline.expired:
             raise RendezvousTimeout(
-                f"rendezvous: rank 0 cannot serve the store at {host}:{port}: for "
+                f"rendezvous: {'this process' if request.rank is None else 'rank 0'} cannot serve the store "
+                f"at {host}:{port}: for "
                 f"{in_seconds(request.deadline.timeout)} another socket has had the port, though nobody "
                 "listens there; choose one outside of /proc/sys/net/ipv4/ip_local_port_range"
             )
@@ -125,7 +128,7 @@ def tcp(request: Request) -> Venue:
             hosted.close()
         if isinstance(error, StoreTimeout):
             raise RendezvousTimeout(
-                f"rendezvous: rank 0, or whoever starts the store, is late or gone: {error}"
+                f"rendezvous: {_server_of(request)} is late or gone: {error}"
             ) from None  # the store's error says no more
         if isinstance(error, AuthenticationError) and not request.secret:
             raise AuthenticationError(
@@ -138,6 +141,13 @@ def tcp(request: Request) -> Venue:
     if hosted is None:
         return venue
     return replace(venue, alone=partial(hosted.alone, store), close=hosted.close)
+
+
+def _server_of(request: Request) -> str:
+    """Who serves the store, for messages."""
+    if request.rank is None and request.size is not None:
+        return "a process on the host of the store, which would serve it,"
+    return "rank 0, or whoever starts the store,"
 
 
 def outside(request: Request) -> Venue:

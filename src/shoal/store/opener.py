@@ -100,19 +100,23 @@ def _installed() -> EntryPoints:
     return metadata.entry_points(group=ENTRY_POINTS)
 
 
-def open_store(url: str, *, secret: bytes = b"", timeout: float | None = None) -> Store:
+def open_store(url: str, *, secret: bytes | None = None, timeout: float | None = None) -> Store:
     """Open the store that ``url`` names.
 
     Args:
         url: ``tcp://host:port``, ``file:///path``, ``etcd://host:port``,
             ``redis://host:port``, or of a registered scheme.
-        secret: the job's secret, for stores behind a connection.
+        secret: the job's secret, for stores behind a connection; None: ``SHOAL_SECRET``, or what the file
+            ``SHOAL_SECRET_FILE`` holds; ``b""``: no secret.
         timeout: the store's default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
 
     Raises:
         UsageError: the URL makes no sense, or its scheme is unknown.
+        ConfigurationError: the file of the secret cannot be read.
         StoreError, WireError: what the store raises when it cannot be opened.
     """
+    if secret is None:
+        secret = config.secret()
     parts = urlsplit(url)
     if not load_scheme(parts.scheme):
         raise UsageError(f"store {redacted(url)!r}: unknown scheme, expected one of {known_schemes()}")

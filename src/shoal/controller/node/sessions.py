@@ -120,6 +120,7 @@ def begin(
     index: int,
     epoch: int,
     backend: str,
+    options: dict[str, str],
     members: dict[int, peers.Member],
     imports: Sequence[str] = (),
 ) -> tuple[int, int, int]:
@@ -128,7 +129,7 @@ def begin(
     Args:
         index: of this node.
         epoch: how many workers had the index before.
-        backend: name of the data channel of groups.
+        backend, options: of the data channel of groups.
         members: the other nodes, by their indices.
         imports: names of modules.
 
@@ -144,7 +145,7 @@ def begin(
         end(session)
     others = peers.Peers(session, index, epoch, current().agent, members)
     peers.enter(others)
-    teams.enter(others, backend)
+    teams.enter(others, backend, options)
     begun = _sessions[session] = _Session(epoch)
     return begun.streams[0].mailbox, accelerators.count(), accelerators.chosen()
 

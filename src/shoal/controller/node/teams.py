@@ -84,11 +84,13 @@ class Teams:
     Args:
         peers: the other nodes.
         backend: name of the groups' data channel.
+        options: of that backend.
     """
 
-    def __init__(self, peers: Peers, backend: str) -> None:
+    def __init__(self, peers: Peers, backend: str, options: dict[str, str]) -> None:
         self._peers = peers
         self._backend = backend
+        self._options = options
         self._teams: dict[tuple[int, ...], _Team] = {}
         peers.on_lost(self._lost)
 
@@ -224,7 +226,7 @@ class Teams:
         try:
             team.group = world_group(
                 membership, backend_factory(self._backend), name=f"{name} ({key})", timeout=_PATIENCE,
-                concurrency=1, options={},
+                concurrency=1, options=self._options,
             )  # fmt: skip
         except ShoalError as error:
             raise self._ended(team, error) from error
@@ -266,9 +268,9 @@ class Teams:
 _sessions: dict[str, Teams] = {}
 
 
-def enter(peers: Peers, backend: str) -> None:
+def enter(peers: Peers, backend: str, options: dict[str, str]) -> None:
     """Begin a session on this node."""
-    _sessions[peers.session] = Teams(peers, backend)
+    _sessions[peers.session] = Teams(peers, backend, options)
 
 
 def leave(session: str) -> None:
