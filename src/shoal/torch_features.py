@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import UnsupportedOperation
+
+if TYPE_CHECKING:
+    import torch
 
 
 def premul_factor(op: Any) -> Any:
@@ -78,6 +81,23 @@ def writes_to_out(operator: Any) -> bool:
     Its schema says so in every release; ``torch.Tag.out`` exists from torch 2.13 on.
     """
     return any(argument.is_out for argument in operator._schema.arguments)
+
+
+def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a sparse COO tensor whose entries are not checked, without a warning.
+
+    Until torch 2.12 ``torch.sparse_coo_tensor`` warns that the checks are disabled, also if
+    ``check_invariants=False`` is given.
+
+    Args:
+        indices: ``(sparse dimensions, entries)``, all within ``shape``.
+        values: ``(entries, ...)``.
+        shape: of the tensor.
+    """
+    import torch
+
+    made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
+    return made
 
 
 def keep_flight_recorder_off() -> None:

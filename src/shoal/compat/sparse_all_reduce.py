@@ -12,6 +12,7 @@ from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
 from ..group import ProcessGroup
 from ..spec import AVG, SUM, ReduceOp
+from ..torch_features import sparse_tensor
 
 
 def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: float) -> Future[torch.Tensor]:
@@ -46,10 +47,7 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
                 for part in (indices, values)
             ]
             all_indices, all_values = (torch.cat(future.wait()) for future in gathered)
-            total = torch.sparse_coo_tensor(
-                all_indices.t(), all_values, x.shape, check_invariants=False, device=all_values.device
-            )
-            total = total.coalesce()
+            total = sparse_tensor(all_indices.t(), all_values, x.shape).coalesce()
             x.copy_(total / group.size if op == AVG else total)
         return x
 

@@ -12,6 +12,7 @@ import torch
 
 from ...future import Future
 from ...group import ProcessGroup
+from ...torch_features import sparse_tensor
 
 
 class SparseReduction:
@@ -36,12 +37,10 @@ class SparseReduction:
         self._group = group
         self._like = like
         if gradients:
-            total = torch.sparse_coo_tensor(
+            total = sparse_tensor(
                 torch.cat([gradient._indices().to(like.device) for gradient in gradients], 1),
                 torch.cat([gradient._values().to(like.device, dtype) for gradient in gradients]).detach(),
                 like.shape,
-                check_invariants=False,
-                device=like.device,
             ).coalesce()
             self._indices = total.indices().t().contiguous()
             self._values = total.values()
@@ -64,10 +63,4 @@ class SparseReduction:
     def wait(self) -> torch.Tensor:
         """The average over all ranks, coalesced; the same on every rank."""
         indices, values = (torch.cat(future.wait(blocking=False)) for future in self._gathered)
-        return torch.sparse_coo_tensor(
-            indices.t(),
-            values / self._group.size,
-            self._like.shape,
-            check_invariants=False,
-            device=values.device,
-        ).coalesce()
+        return sparse_tensor(indices.t(), values / self._group.size, self._like.shape).coalesce()
