@@ -31,9 +31,9 @@ HAS_RECONFIGURE = hasattr(dist, "_reconfigure")
 
 #: whether ``new_group`` has ``sort_ranks`` (torch 2.12)
 SORT_RANKS = "sort_ranks" in inspect.signature(dist.new_group).parameters
-#: Gloo has ``all_to_all`` and refuses a rank that is given twice, and functions with ``get_rank(group)`` of a
-#: group in Python can be compiled, in the same releases
-GLOO_ALL_TO_ALL = REFUSES_RANKS_GIVEN_TWICE = COMPILES_GET_RANK = SORT_RANKS
+#: Gloo has ``all_to_all`` and gathers tensors without dimensions, it refuses a rank that is given twice, and
+#: functions with ``get_rank(group)`` of a group in Python can be compiled, in the same releases
+GLOO_ALL_TO_ALL = GLOO_GATHERS_SCALARS = REFUSES_RANKS_GIVEN_TWICE = COMPILES_GET_RANK = SORT_RANKS
 #: whether ``barrier`` has ``timeout`` (torch 2.12)
 BARRIER_TIMEOUT = "timeout" in inspect.signature(dist.barrier).parameters
 #: parameters that some functions do not have in every supported release: name -> parameters
@@ -69,6 +69,34 @@ def all_to_all(outputs: Any, inputs: Any, group: Any = None, async_op: bool = Fa
         dist.recv(out, group=group, group_src=peer)
         sent.wait()
     return _Complete() if async_op else None
+
+
+def sync_buffers() -> dict[str, bool]:
+    """The argument that lets ``DistributedDataParallel`` send buffers before each forward pass.
+
+    Until torch 2.12 it is ``broadcast_buffers``, which is deprecated later.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    later = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if later else "broadcast_buffers": True}
+
+
+def fsdp_has_reduce_scatter_group() -> bool:
+    """Whether FSDP can reduce gradients in a group of its own (torch 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_separate_reduce_scatter_group")
+
+
+def pipelines_keep_messages_local() -> bool:
+    """Whether a rank with two neighboring stages of a pipeline sends no message to itself (torch 2.12).
+
+    Gloo and shoal refuse such a message.
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    return hasattr(PipelineScheduleMulti, "_initialize_pp_stages")
 
 
 class _Complete:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.support import releases
+
 from .compare import World, same_as_gloo
 from .models import batch, mlp, train
 
@@ -68,7 +70,7 @@ def gradients_of_two_passes(world: World) -> Any:
 
 def buffers_of_the_first_rank(world: World) -> Any:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    return train(DDP(net, process_group=world.group, forward_sync_buffers=True), world)
+    return train(DDP(net, process_group=world.group, **releases.sync_buffers()), world)
 
 
 class Dtypes(nn.Module):

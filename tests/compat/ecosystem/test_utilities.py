@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.support import releases
+
 from .compare import World, same_as_gloo
 from .models import mlp, train
 
@@ -106,8 +108,10 @@ def a_group_in_fsdp_of_its_own(world: World) -> Any:
 
 CASES = [
     a_sampler, values_of_functions, generators_compared, state_dictionaries, a_transport,
-    a_sharded_tensor, shards_in_memory_of_the_group, a_hook_of_replicas, a_group_in_fsdp_of_its_own,
+    a_sharded_tensor, shards_in_memory_of_the_group, a_hook_of_replicas,
 ]  # fmt: skip
+if releases.fsdp_has_reduce_scatter_group():
+    CASES.append(a_group_in_fsdp_of_its_own)
 
 
 @pytest.mark.parametrize("size", [2, 4])
