@@ -12,6 +12,7 @@ import pytest
 
 import shoal
 from shoal.tools.bench.environments import mpi_environment
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +44,7 @@ def test_ranks_meet_under(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "PYTHONPATH": str(Path(shoal.__file__).parent.parent),
         "TMPDIR": str(tmp_path),
         "OMP_NUM_THREADS": "1",  # or torchrun talks about it
+        "PET_MASTER_PORT": str(free_port()),  # for torchrun, whose default is one port for all jobs
         # Open MPI refuses root, and more ranks than cores, unless told otherwise.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

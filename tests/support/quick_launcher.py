@@ -89,7 +89,6 @@ def serve(jobs: Connection, preload: Sequence[str]) -> None:
 
     for module in preload:
         importlib.import_module(module)
-    torch.set_num_threads(1)
     freeze()
     with contextlib.suppress(EOFError):
         while True:
@@ -171,6 +170,9 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     faulthandler.dump_traceback_later(_STACKS)  # on stderr, which the launcher passes on
     # Python 3.12 and later warn of a fork beside the thread of the line above.
     warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
+    # Not before the fork: a child replaces torch's thread pool at its next use.  torch does that without a
+    # lock, and threads of autograd that begin together then abort the process ("Invalid thread pool!").
+    torch.set_num_threads(1)
     sys.argv[:] = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
     python = ctypes.pythonapi

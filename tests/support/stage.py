@@ -61,6 +61,7 @@ class Stage:
         self.environment |= {
             "STAGE": self._mark,
             "OMP_NUM_THREADS": "1",
+            "PET_MASTER_PORT": str(free_port()),  # for torchrun, whose default is one port for all jobs
             "PYTHONPATH": os.pathsep.join([str(_entry_points(path)), *map(os.path.abspath, paths)]),
         }
 

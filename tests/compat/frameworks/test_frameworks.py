@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ports import free_port
+
 PROGRAMS = Path(__file__).parent
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 SHOAL_RUN = ("-m", "shoal", "run", "-n", "2")
@@ -26,7 +28,12 @@ needs_fabric = pytest.mark.skipif(find_spec("lightning_fabric") is None, reason=
 def run(program: str, folder: Path, *launcher: str, **environment: str) -> list[dict[str, Any]]:
     """Each rank's results; nothing may be said on stderr, or go wrong."""
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PET_MASTER_PORT": str(free_port()),  # for torchrun, whose default is one port for all jobs
+        **environment,
+    }
     done = subprocess.run(
         [sys.executable, *launcher, str(PROGRAMS / program), str(folder)],
         cwd=folder,
