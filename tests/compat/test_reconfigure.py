@@ -205,8 +205,9 @@ def forked(context):
                 os._exit(0)
         os.close(write)
         with open(read) as file:
-            assert file.read() == "as expected"
-        os.waitpid(child, 0)
+            told = file.read()
+        _, status = os.waitpid(child, 0)
+        assert told == "as expected", told or f"the child ended with status {status}"
         me.together("forked")
         if context.rank != 0:
             work = dist._reconfigure(2, handles)
