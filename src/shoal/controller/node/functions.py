@@ -102,6 +102,15 @@ def unpickled_with(pickled: bytes, named: Callable[[Any], Any]) -> Any:
     Args:
         named: gives the object of a name.
     """
-    reader = pickle.Unpickler(io.BytesIO(pickled))
-    reader.persistent_load = named  # type: ignore[method-assign]
-    return reader.load()
+    return _Reader(pickled, named).load()
+
+
+class _Reader(pickle.Unpickler):
+    """An unpickler for names; CPython 3.13.0 refuses to set ``persistent_load`` of an instance."""
+
+    def __init__(self, pickled: bytes, named: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._named = named
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._named(name)
