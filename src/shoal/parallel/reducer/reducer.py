@@ -19,6 +19,7 @@ pytorch#17757.)
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -110,7 +111,8 @@ class Reducer:
         self.waited = 0.0
         self._replace_ended()
         self._hooks = watch_gradients(self, self._pass, self._gradients, trained)
-        _living.add(self)
+        with _living_lock:
+            _living.add(self)
 
     def _replace_ended(self) -> None:
         """Let no reducer of a group that has ended watch these parameters any more.
@@ -118,7 +120,9 @@ class Reducer:
         A program that goes on in another group may still hold the wrapped model of the one before; so does
         the traceback of what ended that.
         """
-        for other in list(_living):
+        with _living_lock:  # a set that another thread adds to while it is copied raises RuntimeError
+            living = list(_living)
+        for other in living:
             if other._group.state != "open" and not self._index_of.keys().isdisjoint(other._index_of):
                 other._hooks.remove()
 
@@ -488,3 +492,4 @@ class Reducer:
 
 
 _living: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_living_lock = threading.Lock()
