@@ -22,6 +22,7 @@ from shoal.launch.environment import Job, ReservedPort
 from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
+from tests.support import exit_handlers
 from tests.support.freezing import freeze
 from tests.support.quick_workers import nursery, start_at
 
@@ -103,6 +104,7 @@ def _play(
         start_at(workers)
     multiprocessing.set_start_method(None, force=True)  # the default again, not that of the fork server
     freeze()
+    exit_handlers.restore()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(descriptor, number)

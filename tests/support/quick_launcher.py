@@ -28,6 +28,7 @@ import torch
 from shoal.launch import guardian
 from shoal.testing.processes import fork_server
 
+from . import exit_handlers
 from .freezing import freeze
 
 #: a job takes a second on an idle machine
@@ -89,6 +90,7 @@ def serve(jobs: Connection, preload: Sequence[str]) -> None:
 
     for module in preload:
         importlib.import_module(module)
+    exit_handlers.restore()
     freeze()
     with contextlib.suppress(EOFError):
         while True:
