@@ -146,6 +146,11 @@ def is_interrupted(tell: Connection, kinds: list[str], count: int) -> None:
             armed.clear()  # the next one waits until this one was caught
             raise KeyboardInterrupt
 
+    def run_steps(kind: str, work: Work) -> None:
+        # A function: the jump to the top of a loop is outside the caller's `try` in Python 3.13.
+        while armed:  # Python drops what is raised in a finalizer
+            STEPS[kind](work)
+
     signal.signal(signal.SIGINT, interrupt)
     with shoal.init_master_worker(workers=2) as master, _pressing():
         work = Work(master)
@@ -157,8 +162,7 @@ def is_interrupted(tell: Connection, kinds: list[str], count: int) -> None:
             for _ in range(count):
                 try:
                     armed.append(True)
-                    while armed:  # Python drops what is raised in a finalizer
-                        STEPS[kind](work)
+                    run_steps(kind, work)
                 except KeyboardInterrupt:
                     # Torch's optimisers, on any device, may leave it off, and half of a state.
                     torch.set_grad_enabled(True)
