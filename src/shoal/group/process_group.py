@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from .. import config, failure_report
 from ..backend.base import Backend, GroupSpec, ident_of
 from ..copy_refusal import refuses_copies
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
@@ -32,18 +31,18 @@ from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
 from ..uncompiled import uncompiled
-from ..wording import shown
 from ..world import World, remaining
 from . import dumps
 from .batch import Batch
+from .block import abort_after, unseen_failure
 from .choices import AS_PARENT, Choices
+from .evictions import eviction_report
 from .in_order import channel_of
 from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
 from .rebuild import Rebuilding
 from .submission import called
-from .unseen import unseen_failure
 from .validation import Call
 
 
@@ -428,14 +427,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         return self._in(self._world, self._links, spec, store, timeout=self._timeout, parent=self)
 
     def _reports_evictions(self) -> Callable[[Sequence[int], Collection[int]], None]:
-        ranks, links, meeting = self._spec.ranks, self._links, self._world.membership.meeting
-
-        def report(lost: Sequence[int], dead: Collection[int]) -> None:
-            unreachable = links.lost() if config.QUORUM.get() == "any" else ()  # which then count as dead
-            evicted = [ranks[rank] for rank in lost if rank not in dead or ranks[rank] in unreachable]
-            failure_report.evicted(evicted, meeting)
-
-        return report
+        return eviction_report(self._spec, self._links, self._world.membership.meeting)
 
     def _become(self, successor: ProcessGroup) -> None:
         super()._become(successor)
@@ -495,15 +487,9 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
                 successor.__exit__(kind, error, trace)
         finally:
             unseen = unseen_failure(self, self._backend) if kind is None and successor is None else None
-            orderly = kind is None or (isinstance(error, SystemExit) and not error.code)
-            if not orderly and self._state == "open":
-                reason = f"an exception left the group's block on rank {self.rank}: {shown(error)}"
-                if self._is_first:
-                    try:
-                        self._world.abort(reason)
-                    finally:
-                        self._world.close(self._timeout)
-                self.abort(reason)
+            orderly = error is None or (isinstance(error, SystemExit) and not error.code)
+            if error is not None and not orderly and self._state == "open":
+                abort_after(error, self, whole_world=self._is_first)
             self.close()
         if unseen is not None:
             raise self._reported(unseen)

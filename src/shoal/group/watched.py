@@ -38,6 +38,9 @@ class Watched(Protocol):
     def state(self) -> str: ...
 
     @property
+    def timeout(self) -> float: ...
+
+    @property
     def store(self) -> Store: ...
 
     @property

@@ -1,9 +1,10 @@
-"""What ended a group without any call that raised it, for the end of the group's block."""
+"""The end of a group's ``with`` block: an abort after an exception, and failures that no call has raised."""
 
 from __future__ import annotations
 
 from ..backend.base import Backend
 from ..errors import GroupError, PeerLost
+from ..wording import shown
 from .watched import Watched
 
 
@@ -18,3 +19,18 @@ def unseen_failure(group: Watched, backend: Backend) -> GroupError | None:
     failure = group._channel.failure()
     known = group._world.losses_reported or backend.losses_reported
     return None if isinstance(failure, PeerLost) and known else failure
+
+
+def abort_after(error: BaseException, group: Watched, *, whole_world: bool) -> None:
+    """Abort ``group``, whose block this exception leaves.
+
+    Args:
+        whole_world: whether it is the group of all ranks: then all connections are closed too.
+    """
+    reason = f"an exception left the group's block on rank {group.rank}: {shown(error)}"
+    if whole_world:
+        try:
+            group._world.abort(reason)
+        finally:
+            group._world.close(group.timeout)
+    group.abort(reason)
