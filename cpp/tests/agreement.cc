@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/agreement_kind.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
@@ -22,20 +23,8 @@ using namespace shoal::agreement;
 using Time = std::int64_t;
 
 constexpr Time kVoteTimeout = 500, kSettle = 100, kRetry = 40;
-constexpr Time kCalmSettle = 1000,
-               kPrompt = 120;  // far more than an agreement's messages take; the most of it
+constexpr Time kCalmSettle = 1000, kPrompt = 120;  // far more than an agreement's messages take; the most
 constexpr Time kLastDeadline = 100000, kEnd = 200000;
-
-// What a round may be, beyond what every round is.
-struct Kind {
-  bool calm = false;   // all losses are deaths and certain, and soon known; who votes late does so very late
-  bool clean = false;  // nobody dies, all votes come in time, one cut divides the group in two
-  bool pairs = false;  // nobody dies, and all vote in time and after they have heard of all cuts
-  bool witness = false;  // it answers
-  bool quiet() const { return calm || clean || pairs; }
-};
-
-enum class What { kVote, kMessage, kCrash, kLeave, kLoss, kDeath, kCut, kTick, kAsk, kAnswer };
 
 struct Event {
   Time time;
@@ -95,7 +84,6 @@ class Round {
   void look(int rank);
   void end_side(int rank);
   void check_pairs();
-  bool waits_for_a_vote() const;
   void check_end();
   std::string spoilt(std::string bytes);
   void spoil(const std::string& honest, const Receiver& receiver);
@@ -455,21 +443,17 @@ void Round::check_pairs() {
   }
 }
 
-// Whether a member that lives has never voted.
-bool Round::waits_for_a_vote() const {
-  return std::ranges::any_of(members_, [](const Member& m) { return m.alive && !m.left && !m.voted; });
-}
-
 void Round::check_end() {
   if (kind_.pairs) check_pairs();
   const bool undisturbed =
       kind_.calm && std::ranges::all_of(members_, [](const Member& m) { return m.alive && m.in_time; });
-  // Where ops differ, late votes need not be sent.
   check(!undisturbed || sent_ == 4 * (size_ - 1) || (!same_ && sent_ < 4 * (size_ - 1)),
         "an agreement without a loss takes more messages than four each");
   const bool prompt = std::ranges::all_of(members_, [](const Member& m) { return !m.alive || m.in_time; });
   check(!kind_.calm || !prompt || last_decision_ <= news_ + kPrompt,
         "an agreement takes longer than its messages, though all votes and deaths are known");
+  const auto silent = [](const Member& m) { return m.alive && !m.left && !m.voted; };
+  const bool one_is_silent = std::ranges::any_of(members_, silent);
   int sides[2] = {0, 0};
   for (int side : side_) ++sides[side];
   for (int rank = 0; rank < size_; ++rank) {
@@ -482,7 +466,7 @@ void Round::check_end() {
     check(outcome == Outcome::kNoQuorum || (has && goes_on == (outcome == Outcome::kDecided)),
           "an outcome is not that of the decision");
     check(!kind_.calm || outcome == Outcome::kDecided ||
-              (grows_ ? waits_for_a_vote() && outcome == Outcome::kNoQuorum
+              (grows_ ? one_is_silent && outcome == Outcome::kNoQuorum
                       : !self.in_time && outcome == Outcome::kLeftOut),
           "all deaths are certain, and a member does not go on");
     if (!kind_.clean) continue;

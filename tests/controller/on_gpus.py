@@ -180,8 +180,7 @@ SCENES: list[Callable[[], None]] = [
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = [str(installed_in(Path(folder))), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(path)
+        sys.path.append(str(installed_in(Path(folder))))  # which nodes have too
         with shoal.init_master_worker(workers=2) as master:
             for scene in SCENES:
                 try:

@@ -190,6 +190,7 @@ def test_pods_of_an_indexed_job_train_and_start_again_when_one_has_died(tmp_path
     assert loss == pytest.approx(alone(tmp_path, steps), rel=1e-4)
 
 
+@pytest.mark.stress
 def test_pods_of_a_deployment_join_in_the_place_of_one_that_died_and_go_on_after_all_were_stopped(
     tmp_path: Path,
 ) -> None:

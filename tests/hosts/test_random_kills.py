@@ -23,7 +23,7 @@ SPAN = 2.5
 MANY = [] if os.environ.get("STRESS") == "short" else [pytest.param(200, marks=pytest.mark.stress)]
 
 
-@pytest.mark.parametrize("times", [20, *MANY])
+@pytest.mark.parametrize("times", [10, *MANY])
 def test_nothing_is_left_whichever_processes_are_killed(hosts: SshHosts, times: int) -> None:
     name = script(hosts, "time.sleep(600)")
     for number in range(times):

@@ -61,6 +61,7 @@ class TorchProcessGroup(TorchCollectives):
 
     def _use(self, group: ProcessGroup) -> None:
         self.group = group
+        group._warns_of_gradients = False
 
     # -- identity ------------------------------------------------------------------------------
 

@@ -37,6 +37,13 @@ _PREMUL_SUM = PREMUL_SUM.code
 class Collectives(Submitter):
     """The collective operations of a group."""
 
+    #: torch's own functions over a group give no such warnings
+    _warns_of_gradients = True
+
+    def _warn_of_gradients(self, name: str, *inputs: torch.Tensor) -> None:
+        if self._warns_of_gradients and any(x.requires_grad for x in inputs):
+            warn_of_gradients(self._call(name), *inputs)
+
     def all_reduce(
         self, x: torch.Tensor, op: ReduceOpLike = SUM, *, timeout: float | None = None, **unknown: NoReturn
     ) -> Future[torch.Tensor]:
@@ -57,7 +64,7 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("all_reduce", unknown)
         if getattr(x, "requires_grad", False):
-            warn_of_gradients(self._call("all_reduce"), x)
+            self._warn_of_gradients("all_reduce", x)
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_ALL_REDUCE, x, x, reduction.code, -1, seconds)
@@ -88,7 +95,7 @@ class Collectives(Submitter):
         """
         call = self._call("reduce")
         root = call.named_root(root, "dst", dst)
-        warn_of_gradients(call, x)
+        self._warn_of_gradients(call.name, x)
         if self._rank == root:
             call.output(x, "x")
             return self._in_place(OpKind.REDUCE, x, timeout, call.reduction(op, x.dtype), root)
@@ -157,7 +164,7 @@ class Collectives(Submitter):
         """
         call = self._call("all_gather")
         call.tensor(x, "x")
-        warn_of_gradients(call, x)
+        self._warn_of_gradients(call.name, x)
         if out is None:
             out = [x.new_empty(x.shape) for _ in range(self._size)]
         else:
@@ -182,7 +189,7 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("all_gather_single", unknown)
         if getattr(x, "requires_grad", False):
-            warn_of_gradients(self._call("all_gather_single"), x)
+            self._warn_of_gradients("all_gather_single", x)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_ALL_GATHER, x, out, 0, -1, seconds)
         if future is not None:
@@ -216,7 +223,7 @@ class Collectives(Submitter):
         """
         call = self._call("reduce_scatter")
         call.tensors(inputs, "inputs")
-        warn_of_gradients(call, *inputs)
+        self._warn_of_gradients(call.name, *inputs)
         call.output(out, "out")
         call.same_dtype(out, "out", inputs[0], "inputs[0]")
         part = inputs[self._rank].numel()
@@ -249,7 +256,7 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("reduce_scatter_single", unknown)
         if getattr(x, "requires_grad", False):
-            warn_of_gradients(self._call("reduce_scatter_single"), x)
+            self._warn_of_gradients("reduce_scatter_single", x)
         reduction = ReduceOp.of(op)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_REDUCE_SCATTER, x, out, reduction.code, -1, seconds)
@@ -291,7 +298,7 @@ class Collectives(Submitter):
         call = self._call("gather")
         root = call.named_root(root, "dst", dst)
         call.tensor(x, "x")
-        warn_of_gradients(call, x)
+        self._warn_of_gradients(call.name, x)
         counts = call.sizes(sizes, x.numel(), "x")
         if self._rank != root:
             if out is not None:
@@ -343,7 +350,7 @@ class Collectives(Submitter):
             if inputs is None:
                 call.refuse(f"root must pass inputs, a list of {counted(self._size, 'tensor')}")
             call.tensors(inputs, "inputs")
-            warn_of_gradients(call, *inputs)
+            self._warn_of_gradients(call.name, *inputs)
             call.same_dtype(out, "out", inputs[0], "inputs[0]")
             for i, part in enumerate(inputs):
                 call.count(part, f"inputs[{i}]", counts[i], "the part of that rank")
@@ -368,7 +375,7 @@ class Collectives(Submitter):
         """
         call = self._call("all_to_all")
         call.tensors(inputs, "inputs")
-        warn_of_gradients(call, *inputs)
+        self._warn_of_gradients(call.name, *inputs)
         call.tensors(out, "out", outputs=True)
         call.same_dtype(out[0], "out[0]", inputs[0], "inputs[0]")
         own = inputs[self._rank].numel()
@@ -398,7 +405,7 @@ class Collectives(Submitter):
         if unknown:
             self._refuse_keywords("all_to_all_single", unknown)
         if getattr(x, "requires_grad", False):
-            warn_of_gradients(self._call("all_to_all_single"), x)
+            self._warn_of_gradients("all_to_all_single", x)
         if output_splits is None and input_splits is None:
             seconds = self._timeout if timeout is None else timeout
             future = self._shortcut.submit(_ALL_TO_ALL, x, out, 0, -1, seconds)

@@ -110,7 +110,7 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
     if parts.scheme == "env":
         raise UsageError("--store must name a store, not env://: the launcher is what env:// asks")
     deadline = Deadline(config.TIMEOUT.get())
-    venue = open_venue(Request(parts, None, job.size, config.secret(), deadline, job=job.ident))
+    venue = open_venue(Request(parts, None, job.size, config.secret(), deadline, job=job.ident, serves=False))
     store = venue.store
     try:
         store.multi_set(*zip(*job_record(job.size, job.ident, job.epoch).items(), strict=True))

@@ -107,7 +107,8 @@ def tcp(request: Request) -> Venue:
     if is_loopback(address) and (trouble := loopback_trouble()):
         raise RendezvousError(f"rendezvous at {host}:{port}: {trouble}")
     secret = request.secret or user_secret()
-    serves = request.rank in (0, None) and request.size is not None and is_mine(address)
+    may_serve = request.serves and request.rank in (0, None) and request.size is not None
+    serves = may_serve and is_mine(address)
     hosted = share(address, port, secret, start=serves)
     while serves and hosted is None and not listens(address, port, timeout=request.deadline.remaining()):
         if request.deadline.expired:

@@ -29,6 +29,7 @@ class Request:
         environ: the launcher's variables.
         host: identity of the host if it is not the machine's own.
         job: name of the job, in the place of what the environment says.
+        serves: whether this process may start the store, if nobody has.
     """
 
     url: SplitResult
@@ -39,6 +40,7 @@ class Request:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     host: str | None = None
     job: str | None = None
+    serves: bool = True
 
 
 def nothing() -> None:

@@ -64,8 +64,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             it more efficient.
         find_unused_parameters: in each pass some parameters may take no part in the loss, others on each
             rank. Those that no rank used keep the gradient that they had (None, as a rule).
-        gradient_as_bucket_view: False copies averages into gradients of their own.  With True, too, gradients
-            that the program refers to keep their values when the next backward pass runs.
+        gradient_as_bucket_view: False copies averages into gradients of their own.  With True, gradients on
+            the CPU that the program refers to also keep their values when the next backward pass runs.
         static_graph: all passes use the same parameters, equally often; the first shows which.  For layers in
             several reentrant checkpoints, and for parameters that are never used.
         delay_all_reduce_named_params: names and parameters whose reduction waits until the gradient of

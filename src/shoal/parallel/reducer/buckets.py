@@ -138,7 +138,10 @@ def build_buckets(
 
 def alias_bucket(bucket: Bucket) -> Bucket:
     """The same memory as another storage of torch, for hooks: the views that these make are not counted among
-    the references to ``bucket``."""
+    the references to ``bucket``.  On other devices than the CPU these are not counted: ``bucket`` itself.
+    """
+    if bucket.flat.device.type != "cpu":
+        return bucket
     flat = from_dlpack(bucket.flat)
     return _bucket_in(flat, bucket)
 

@@ -8,7 +8,8 @@ A gradient that is a view of its bucket is overwritten by the next pass, unless 
 (PCGrad, GradNorm and loggers do).  :meth:`Gradients.keep_references` looks for such references before a pass
 writes to the buckets: it counts those to each view, and to the memory of each bucket, which any other alias
 (a slice, a numpy array) refers to.  The program keeps that memory, the bucket gets new memory, and averages
-of these parameters are copied out of it from then on.
+of these parameters are copied out of it from then on.  Not so on other devices than the CPU, where work that
+is not done yet holds references, too.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Gradients:
         self._options = options
         self.several = len(copies) > 1
         self.copied = set() if options.as_views else set(range(len(names)))
+        # The work that another device has not done yet refers to its memory, too.
+        self._counts_references = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self.set = BucketSet((), torch.empty(0, device="cpu"), ())
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []
@@ -176,6 +179,8 @@ class Gradients:
         Returns:
             The buckets that have new memory now.
         """
+        if not self._counts_references:
+            return ()
         kept = [
             number
             for number, noted in enumerate(self._references)
