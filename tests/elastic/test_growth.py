@@ -88,7 +88,8 @@ def plan(seed: int) -> tuple[dict[int, int], dict[int, dict[int, float]]]:
     """Who dies at which point, and who is how late at which points; RANKS: the newcomer."""
     choose = random.Random(seed)
     victims = choose.sample(range(RANKS + 1), choose.choice((1, 1, 2)))
-    deaths = {victim: choose.randrange(16) for victim in victims}
+    # The newcomer is invited first: the others wait for it to come.
+    deaths = {victim: max(choose.randrange(16), int(victim == RANKS)) for victim in victims}
     late = {
         rank: {choose.randrange(16): choose.uniform(0.0, 0.6) for _ in range(choose.choice((0, 1, 2)))}
         for rank in range(RANKS + 1)
