@@ -12,9 +12,10 @@
 
 namespace shoal::agreement {
 
-// What a member has called, and so how votes become one value.  kAnd to kSum: 8 bytes, a signed integer, sums
-// wrap.  kCommon: ascending integers of 8 bytes, and those that are in all votes.  kGather: any bytes, and
-// the list of them.
+// The call that a vote belongs to.  It also says how votes become one value:
+//   kAnd to kSum: a vote is a signed integer of 8 bytes; sums wrap.
+//   kCommon: a vote is ascending integers of 8 bytes; the value has those that are in all votes.
+//   kGather: a vote is any bytes; the value is the list of votes.
 enum class Op : std::uint8_t {
   kDiffers = 0,  // only of a decision: the members did not call with the same op
   kAnd = 1,

@@ -135,7 +135,8 @@ RankSet Agreement::voters() const {
   return result;
 }
 
-// What the votes make, once all that may still come have come.  Different ops are different whatever comes.
+// Makes the decision from the votes, or nothing while votes are missing that may still come.  Votes with
+// different ops are decided at once: further votes cannot make them equal.
 std::optional<Decision> Agreement::count_votes() {
   const RankSet voters = this->voters();
   if (!voters.any()) return std::nullopt;

@@ -3,7 +3,7 @@
 
 namespace shoal::stress {
 
-// What a round may be, beyond what every round is.
+// Properties that some rounds have.
 struct Kind {
   bool calm = false;   // all losses are deaths and certain, and soon known; who votes late does so very late
   bool clean = false;  // nobody dies, all votes come in time, one cut divides the group in two

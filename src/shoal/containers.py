@@ -145,7 +145,7 @@ class Tree:
 
     @property
     def form(self) -> list[Any]:
-        """What the value is without its leaves: equal for values of equal containers."""
+        """The containers of the value, without its leaves.  Values with equal containers have equal forms."""
         return [self._root, *((node.kind, node.context, node.places) for node in self._nodes)]
 
     def __repr__(self) -> str:
@@ -263,7 +263,7 @@ _DICTS: dict[type[Any], Callable[[Any], Callable[[], Any]]] = {
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What a container contains; None for a leaf."""
+    """Return the elements of a container, or None for a leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return list(value)
@@ -296,7 +296,7 @@ def _flattened(value: Any) -> tuple[list[Any], TreeSpec] | None:
 
 
 def _fields(value: Any) -> list[Any] | None:
-    """What the fields of a dataclass hold; None for any other object.
+    """Return the values of the fields of a dataclass, or None for any other object.
 
     The fields are read past properties and ``__getattr__``, which are code of the user.
     """

@@ -42,7 +42,7 @@ class Collectives(Submitter):
 
     def _warn_of_gradients(self, name: str, *inputs: torch.Tensor) -> None:
         if self._warns_of_gradients and any(x.requires_grad for x in inputs):
-            warn_of_gradients(self._call(name), *inputs)
+            warn_of_gradients(self._call(name))
 
     def all_reduce(
         self, x: torch.Tensor, op: ReduceOpLike = SUM, *, timeout: float | None = None, **unknown: NoReturn

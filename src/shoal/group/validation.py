@@ -199,9 +199,9 @@ class Call:
 _warned: set[str] = set()
 
 
-def warn_of_gradients(call: Call, *inputs: torch.Tensor) -> None:
-    """Warn, once for each operation, of inputs whose gradients will not flow through it."""
-    if call.name in _warned or not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+def warn_of_gradients(call: Call) -> None:
+    """Warn, once for each operation, that gradients will not flow through it."""
+    if call.name in _warned or not torch.is_grad_enabled():
         return
     _warned.add(call.name)
     variant = call.name if call.name in _DIFFERENTIABLE else "all_reduce"
