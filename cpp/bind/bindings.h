@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 void bind_engine(nanobind::module_& m);
+void bind_ending(nanobind::module_& m);
 void bind_interrupt(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_packed(nanobind::module_& m);

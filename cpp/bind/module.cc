@@ -5,6 +5,7 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);
   m.doc() = "The native core of shoal; see cpp/.";
   bind_engine(m);
+  bind_ending(m);
   bind_interrupt(m);
   bind_kernels(m);
   bind_packed(m);

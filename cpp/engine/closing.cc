@@ -5,6 +5,10 @@
 // that waits for its receiver is given up when the receiver, closing too, says that it has read it (kHasRead)
 // and has granted nothing: it will not receive any more.  Numbered operations that one member never submits
 // are known by their numbers.  Operations matched by key are waited for until the others have left.
+//
+// A member that has finished may be the one that called something else than the others: a root that only
+// sends, a leaf.  So it stays until each of the others has finished the same numbered operations (kFinished),
+// submits fewer, or is gone; until then it can be asked what it called, and hears that the group broke.
 
 #include <algorithm>
 
@@ -32,22 +36,69 @@ void Group::tell_closing(int rank, Closing what) {
   FrameHeader header = frame(FrameType::kGroupClosing);
   header.code = what;
   header.channel = inquiry_.next_number();
+  header.message = inquiry_.history(header.channel).value_or(0);
   std::lock_guard lock(goodbye_mutex_);
   Link* to = said_goodbye_ ? nullptr : link(rank);
   if (to != nullptr && !to->broken()) to->send_control(header);
 }
 
-void Group::on_peer_closing(int rank, std::uint64_t next_number, bool has_read) {
+void Group::on_peer_closing(int rank, const FrameHeader& closing) {
   bool answer;
   {
     std::lock_guard lock(state_mutex_);
     Member& peer = member(rank);
-    answer = !has_read && leaving_.load();
-    peer.leaving = next_number;
-    peer.has_read |= has_read;
+    answer = closing.code == kLeaves && leaving_.load();
+    if (closing.code == kLeaves) {
+      peer.leaving = closing.channel;
+      peer.history = closing.message;
+      owes_answers_.store(true);
+    }
+    peer.has_read |= closing.code == kHasRead;
+    peer.finished |= closing.code == kFinished;
   }
   if (answer) tell_closing(rank, kHasRead);
+  answer_leaving();
   context_->bell().wake();
+}
+
+// Tells members that close when this one has finished all that they had submitted, or asks what they called.
+void Group::answer_leaving() {
+  if (!owes_answers() || broken()) return;
+  const auto finished = static_cast<std::uint64_t>(lanes_.last_completed() + 1);
+  std::vector<std::pair<int, Member>> due;
+  {
+    std::lock_guard lock(state_mutex_);
+    bool owes = false;
+    for (int r = 0; r < size(); ++r) {
+      Member& peer = member(r);
+      if (r == rank() || peer.leaving == ~0ULL || peer.answered) continue;
+      peer.answered = peer.leaving <= finished;
+      owes |= !peer.answered;
+      if (peer.answered) due.emplace_back(r, peer);
+    }
+    owes_answers_.store(owes);
+  }
+  for (const auto& [r, peer] : due) {
+    const auto history = inquiry_.history(peer.leaving);
+    if (peer.leaving > 0 && history && *history != peer.history)
+      inquiry_.suspect(peer.leaving - 1);
+    else
+      tell_closing(r, kFinished);
+  }
+}
+
+// Whether nobody needs anything of this member any more.
+bool Group::settled() {
+  if (broken() || pairwise() || given_up_.load() != ~0ULL) return true;
+  const std::uint64_t submitted = inquiry_.next_number();
+  std::lock_guard lock(state_mutex_);
+  for (int r = 0; r < size(); ++r) {
+    const Member& peer = member(r);
+    if (r == rank() || peer.finished || std::min(peer.leaving, peer.departed) < submitted) continue;
+    if (submitted > 0 && peer.departed == ~0ULL && context_->peers().state(global(r)) == Peers::kAlive)
+      return false;
+  }
+  return true;
 }
 
 void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
@@ -80,6 +131,11 @@ void Group::close(std::int64_t deadline) {
     if (lanes_.progress(waiting)) continue;
     Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
     if (lanes_.progress(waiting) || !lanes_.pending()) continue;
+    sleeper.sleep(std::min(deadline - now_ns(), 20 * kMillisecond));
+  }
+  while (!lanes_.pending() && !settled() && now_ns() < deadline) {
+    Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
+    if (settled()) break;
     sleeper.sleep(std::min(deadline - now_ns(), 20 * kMillisecond));
   }
   const std::uint64_t abandoned = std::min(given_up_.load(), lanes_.first_pending());

@@ -337,7 +337,7 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
       if ((flaw = group.agreements().on_frame(source, header, text)) != nullptr) refuse(group, peer, flaw);
       break;
     case FrameType::kGroupClosing:
-      group.on_peer_closing(source, header.channel, header.code == kHasRead);
+      group.on_peer_closing(source, header);
       break;
     case FrameType::kGroupClosed:
       left(group.ident(), peer);

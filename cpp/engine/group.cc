@@ -56,6 +56,7 @@ OperationPtr Group::submit(Request request) {
 }
 
 void Group::check(std::int64_t now, std::int64_t& next) {
+  answer_leaving();
   const auto [overdue, stalled] = lanes_.late(now, next);
   for (auto& op : stalled) inquiry_.compare_with_neighbour(*op);
   for (auto& op : overdue) {

@@ -87,15 +87,17 @@ class Group : public std::enable_shared_from_this<Group> {
   // A group of pairs has lost this member.
   bool lost(int rank);
   void on_peer_closed(int rank, std::uint64_t next_number, Departure why);
-  void on_peer_closing(int rank, std::uint64_t next_number, bool has_read);
+  void on_peer_closing(int rank, const FrameHeader& closing);
   void on_broken(int rank, ErrorCode code, const std::string& text);
 
   // Nothing more is submitted here: says so to the peers.  close() does it too, but groups that are closed
   // one after another say so all at once, since members may close them in different orders.
   void begin_close();
-  // Waits for pending operations that can still be completed until `deadline`, tells the peers, fails the
-  // rest.
+  // Waits until `deadline` for pending operations that can still be completed, and for the members that have
+  // not finished what this one has submitted; tells the peers, and fails the rest.
   void close(std::int64_t deadline);
+  // Whether members that close wait for this one.
+  bool owes_answers() const { return owes_answers_.load(std::memory_order_seq_cst); }
   bool closed() const { return closed_.load(); }
   bool all_peers_gone();
   // Closed after it had broken, for a reason that the peers have been told: none goes on with an operation.
@@ -109,6 +111,9 @@ class Group : public std::enable_shared_from_this<Group> {
     std::optional<Loss> loss;
     std::uint64_t leaving = ~0ULL;  // the same as `departed`, once it submits nothing more
     bool has_read = false;          // all that this rank had sent when it began to close
+    bool finished = false;          // all that this rank has submitted
+    std::uint64_t history = 0;      // of its calls, when it leaves
+    bool answered = false;          // it knows that this rank has finished all that it had submitted
   };
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
   Error error_of_given_up() const;
@@ -118,6 +123,8 @@ class Group : public std::enable_shared_from_this<Group> {
   Error departure(int rank, const Request& request);
   void give_up_from(std::uint64_t channel);
   void tell_closing(int rank, Closing what);
+  void answer_leaving();
+  bool settled();
   void tell_failure();
 
   std::shared_ptr<Context> context_;
@@ -136,8 +143,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> closed_{false};
   std::atomic<bool> all_told_{false};
   std::atomic<bool> any_departed_{false};
-  std::atomic<bool> any_lost_{false};           // of a group of pairs
-  std::atomic<bool> leaving_{false};            // this member closes
+  std::atomic<bool> any_lost_{false};  // of a group of pairs
+  std::atomic<bool> leaving_{false};   // this member closes
+  std::atomic<bool> owes_answers_{false};
   std::atomic<std::uint64_t> given_up_{~0ULL};  // the first numbered operation that was ended by itself
   std::mutex state_mutex_;
   Error error_;

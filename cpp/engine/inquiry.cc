@@ -11,7 +11,11 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kInquiryTime = 400 * kMillisecond;  // how long peers may take to say what they called
+// How long peers may take to say what they called, and to call it.  A mismatch ends the program: its table
+// is worth some patience with a busy host.
+constexpr std::int64_t kInquiryTime = 400 * kMillisecond;
+constexpr std::int64_t kMismatchTime = 3 * kSecond;
+constexpr std::int64_t kAskAgain = 100 * kMillisecond;
 
 }  // namespace
 
@@ -30,6 +34,13 @@ void Inquiry::note(const Request& request, Fingerprint& call) {
 std::uint64_t Inquiry::next_number() {
   std::lock_guard lock(mutex_);
   return next_number_;
+}
+
+std::optional<std::uint64_t> Inquiry::history(std::uint64_t number) {
+  std::lock_guard lock(mutex_);
+  if (number == next_number_) return history_;
+  auto* call = recent(number);
+  return call == nullptr ? std::nullopt : std::optional(call->history);
 }
 
 const Fingerprint* Inquiry::recent(std::uint64_t channel) const {
@@ -86,7 +97,8 @@ void Inquiry::begin(Question question) {
       mine.code = kKnown;
       mine.call = *call;
     }
-    question.until = now_ns() + kInquiryTime;
+    question.ask_at = now_ns() + kAskAgain;
+    question.until = now_ns() + (question.mismatch ? kMismatchTime : kInquiryTime);
     question.replies.resize(static_cast<std::size_t>(group_.size()));
     question.replies[static_cast<std::size_t>(group_.rank())] = mine;
     question_ = std::move(question);
@@ -100,23 +112,41 @@ void Inquiry::on_reply(int rank, const FrameHeader& reply) {
     std::lock_guard lock(mutex_);
     if (!question_ || question_->channel != reply.channel) return;
     question_->replies[static_cast<std::size_t>(rank)] = reply;
-    // A mismatch is told when all have arrived, so that the table is whole; the late ones get a little time.
-    for (auto& each : question_->replies)
-      if (!each || (question_->mismatch && each->code == kNotArrived)) return;
+    if (!awaited().empty()) return;
   }
   finish();
 }
 
 void Inquiry::check(std::int64_t now, std::int64_t& next) {
+  std::vector<int> asked;
+  FrameHeader query = group_.frame(FrameType::kCallQuery);
   {
     std::lock_guard lock(mutex_);
     if (!question_) return;
-    if (question_->until > now) {
-      next = std::min(next, question_->until);
-      return;
+    asked = awaited();
+    if (question_->until <= now) asked.clear();
+    if (!asked.empty()) {
+      query.channel = question_->channel;
+      next = std::min({next, question_->until, question_->ask_at});
+      if (question_->ask_at > now) return;
+      question_->ask_at = now + kAskAgain;
     }
   }
-  finish();
+  if (asked.empty()) return finish();
+  // Who had not called it may have done so, and does not know that it is asked for.
+  for (int rank : asked) group_.tell(rank, query);
+}
+
+// One that has closed its connections, or is lost, never answers.  A mismatch is told when all have arrived;
+// of an operation that is late some never do.
+std::vector<int> Inquiry::awaited() const {
+  std::vector<int> ranks;
+  for (int r = 0; r < group_.size(); ++r) {
+    const auto& reply = question_->replies[static_cast<std::size_t>(r)];
+    if (r == group_.rank() || (reply && !(question_->mismatch && reply->code == kNotArrived))) continue;
+    if (group_.context().peers().state(group_.global(r)) == Peers::kAlive) ranks.push_back(r);
+  }
+  return ranks;
 }
 
 void Inquiry::stop() {

@@ -22,6 +22,8 @@ class Inquiry {
   // Remembers a call, for peers that ask.  A numbered one gets the history of those before it.
   void note(const Request& request, Fingerprint& call);
   std::uint64_t next_number();  // of numbered operations: the first that was not submitted
+  // A hash of all numbered calls before that one, if it is remembered.
+  std::optional<std::uint64_t> history(std::uint64_t number);
 
   // A peer shows what it called.
   void seen(std::uint64_t channel, const Fingerprint& call);
@@ -47,7 +49,8 @@ class Inquiry {
     bool mismatch = false;
     std::string operation = {};
     std::int64_t timeout = 0;
-    std::int64_t until = 0;
+    std::int64_t until = 0;   // it waits no longer for answers
+    std::int64_t ask_at = 0;  // it asks again
     std::vector<std::optional<FrameHeader>> replies = {};
   };
   struct Recent {
@@ -55,6 +58,8 @@ class Inquiry {
     Fingerprint call;
   };
   void begin(Question question);
+  // Under the mutex: the members whose answers may still complete the table.
+  std::vector<int> awaited() const;
   void finish();
   // Under the mutex: the call that this member made, if it remembers it.
   const Fingerprint* recent(std::uint64_t channel) const;

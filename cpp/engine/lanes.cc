@@ -161,12 +161,13 @@ Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
 }
 
 void Lanes::completed(const Operation& op) {
-  lane_of(op).next.store(op.request().channel + lanes_.size(), std::memory_order_relaxed);
+  lane_of(op).next.store(op.request().channel + lanes_.size(), std::memory_order_seq_cst);
+  if (group_.owes_answers()) group_.context().bell().wake();  // the progress thread may be able to answer
 }
 
 std::int64_t Lanes::last_completed() const {
   std::uint64_t next = ~0ULL;
-  for (const Lane& lane : lanes_) next = std::min(next, lane.next.load(std::memory_order_relaxed));
+  for (const Lane& lane : lanes_) next = std::min(next, lane.next.load(std::memory_order_seq_cst));
   return static_cast<std::int64_t>(next) - 1;
 }
 

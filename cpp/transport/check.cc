@@ -52,7 +52,7 @@ const Limits* limits_of(FrameType type) {
        Between::kAll},                                                                          // bye
       {{0, 0}, 0, false, false, false, 0, false, Content::kNothing, Between::kAll},             // beat
       {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing, Between::kAll},  // credit
-      {{kLeaves, kHasRead}, 0, true, true, false, 0, false, Content::kNothing},                 // closing
+      {{kLeaves, kFinished}, 0, true, true, true, 0, false, Content::kNothing},                 // closing
       {{0, 0}, 0, true, true, true, 0, false, Content::kNothing, Between::kAll},                // withdrawn
       {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // cancel
       {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // ask

@@ -95,7 +95,8 @@ enum Departure : std::uint16_t {
 // The code of a kGroupClosing.
 enum Closing : std::uint16_t {
   kLeaves = 0,
-  kHasRead = 1,  // the receiver's goodbye and all before it: no message of it will be granted any more
+  kHasRead = 1,   // the receiver's goodbye and all before it: no message of it will be granted any more
+  kFinished = 2,  // all numbered operations that the receiver has submitted: nothing of it is needed any more
 };
 
 // The code of a kCallReply, and of a kCallQuery for the asking rank's own call.
@@ -163,7 +164,7 @@ struct FrameHeader {
   std::uint32_t source = 0;   // rank in the group
   std::uint64_t group = 0;
   std::uint64_t channel = 0;  // operation number or key, or kPointToPoint | tag
-  std::uint64_t message = 0;  // the sender's name for it, for grants
+  std::uint64_t message = 0;  // the sender's name for it, for grants; kGroupClosing: the history of its calls
   std::uint64_t total = 0;    // bytes of the whole message
   std::uint32_t step = 0;     // which message of the operation
   std::uint32_t unused = 0;

@@ -569,6 +569,11 @@ class Post:
         A second call does nothing.
         """
 
+# -- cpp/bind/ending.cc -------------------------------------------------------------------------
+
+def exit_with(code: int) -> None:
+    """The process ends with this code, from 1 to 255, should it end in good order."""
+
 # -- cpp/bind/interrupt.cc ----------------------------------------------------------------------
 
 def guard_interrupts(

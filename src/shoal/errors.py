@@ -168,7 +168,8 @@ class CollectiveMismatch(GroupError):
     """The ranks of a group called different operations, or the same one with arguments that differ.
 
     The message is a table of which rank called what.  It is a bug in the program: all ranks must
-    submit the same numbered operations in the same order.
+    submit the same numbered operations in the same order.  A rank that had finished what it called gets it
+    from :meth:`shoal.ProcessGroup.close`.
     """
 
 

@@ -21,10 +21,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from . import failure_report
+from . import _core, failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
 from .copy_refusal import refuses_copies
+from .errors import CollectiveMismatch
 from .keywords import checked_seconds
 from .links import Links
 from .rendezvous.membership import Membership
@@ -286,9 +287,18 @@ def _close_at_exit() -> None:
         error = None
     if error is not None:
         failure_report.ended(error)
+    mismatch: CollectiveMismatch | None = None
     for world in list(_worlds):
-        with contextlib.suppress(Exception):
+        try:
             world.end_with_program(error)
+        except CollectiveMismatch as found:
+            mismatch = found
+        except Exception:
+            pass  # nobody is left to act on it
+    if error is None and mismatch is not None:  # as if the program's last line had raised it
+        failure_report.ended(mismatch)
+        sys.excepthook(type(mismatch), mismatch.with_traceback(None), None)
+        _core.exit_with(1)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

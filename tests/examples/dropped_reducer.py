@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import runpy
 import sys
+import warnings
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,10 @@ _destroy = dist.destroy_process_group
 
 
 def _destroy_without_reducers() -> None:
-    for model in (thing for thing in gc.get_objects() if isinstance(thing, DistributedDataParallel)):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has objects whose class is not to be asked for
+        models = [thing for thing in gc.get_objects() if isinstance(thing, DistributedDataParallel)]
+    for model in models:
         model.__dict__.pop("logger")  # which holds the reducer too
         model.__dict__.pop("reducer")
     _destroy()

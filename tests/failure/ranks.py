@@ -211,9 +211,12 @@ def fork_worker(group: ProcessGroup) -> int:
     return child
 
 
+_forking = threading.Lock()
+
+
 def quiet_fork() -> int:
     """``os.fork``, which Python 3.12 warns of when there are threads: here that is the point."""
     sys.stdout.flush()
-    with warnings.catch_warnings():
+    with _forking, warnings.catch_warnings():  # filelock refuses a fork while another thread forks
         warnings.simplefilter("ignore")
         return os.fork()

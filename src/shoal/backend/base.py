@@ -260,7 +260,11 @@ class DataChannel(abc.ABC):
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
-        """Flush what was sent, tell the peers, release everything.  Returns within ``timeout``."""
+        """Flush what was sent, tell the peers, release everything.  Returns within ``timeout``.
+
+        Raises:
+            CollectiveMismatch: the members called different things, and no operation has said so here.
+        """
 
 
 @refuses_copies(

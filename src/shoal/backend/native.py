@@ -19,7 +19,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .. import _core, config, failure_report
-from ..errors import GroupClosed, GroupError, OutOfResources, PeerLost, UnsupportedOperation, WireError
+from ..errors import (
+    CollectiveMismatch,
+    GroupClosed,
+    GroupError,
+    OutOfResources,
+    PeerLost,
+    UnsupportedOperation,
+    WireError,
+)
 from ..future import Future, scope_variable
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
@@ -375,10 +383,15 @@ class NativeChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
+        failure = self.failure()
         self._core = _CLOSED
         if self._shortcut is not None:
             self._shortcut.detach()
         self._failure = None  # its traceback holds the frames of a caller
+        if isinstance(failure, CollectiveMismatch) and not self.reported:
+            raise CollectiveMismatch(
+                f"group {self._spec.name!r} on rank {self._spec.rank} failed while it was closed: {failure}"
+            )
 
     # -- for the sources of futures, in cpp/bind/source.cc -------------------------------------
 

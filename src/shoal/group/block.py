@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from ..backend.base import Backend
-from ..errors import GroupError, PeerLost
+from ..errors import CollectiveMismatch, GroupError, PeerLost
 from ..wording import shown
 from .watched import Watched
 
 
-def unseen_failure(group: Watched, backend: Backend) -> GroupError | None:
+def end_block(
+    group: Watched, error: BaseException | None, may_abort: bool, *, is_first: bool, goes_on: bool
+) -> None:
+    """Close ``group`` at the end of its block.
+
+    Args:
+        error: the exception that leaves the block.
+        may_abort: whether the group is neither closed nor aborted.
+        is_first: whether it is the group of all ranks: then an exception ends all groups and connections.
+        goes_on: whether a rebuild has replaced the group by another, whose end tells what failed.
+
+    Raises:
+        GroupError: what ended the group, or was found when it was closed, if no call has raised it and no
+            exception leaves the block.
+    """
+    orderly = error is None or (isinstance(error, SystemExit) and not error.code)
+    unseen = _unseen_failure(group) if error is None and not goes_on else None
+    try:
+        if error is not None and not orderly and may_abort:
+            _abort_after(error, group, whole_world=is_first)
+        group.close()
+    except CollectiveMismatch:
+        if orderly:
+            raise
+    if unseen is not None:
+        raise group._reported(unseen)
+
+
+def _unseen_failure(group: Watched) -> GroupError | None:
     """The failure of an open group if no call has raised it.
 
     A lost rank is reported once, by whichever group of the world meets it; where an agent uses the world, the
@@ -17,16 +44,11 @@ def unseen_failure(group: Watched, backend: Backend) -> GroupError | None:
     if group.state not in ("broken", "aborted") or group._channel.reported:
         return None
     failure = group._channel.failure()
-    known = group._world.losses_reported or backend.losses_reported
+    known = group._world.losses_reported or group._backend.losses_reported
     return None if isinstance(failure, PeerLost) and known else failure
 
 
-def abort_after(error: BaseException, group: Watched, *, whole_world: bool) -> None:
-    """Abort ``group``, whose block this exception leaves.
-
-    Args:
-        whole_world: whether it is the group of all ranks: then all connections are closed too.
-    """
+def _abort_after(error: BaseException, group: Watched, *, whole_world: bool) -> None:
     reason = f"an exception left the group's block on rank {group.rank}: {shown(error)}"
     if whole_world:
         try:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from ..uncompiled import uncompiled
 from ..world import World, remaining
 from . import dumps
 from .batch import Batch
-from .block import abort_after, unseen_failure
+from .block import end_block
 from .choices import AS_PARENT, Choices
 from .evictions import eviction_report
 from .in_order import channel_of
@@ -439,12 +439,16 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         """Send what was submitted, tell the others, and release everything.  Any number of times.
 
         Not a collective; a hung peer does not delay it beyond ``timeout``.  It waits for what can still be
-        completed; what only ranks could complete that close the group too ends with GroupClosed at once.
+        completed, and for ranks that have not finished the collectives which this one has called; what only
+        ranks could complete that close the group too ends with GroupClosed at once.
         Groups made from this one go on, also those of the group of all ranks: the connections are closed with
         the last group.  In a forked child it does nothing.
 
         Args:
             timeout: in seconds; None means the group's default.
+
+        Raises:
+            CollectiveMismatch: the ranks called different things, and no operation has said so on this one.
         """
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
         if self._state == "forked":
@@ -456,16 +460,16 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             dumps.closing(self)
             self._begin_close()
             self._close_pending(remaining(deadline))
-            try:
+            with ExitStack() as steps:  # the last that is pushed comes first, and each comes
+                steps.callback(dumps.closed)
+                steps.callback(lambda: self._world.discard(self, remaining(deadline)))
+                steps.callback(self._has_closed)
+                steps.callback(lambda: self._lists.forget(self, remaining(deadline)))
                 self._channel.close(remaining(deadline))
-                self._lists.forget(self, remaining(deadline))
-            finally:
-                self._ended = True
-                self._state = "closed"
-                try:
-                    self._world.discard(self, remaining(deadline))
-                finally:
-                    dumps.closed()
+
+    def _has_closed(self) -> None:
+        self._ended = True
+        self._state = "closed"
 
     def _become_forked(self) -> None:
         # The locks may have been held by threads that the child does not have.
@@ -486,13 +490,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             if successor is not None:  # the block is of that one
                 successor.__exit__(kind, error, trace)
         finally:
-            unseen = unseen_failure(self, self._backend) if kind is None and successor is None else None
-            orderly = error is None or (isinstance(error, SystemExit) and not error.code)
-            if error is not None and not orderly and self._state == "open":
-                abort_after(error, self, whole_world=self._is_first)
-            self.close()
-        if unseen is not None:
-            raise self._reported(unseen)
+            may_abort = self._state == "open"
+            end_block(self, error, may_abort, is_first=self._is_first, goes_on=successor is not None)
 
     @uncompiled
     def __del__(self) -> None:

@@ -9,7 +9,8 @@ import threading
 from collections import Counter
 from typing import Any, Protocol
 
-from ..backend.base import DataChannel, GroupSpec
+from ..backend.base import Backend, DataChannel, GroupSpec
+from ..errors import GroupError
 from ..recorder import FlightRecorder
 from ..store import Store
 from ..world import World
@@ -24,6 +25,9 @@ class Watched(Protocol):
     _closing: threading.Lock
     #: how many subgroups were made of each name and list
     _made: Counter[tuple[Any, ...]]
+
+    @property
+    def _backend(self) -> Backend: ...
 
     @property
     def rank(self) -> int: ...
@@ -49,6 +53,8 @@ class Watched(Protocol):
     def _subgroup(
         self, members: list[int], name: str | None, timeout: float | None, *, asked: str
     ) -> Watched: ...
+
+    def _reported(self, failure: GroupError) -> GroupError: ...
 
     def abort(self, reason: str = "") -> None: ...
 
