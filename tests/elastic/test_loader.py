@@ -38,6 +38,10 @@ class Owner:
     group: Any = field(default_factory=lambda: SimpleNamespace(rank=0, size=2))
     active: int | None = None
 
+    @property
+    def position(self) -> int:
+        return self.state.steps
+
     def begins(self, step: Step) -> None: ...
 
     def exchange(self, step: Step) -> None: ...

@@ -1,5 +1,6 @@
 """Training that goes on through deaths: a dead process costs one step."""
 
+from .attempt import Attempt
 from .loader import Loader
 from .resize import Resize
 from .samples import Samples
@@ -7,4 +8,4 @@ from .session import Session
 from .state import State
 from .step import Step
 
-__all__ = ["Loader", "Resize", "Samples", "Session", "State", "Step"]
+__all__ = ["Attempt", "Loader", "Resize", "Samples", "Session", "State", "Step"]

@@ -158,19 +158,19 @@ class Members:
         self.left |= any(Progress.decode(note).ends for note in group.rebuilt.notes.values())
         return group.rebuilt
 
-    def part(self, steps: int, most_that_leave: int | None) -> None:
+    def part(self, position: int, steps: int, most_that_leave: int | None) -> None:
         """Go on without the ranks that leave; or end with them, if fewer than ``min`` would be left.
 
         A rebuild, as after a death: so it meets that of a rank which has lost another one in the commit.
 
         Args:
-            steps: how many count.
+            position, steps: how many steps and blocks count, and how many steps.
             most_that_leave: so many may leave at once; the others leave after the next step.
         """
         began, before = time.monotonic(), self.group
         least = min(self.least, before.size)
         ends = before.size - len(self.leavers) < least
-        progress = Progress(steps, ends=ends)
+        progress = Progress(position, ends=ends)
         with contextlib.suppress(GroupError):  # or a rank that is busy would be late for the rebuild
             before.barrier().wait()
         # The others ask again in the next commit, when others hold what those that leave now have held.

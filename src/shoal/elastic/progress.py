@@ -3,6 +3,9 @@
 A rank has *prepared* a step when it has called ``commit``: all averaged gradients are there.  It has
 *committed* the step when the exchange in ``commit`` has come to its end: this proves that every rank had
 prepared it.  Each survivor gives both as its note in the rebuild, so all of them decide alike.
+
+The blocks of ``session.attempts()`` between two steps are numbered with the steps, and prepared and committed
+at their end: what is called a step here is either.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ class Progress(NamedTuple):
     """How far one rank has come.
 
     Attributes:
-        committed: how many steps count, as far as it knows; the next one has this number.  -1: it has
-            joined, and does not hold the state yet.
+        committed: how many steps and blocks count, as far as it knows; the next one has this number.  -1: it
+            has joined, and does not hold the state yet.
         prepared: the number of the step that it has prepared and not committed, or -1.
         epoch: of the group in which it has prepared that step.  A rank may vote with a note of the epoch
             before, when a second death repeats its rebuild.

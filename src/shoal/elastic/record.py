@@ -9,9 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import StateDiverged
 from ..group import ProcessGroup
 
 _HALVES = struct.Struct("<qq")
+
+
+#: stands for the number of a step in the record of a block between two steps
+BLOCK = -1
 
 
 class Wish(enum.IntFlag):
@@ -26,7 +31,7 @@ class Record(NamedTuple):
     """One row.
 
     Attributes:
-        epoch, step: of the group, and the number of the step that is committed.
+        epoch, step: of the group, and the number of the step that is committed, or BLOCK.
         first, second: halves of a digest of what must be equal on all ranks.
         wishes: of this rank.
         busy: microseconds from the beginning of the step's block to its commit, without those in which
@@ -77,6 +82,29 @@ class Table:
 def agree(rows: Sequence[Record]) -> bool:
     """Whether all ranks commit the same."""
     return len({row[:4] for row in rows}) == 1
+
+
+def divergence(rows: Sequence[Record], group: ProcessGroup, what: str, *, everything: bool) -> StateDiverged:
+    """The error of ranks that do not agree.
+
+    Args:
+        what: they have tried.
+        everything: whether parameters and optimisers were compared too.
+    """
+    first, said = rows[0], []
+    for rank, row in enumerate(rows):
+        if (row.epoch, row.step) != (first.epoch, first.step):
+            does = "ends a block of attempts()" if row.step == BLOCK else f"commits step {row.step}"
+            said.append(f"rank {rank} {does} in epoch {row.epoch}")
+        elif row.digest != first.digest and row.step == BLOCK:
+            said.append(f"rank {rank} has run another number of such blocks than rank 0")
+        elif row.digest != first.digest:
+            differs = "parameters, optimisers or samples" if everything else "samples"
+            said.append(f"rank {rank} has other {differs} than rank 0")
+    return StateDiverged(
+        f"{what} on rank {group.rank} of {group.size}: {'; '.join(said)}.  Every rank must make the same "
+        "State, load the same checkpoint before the session, and run the same blocks"
+    )
 
 
 def leavers(rows: Sequence[Record]) -> tuple[int, ...]:

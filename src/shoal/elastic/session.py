@@ -23,9 +23,10 @@ from ..errors import GroupError, ShoalError, StateDiverged, StateLost, UsageErro
 from ..group import ProcessGroup
 from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
+from .attempt import Attempt
 from .members import Members
 from .progress import NOTHING, Progress, steps_that_count
-from .record import Record, Table, agree
+from .record import BLOCK, Record, Table, Wish, agree, divergence
 from .resize import Resize
 from .sharded import Sharded
 from .state import State
@@ -112,6 +113,9 @@ class Session:
         self._callbacks: list[Callable[[Resize], None]] = []
         self._told = 0
         self._step: Step | None = None
+        self._attempt: Attempt | None = None
+        #: how many blocks of ``attempts()`` count, in all of the session
+        self._blocks = 0
         self._hooks: list[RemovableHandle] = []
         #: The first commit in a group compares everything; later ones what was dealt.
         self._compared = False
@@ -126,6 +130,11 @@ class Session:
     def group(self) -> ProcessGroup:
         """The ranks that live."""
         return self._members.group
+
+    @property
+    def position(self) -> int:
+        """How many steps, and blocks of :meth:`attempts` between them, count."""
+        return self.state.steps + self._blocks
 
     @property
     def left(self) -> bool:
@@ -202,20 +211,49 @@ class Session:
                 continue
             if self._members.leavers:
                 self._detach_gradients(keep=True)
-                self._members.part(self.state.steps, self._sharded.most_that_leave)
+                self._members.part(self.position, self.state.steps, self._sharded.most_that_leave)
                 continue
             if self._members.asked_to_admit:
                 self._grow()
-            for event in self.events[self._told :]:
-                self._told += 1
-                for fn in self._callbacks:
-                    fn(event)
+            self._tell_of_events()
             step = Step(self)
             yield step
             if not step.entered:
                 raise UsageError(f"step {step.number} was not used: the loop's body is `with step:`")
 
-    # -- what a step asks for ------------------------------------------------------------------
+    def attempts(self) -> Iterator[Attempt]:
+        """Runs of a block between two steps in which ranks communicate, such as an evaluation.
+
+            for attempt in session.attempts():
+                with attempt:
+                    rank, size = session.group.rank, session.group.size
+                    right = session.group.all_reduce(count_right(net, x[rank::size], y[rank::size])).wait()
+
+        Every rank comes to it after the same step.  Mostly the block runs once.  If a rank is lost in it, the
+        others run it again, in the group that is left, with the buffers and plain values of the state as they
+        were; gradients, and what else the program has changed, are not put back.  When the loop ends, the
+        block has come to its end on every rank that lives.
+
+        In a process that has not joined yet the block runs alone, in a group of one.  A rank that the others
+        go on without, as it leaves, gets none.
+
+        Raises:
+            UsageError: it is called in the block of a step or of an attempt.
+        """
+        while not self._members.is_out:
+            if not self._members.is_joining:
+                self.settle()
+            attempt = Attempt(self)
+            yield attempt
+            if not attempt.entered:
+                raise UsageError("an attempt was not used: the loop's body is `with attempt:`")
+            if attempt.counts:
+                break
+        if not self._members.is_joining and not self._members.is_out:
+            self.settle()
+            self._tell_of_events()
+
+    # -- what a step and an attempt ask for ----------------------------------------------------
 
     def begins(self, step: Step) -> None:
         """The block of ``step`` begins."""
@@ -235,17 +273,39 @@ class Session:
             seen.update(state.digest())
         busy = self._stragglers.computed(self._following)
         mine = Record.of(group.epoch, step.number, seen.digest(), self._members.wish(), busy)
-        if self._table is None:
-            self._table = Table(group)
-        rows = self._table.exchange(mine)
-        if not agree(rows):
-            raise self._diverged(rows, step)
+        rows = self._exchange(mine, f"commit of step {step.number}")
         self._compared = True
         self._members.hear(rows)
         self._stragglers.add(rows, group.rank)
 
+    def attempt_begins(self, attempt: Attempt) -> None:
+        """The block of ``attempt`` begins."""
+        if self._step is not None and self._step.in_block:
+            raise UsageError("session.attempts() is for what happens between two steps, not in one")
+        if self._attempt is not None and self._attempt.running:
+            raise UsageError("session.attempts() was called in the block of an attempt")
+        self._attempt = attempt
+
+    def exchange_after(self, attempt: Attempt) -> None:
+        """Wait until every rank has come to the end of the block."""
+        digest = hashlib.blake2b(repr(self.position).encode(), digest_size=16).digest()
+        mine = Record.of(self.group.epoch, BLOCK, digest, Wish.NONE, 0.0)
+        self._exchange(mine, f"end of a block of attempts() after {self.state.steps} steps")
+
+    def attempt_counts(self) -> None:
+        """A block counts."""
+        self._blocks += 1
+
+    def _exchange(self, mine: Record, what: str) -> list[Record]:
+        if self._table is None:
+            self._table = Table(self.group)
+        rows = self._table.exchange(mine)
+        if not agree(rows):
+            raise divergence(rows, self.group, what, everything=not self._compared)
+        return rows
+
     def recover(self, error: BaseException, progress: Progress) -> int | None:
-        """Rebuild the group without the ranks that are lost; how many steps count, None: none is lost."""
+        """Rebuild the group without the ranks that are lost; the new position, None: none is lost."""
         if not self._members.is_of_a_loss(error):
             return None
         began = time.monotonic()
@@ -260,11 +320,13 @@ class Session:
         counts = steps_that_count(map(Progress.decode, rebuilt.notes.values()))
         if self._holds_state and counts > progress.committed + prepared:
             raise StateDiverged(
-                f"rank {before.rank} of group {before.name!r} had not prepared step {progress.committed} "
-                "when another rank committed it"
+                f"rank {before.rank} of group {before.name!r} had not come to the end of what follows "
+                f"{self.state.steps} steps when it counted on another rank"
             )
-        again = self._step is not None and self._step.entered and counts == self._step.number
-        self._members.tell(counts, before, began, rebuilt, again=again)
+        again = self._step is not None and self._step.entered and counts == self._step.position
+        in_step = self._step is not None and self._step.running
+        number = counts - self._blocks if in_step else self.state.steps
+        self._members.tell(number, before, began, rebuilt, again=again)
         return counts
 
     # -- the block -----------------------------------------------------------------------------
@@ -327,7 +389,7 @@ class Session:
                 if not self._members.is_of_a_loss(error):
                     raise
             try:
-                self._members.rebuild(Progress(self.state.steps), 1)
+                self._members.rebuild(Progress(self.position), 1)
             except GroupError:
                 return  # this rank has all that counts, and the others have ended
 
@@ -335,7 +397,7 @@ class Session:
 
     def goes_on(self, error: GroupError) -> bool:
         """Go on after a loss that was met after a commit; False: it was none."""
-        return self.recover(error, Progress(self.state.steps)) is not None
+        return self.recover(error, Progress(self.position)) is not None
 
     def settle(self) -> None:
         """Begin in a new group: ranks that do not hold the state yet receive it, and what differs by rank is
@@ -352,13 +414,19 @@ class Session:
                     raise
         self._members.settled()
 
+    def _tell_of_events(self) -> None:
+        for event in self.events[self._told :]:
+            self._told += 1
+            for fn in self._callbacks:
+                fn(event)
+
     def _share_state(self) -> None:
         group = self.group
-        table = torch.empty(group.size, 2, dtype=torch.int64, device="cpu")
-        mine = torch.tensor([[int(self._holds_state), self._synchronised]], device="cpu")
+        table = torch.empty(group.size, 3, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([[int(self._holds_state), self._synchronised, self._blocks]], device="cpu")
         group.all_gather_single(table, mine).wait()
-        holders = [rank for rank, (holds, _) in enumerate(table.tolist()) if holds]
-        others = [rank for rank, (holds, _) in enumerate(table.tolist()) if not holds]
+        holders = [rank for rank, (holds, _, _) in enumerate(table.tolist()) if holds]
+        others = [rank for rank, (holds, _, _) in enumerate(table.tolist()) if not holds]
         if not holders:
             raise StateLost(
                 f"rank {group.rank} of {group.size} joined a session whose other ranks died before it had "
@@ -368,7 +436,7 @@ class Session:
             send_state(self.state, group, holders, others)
         elif others:
             receive_state(self.state, group, holders)
-            self._holds_state = True
+            self._holds_state, self._blocks = True, int(table[holders[0], 2])
         else:
             # A loss may have met some ranks in this and others behind it: all repeat what one has not done.
             for model in self._to_synchronise[int(table[:, 1].min()) :]:
@@ -408,6 +476,11 @@ class Session:
                 parameter.grad = gradient.clone() if keep and gradient is not None else None
 
     def _refuse_early_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._attempt is not None and self._attempt.running:
+            raise UsageError(
+                f"{type(optimizer).__name__} stepped in a block of attempts(), which comes again if a rank "
+                "is lost: parameters change in steps"
+            )
         if self._step is not None and self._step.running:
             raise UsageError(
                 f"{type(optimizer).__name__} stepped before step.commit(): if a rank were lost now, the "
@@ -415,17 +488,3 @@ class Session:
                 "that step in backward cannot be used"
             )
         self._sharded.steps(optimizer, self._step)
-
-    def _diverged(self, rows: list[Record], step: Step) -> StateDiverged:
-        said = []
-        for rank, row in enumerate(rows):
-            if (row.epoch, row.step) != (rows[0].epoch, rows[0].step):
-                said.append(f"rank {rank} commits step {row.step} in epoch {row.epoch}")
-            elif row.digest != rows[0].digest:
-                what = "samples" if self._compared else "parameters, optimisers or samples"
-                said.append(f"rank {rank} has other {what} than rank 0")
-        return StateDiverged(
-            f"commit of step {step.number} on rank {self.group.rank} of {self.group.size}: "
-            f"{'; '.join(said)}.  Every rank must make the same State, and load the same checkpoint, "
-            "before the session"
-        )

@@ -128,12 +128,16 @@ class State:
             if _is_plain(value)
         }
 
-    def put_back(self) -> None:
-        """Undo what has happened to buffers and plain values since :meth:`hold`; drop all gradients."""
+    def put_back(self, *, gradients: bool = True) -> None:
+        """Undo what has happened to buffers and plain values since :meth:`hold`; drop all gradients.
+
+        Args:
+            gradients: False: leave them as they are.
+        """
         self._held.put_back()
         self._parts.update(self.__dict__["_values"])
         self.__dict__["_values"] = {}
-        for model in self.all_models():
+        for model in self.all_models() if gradients else ():
             for parameter in model.parameters():
                 parameter.grad = None
 

@@ -23,6 +23,10 @@ class Owner(Protocol):
     active: int | None
 
     @property
+    def position(self) -> int:
+        """How many steps, and blocks of ``attempts()`` between them, count."""
+
+    @property
     def group(self) -> ProcessGroup:
         """The ranks that live."""
 
@@ -38,10 +42,10 @@ class Owner(Protocol):
         """
 
     def recover(self, error: BaseException, progress: Progress) -> int | None:
-        """Go on without the ranks that are lost; returns how many steps count.
+        """Go on without the ranks that are lost.
 
         Returns:
-            None: ``error`` tells of no lost rank, and nothing was done.
+            The new ``position``.  None: ``error`` tells of no lost rank, and nothing was done.
 
         Raises:
             GroupError: the survivors cannot go on.
@@ -61,12 +65,15 @@ class Step:
 
     Attributes:
         number: of the step, from 0.
+        position: of the step among all steps and blocks of the session.
         committed: whether it counts.
     """
 
     def __init__(self, session: Owner) -> None:
         self._session = session
         self.number = session.state.steps
+        self.position = session.position
+        self._made_in = session.group
         self.committed = False
         self._share: Share | None = None
         self._phase = "new"
@@ -110,6 +117,11 @@ class Step:
         """Whether its block has begun, and it does not count yet."""
         return self._phase == "running" and not self.committed
 
+    @property
+    def in_block(self) -> bool:
+        """Whether its block has begun and not ended."""
+        return self._phase in ("running", "lost")
+
     def commit(self) -> None:
         """Wait until every rank has all averaged gradients; then the step counts.
 
@@ -129,10 +141,10 @@ class Step:
         try:
             self._session.exchange(self)
         except GroupError as error:
-            counts = self._session.recover(error, Progress(state.steps, self.number, group.epoch))
+            counts = self._session.recover(error, Progress(self.position, self.position, group.epoch))
             if counts is None:
                 raise
-            if counts <= self.number:
+            if counts <= self.position:
                 self._phase = "lost"
                 state.put_back()
                 raise
@@ -144,6 +156,9 @@ class Step:
             raise UsageError(f"step {self.number} has been used: session.steps() gives one for each block")
         self._phase = "running"
         self._session.begins(self)
+        self.position = self._session.position
+        if self._session.group is not self._made_in:  # a rank was lost between two steps
+            self._share = None
         if self._session.state.samples is not None:
             self.share  # noqa: B018 - of this group, whatever becomes of it
         self._session.state.hold()
@@ -166,7 +181,7 @@ class Step:
         if self.committed:
             return False
         state = self._session.state
-        if self._session.recover(error, Progress(state.steps)) is None:
+        if self._session.recover(error, Progress(self.position)) is None:
             return False
         state.put_back()
         return True
@@ -176,10 +191,14 @@ class Step:
         state = self._session.state
         seed = 0 if state.samples is None else state.samples.seed
         rank = self._session.group.rank if self._share is None else self._share.rank
-        number = seed_of(seed, "step", self.number, rank)
-        # torch.manual_seed writes down a traceback for each kind of device that there may be.
-        torch.default_generator.manual_seed(number)
-        for devices in (torch.cuda, torch.xpu):
-            if devices.is_initialized():
-                devices.manual_seed_all(number)
-        random.seed(number)
+        seed_generators(seed_of(seed, "step", self.number, rank))
+
+
+def seed_generators(seed: int) -> None:
+    """Begin the random numbers of torch and Python anew."""
+    # torch.manual_seed writes down a traceback for each kind of device that there may be.
+    torch.default_generator.manual_seed(seed)
+    for devices in (torch.cuda, torch.xpu):
+        if devices.is_initialized():
+            devices.manual_seed_all(seed)
+    random.seed(seed)
