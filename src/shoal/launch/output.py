@@ -88,6 +88,7 @@ class Output:
         self._stderr: dict[int, Lines] = {}
         #: the sinks of which the user knows that they cannot be written
         self._troubled: list[Sink] = []
+        self._closed = False
 
     def attach(self, rank: Rank) -> None:
         """Take over the pipes of a rank: they are read to their end, then closed."""
@@ -132,8 +133,9 @@ class Output:
 
     def resume(self) -> None:
         """Read again from pipes that were left alone while a sink was full."""
-        for text in self.new_troubles():
-            self.say(text)
+        if not self._closed:  # or it would be lost
+            for text in self.new_troubles():
+                self.say(text)
         paused, self._paused = self._paused, []
         for stream in paused:
             self._listen(stream)
@@ -149,6 +151,7 @@ class Output:
 
     def close(self) -> None:
         """Take no more lines; those that are queued are still written."""
+        self._closed = True
         self._out.close()
         if self._err is not self._out:
             self._err.close()

@@ -70,6 +70,7 @@ class _Run(click.Command):
 _NUMBER = "the number of ranks is -n N, or -n auto for one on each core"
 _HOSTS = "several hosts are --hosts h1:4,h2:4, or within Slurm --srun"
 _NO_ADDRESS = "shoal run finds the addresses by itself; leave it out"
+_USUAL_TERMINAL = os.terminal_size((80, 24))
 #: options of torchrun, mpiexec, accelerate and srun -> what to write
 _MEANT = {
     **dict.fromkeys(("--nproc-per-node", "--np", "--nprocs", "--num-processes", "--ntasks"), _NUMBER),
@@ -428,7 +429,8 @@ def _open_standard_files() -> None:
 def _terminal() -> os.terminal_size | None:
     """The size of the terminal that shows the ranks' output, None when none does."""
     if is_terminal(1) and is_terminal(2):
-        return shutil.get_terminal_size()
+        size = shutil.get_terminal_size()
+        return size if size.columns > 0 else _USUAL_TERMINAL  # Python 3.10 gives 0 where nothing is known
     return None
 
 
