@@ -34,6 +34,9 @@ SORT_RANKS = "sort_ranks" in inspect.signature(dist.new_group).parameters
 #: Gloo has ``all_to_all`` and gathers tensors without dimensions, it refuses a rank that is given twice, and
 #: functions with ``get_rank(group)`` of a group in Python can be compiled, in the same releases
 GLOO_ALL_TO_ALL = GLOO_GATHERS_SCALARS = REFUSES_RANKS_GIVEN_TWICE = COMPILES_GET_RANK = SORT_RANKS
+#: whether several threads can compile with Dynamo, one after another: in torch 2.11 the second one ends the
+#: process by SIGSEGV, without shoal too
+COMPILES_IN_THREADS = SORT_RANKS
 #: whether ``barrier`` has ``timeout`` (torch 2.12)
 BARRIER_TIMEOUT = "timeout" in inspect.signature(dist.barrier).parameters
 #: parameters that some functions do not have in every supported release: name -> parameters
