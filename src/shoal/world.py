@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from . import _core, failure_report
+from . import failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
 from .copy_refusal import refuses_copies
@@ -298,7 +298,9 @@ def _close_at_exit() -> None:
     if error is None and mismatch is not None:  # as if the program's last line had raised it
         failure_report.ended(mismatch)
         sys.excepthook(type(mismatch), mismatch.with_traceback(None), None)
-        _core.exit_with(1)
+        from .backend.native import exit_with  # not needed by a world of another backend
+
+        exit_with(1)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

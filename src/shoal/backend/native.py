@@ -60,6 +60,11 @@ class _CoreFuture(Future[T]):
 _core.learn_futures(_CoreFuture, Future.wait)
 
 
+def exit_with(code: int) -> None:
+    """Let the process end with this code, from 1 to 255, should it end in good order."""
+    _core.exit_with(code)
+
+
 class NativeBackend(Backend):
     """Connects a process to all ranks of its job.
 
@@ -383,7 +388,7 @@ class NativeChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
-        failure = self.failure()
+        failure = error_of(self._core.failure())
         self._core = _CLOSED
         if self._shortcut is not None:
             self._shortcut.detach()
