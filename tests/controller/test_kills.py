@@ -81,7 +81,7 @@ class Trials:
         assert caught.value.ranks in [(each,) for each in dying], f"{work}: {caught.value}"
         self.delays[work.__name__].append(heard - died[0])
         assert heard - died[0] < PROMISE
-        for each in dying[1:]:
+        for each in dying:  # the error names the one that was noticed first
             wait_until_lost(master, each)
         self._check(survivor)
         # The next one may die while it comes: then it is the one after it.
