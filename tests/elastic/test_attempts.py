@@ -119,8 +119,9 @@ def test_others_run_the_block_again_without_a_rank_whose_program_fails() -> None
         assert (event.step, event.again, event.lost, event.size) == (6, False, (1,), 2)
 
 
-@pytest.mark.parametrize("point", ["before", "reduced", "exchange", "after"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("point", "victim"), [("before", 0), ("reduced", 2), ("exchange", 0), ("exchange", 2), ("after", 2)]
+)
 def test_a_death_at_each_point_of_a_block_costs_one_run(point: str, victim: int) -> None:
     with no_leaks(), processes(evaluating, 4, {(point, 6): victim}, timeout=PATIENCE) as ranks:
         results = survivors(ranks.join(), 1)
@@ -155,7 +156,7 @@ def check_at_any_moment(seed: int) -> None:
         assert_found(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_death_at_any_moment_beside_a_block(seed: int) -> None:
     check_at_any_moment(seed)
 

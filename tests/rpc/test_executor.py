@@ -185,7 +185,7 @@ def test_a_call_that_cannot_be_answered_ends_no_thread(
         inbox.put(fail, mailbox)
         inbox.put(done.set, mailbox)
         assert done.wait(_LONG)
-        assert executor.thread_count() == before
+        assert executor.thread_count() >= before  # a busy machine may have taken a second one
     assert caplog.text.count("a call could not be answered") == 2
 
 

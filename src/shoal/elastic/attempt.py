@@ -76,10 +76,10 @@ class Attempt:
             raise UsageError("an attempt is used once: session.attempts() gives one for each run")
         session, state = self._session, self._session.state
         session.attempt_begins(self)
-        self._phase = "running"
         state.hold()
         seed = 0 if state.samples is None else state.samples.seed
         seed_generators(seed_of(seed, "attempt", session.position, session.group.rank))
+        self._phase = "running"
         return self
 
     def __exit__(

@@ -73,9 +73,16 @@ def dial(where: str, environ: Mapping[str, str]) -> Connection:
 
 
 def ends_of(connection: Connection) -> tuple[str, str]:
-    """The addresses of the launcher's host and of this one, as the connection knows them."""
+    """The addresses of the launcher's host and of this one, as the connection knows them.
+
+    Raises:
+        LaunchError: the launcher has ended the connection.
+    """
     sock = connection.socket
-    return str(sock.getpeername()[0]), str(sock.getsockname()[0])
+    try:
+        return str(sock.getpeername()[0]), str(sock.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(f"the launcher has ended the connection to its agent: {error.strerror}") from error
 
 
 class Told:

@@ -29,7 +29,7 @@ _START = 60.0
 #: seconds between two looks for an agent that calls
 _LOOK = 0.02
 #: seconds in which an agent that has proved itself says which node it is on
-_FIRST_WORD = 2.0
+_FIRST_WORD = 10.0
 #: hosts that a message names
 _SHOWN = 8
 #: srun's words on a task that has ended
