@@ -22,6 +22,8 @@ from shoal.elastic import State
 from shoal.elastic.transfer import receive_state, send_state
 from shoal.testing import run_threads
 
+pytestmark = pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.14
+
 
 class Colour(enum.Enum):
     RED = 1

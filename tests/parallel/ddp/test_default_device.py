@@ -57,8 +57,9 @@ def test_power_sgd_and_sparse_gradients_do_not_follow_it(group: shoal.ProcessGro
             loss_of(model, batch).backward()
         loss_of(table, sentence).backward()
         optimizer = shoal.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, group=group, lr=0.1, parameters_as_bucket_view=True
-        )
+            model.parameters(), torch.optim.SGD, group=group, lr=0.1, momentum=0.9,
+            parameters_as_bucket_view=True,
+        )  # fmt: skip
         optimizer.step()
         optimizer.consolidate_state_dict(to=0)
     assert all(parameter.grad.device.type == "cpu" for parameter in (*model.parameters(),))

@@ -14,7 +14,10 @@ from shoal.errors import UsageError
 from tests.parallel.models import fixed
 from tests.parallel.training import assert_same_bits, on_ranks, wrapped
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # torch 2.15
+]
 
 
 _scripting = threading.Lock()
