@@ -133,7 +133,7 @@ void Inquiry::check(std::int64_t now, std::int64_t& next) {
     }
   }
   if (asked.empty()) return finish();
-  // Who had not called it may have done so, and does not know that it is asked for.
+  // A member that had not called the operation may have called it since, and sends no answer unasked.
   for (int rank : asked) group_.tell(rank, query);
 }
 

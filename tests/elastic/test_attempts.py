@@ -22,7 +22,7 @@ EVERY = 3  # steps between two evaluations
 
 
 class Failure(Exception):
-    """What a program raises."""
+    """The program's own exception."""
 
 
 class Evaluation:
@@ -75,7 +75,7 @@ def evaluating(group: ProcessGroup, at: dict[tuple[str, int], int]) -> tuple[Log
 
 
 def expected() -> list[tuple[int, float]]:
-    """What is found where nobody dies."""
+    """The results of a run without deaths."""
     (result,) = run_threads(evaluating, 1, {})
     assert [number for number, _ in result[1]] == list(range(0, STEPS, EVERY))
     return list(result[1])

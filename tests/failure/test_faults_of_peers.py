@@ -60,7 +60,7 @@ def disagree(group: ProcessGroup, call: Callable[[ProcessGroup], Any]) -> str:
 
 
 def texts_of(on_ranks: Callable[..., list[str]], call: Callable[[ProcessGroup], Any]) -> list[str]:
-    """What ranks that disagree are told: of all their calls, unless one of them stands still for 3 s."""
+    """The messages of ranks that disagree: each has all calls, unless a rank stands still for 3 s."""
     for _ in range(5):
         texts = on_ranks(disagree, call)
         if not any("has not called it yet" in text or "did not answer" in text for text in texts):

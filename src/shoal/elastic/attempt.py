@@ -7,30 +7,18 @@ from typing import Protocol
 
 from ..copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
-from ..group import ProcessGroup
+from . import step
 from .progress import Progress
 from .samples import seed_of
-from .state import State
-from .step import seed_generators
 
 
-class Owner(Protocol):
-    """What an attempt knows of its session."""
-
-    state: State
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The ranks that live."""
-
-    @property
-    def position(self) -> int:
-        """How many steps and blocks count."""
+class Owner(step.Owner, Protocol):
+    """The part of a session that an attempt uses: that of a step, and what follows."""
 
     def attempt_begins(self, attempt: Attempt) -> None:
         """The block of ``attempt`` begins."""
 
-    def exchange_after(self, attempt: Attempt) -> None:
+    def exchange_after_block(self) -> None:
         """Wait until every rank has come to the end of the block.
 
         Raises:
@@ -40,9 +28,6 @@ class Owner(Protocol):
 
     def attempt_counts(self) -> None:
         """A block counts."""
-
-    def recover(self, error: BaseException, progress: Progress) -> int | None:
-        """Go on without the ranks that are lost; see :meth:`shoal.elastic.step.Owner.recover`."""
 
 
 @refuses_copies("an Attempt", "its place in a session", "Copy what the block computes")
@@ -78,7 +63,7 @@ class Attempt:
         session.attempt_begins(self)
         state.hold()
         seed = 0 if state.samples is None else state.samples.seed
-        seed_generators(seed_of(seed, "attempt", session.position, session.group.rank))
+        step.seed_generators(seed_of(seed, "attempt", session.position, session.group.rank))
         self._phase = "running"
         return self
 
@@ -107,7 +92,7 @@ class Attempt:
 
     def _failure_at_the_end(self) -> GroupError | None:
         try:
-            self._session.exchange_after(self)
+            self._session.exchange_after_block()
         except GroupError as error:
             return error
         return None

@@ -286,7 +286,7 @@ class Session:
             raise UsageError("session.attempts() was called in the block of an attempt")
         self._attempt = attempt
 
-    def exchange_after(self, attempt: Attempt) -> None:
+    def exchange_after_block(self) -> None:
         """Wait until every rank has come to the end of the block."""
         digest = hashlib.blake2b(repr(self.position).encode(), digest_size=16).digest()
         mine = Record.of(self.group.epoch, BLOCK, digest, Wish.NONE, 0.0)

@@ -17,7 +17,7 @@ from .state import State
 
 
 class Owner(Protocol):
-    """What a step knows of its session."""
+    """The part of a session that a step uses."""
 
     state: State
     active: int | None
@@ -73,7 +73,6 @@ class Step:
         self._session = session
         self.number = session.state.steps
         self.position = session.position
-        self._made_in = session.group
         self.committed = False
         self._share: Share | None = None
         self._phase = "new"
@@ -156,9 +155,9 @@ class Step:
             raise UsageError(f"step {self.number} has been used: session.steps() gives one for each block")
         self._phase = "running"
         self._session.begins(self)
+        # Blocks may have counted, and ranks may have been lost, since the step was made.
         self.position = self._session.position
-        if self._session.group is not self._made_in:  # a rank was lost between two steps
-            self._share = None
+        self._share = None
         if self._session.state.samples is not None:
             self.share  # noqa: B018 - of this group, whatever becomes of it
         self._session.state.hold()
