@@ -31,8 +31,8 @@ class Case:
     """A test that ran.
 
     Attributes:
-        module: path of its file, relative to the root of the checkout.
-        name: the name of the function, with its parameters.
+        module: path of the file that pytest collected it from, relative to the root of the checkout.
+        name: the name of the function, with its class if it has one, and its parameters.
         outcome: "passed", "failed" or "skipped".
         output: the traceback of a failure, and what the test printed.
     """
@@ -106,8 +106,7 @@ def _pytest(
     """The exit code of pytest, and its tests by module and name."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "junit.xml"
-        # The older form of the file has the path of each test's module.
-        recorded = ["-o", "junit_family=xunit1", f"--junitxml={record}"]
+        recorded = [f"--junitxml={record}"]
         code = subprocess.run(
             [python, "-m", "pytest", *arguments, *recorded], cwd=ROOT, env=environment, check=False
         ).returncode
@@ -127,8 +126,24 @@ def _case(element: ElementTree.Element) -> Case:
     outcome = "failed" if failures else "passed" if element.find("skipped") is None else "skipped"
     printed = [child.text or "" for child in element if child.tag in ("system-out", "system-err")]
     output = [child.text or child.get("message", "") for child in failures]
-    module = element.get("file") or element.get("classname", "").replace(".", "/") + ".py"
-    return Case(module, element.get("name", ""), outcome, "\n".join([*output, *printed] if failures else []))
+    module, classes = _collected(element.get("classname", ""), element.get("name", ""))
+    name = "::".join([*classes, element.get("name", "")])
+    return Case(module, name, outcome, "\n".join([*output, *printed] if failures else []))
+
+
+def _collected(dotted: str, name: str) -> tuple[str, list[str]]:
+    """The file of a test and the classes around it, from the ``classname`` of the junit file.
+
+    That is the path of the module, then the classes, all joined by dots; of a module that pytest could not
+    import, it is empty and ``name`` is the path.  ``file`` of the junit file names the file that defines the
+    test, which for an inherited one is not the file that must run again.
+    """
+    parts = (dotted or name).split(".")
+    for length in range(len(parts), 0, -1):
+        path = "/".join(parts[:length]) + ".py"
+        if (ROOT / path).exists():
+            return path, parts[length:]
+    return "/".join(parts) + ".py", []
 
 
 if __name__ == "__main__":

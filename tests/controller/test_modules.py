@@ -25,8 +25,9 @@ SWEPT = range(1 if os.environ.get("STRESS") == "short" else PARTS)
 
 def _module_db() -> list[Any]:
     stand_in()
-    from torch.testing._internal.common_modules import module_db
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.5, with torch 2.11
+        from torch.testing._internal.common_modules import module_db
     return module_db  # type: ignore[no-any-return]
 
 

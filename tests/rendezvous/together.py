@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from shoal import Membership, Store
@@ -24,6 +25,11 @@ def together(*calls: Callable[[], T], timeout: float = 30.0) -> list[T | BaseExc
         _, late = wait(futures, timeout)
         assert not late, f"{len(late)} of {len(calls)} calls hang"
         return [future.exception() or future.result() for future in futures]
+
+
+def unknown_host(host: str, port: int) -> NoReturn:
+    """Raise what the resolver of a machine with a network raises for a name that does not exist."""
+    raise socket.gaierror(socket.EAI_NONAME, f"Name or service not known: {host}:{port}")
 
 
 def all_well(results: Sequence[Membership | BaseException]) -> list[Membership]:

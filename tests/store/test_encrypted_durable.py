@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("cryptography", reason="needs cryptography: pip install 'shoal[tls]'")
+
 from .test_durable import *  # noqa: F403
 from .test_durable_kills import test_a_durable_store_is_linearizable_though_its_server_is_killed  # noqa: F401
 

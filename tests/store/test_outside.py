@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 import pytest
 
 from shoal.errors import ConfigurationError, UsageError
 from shoal.rendezvous import parse_url, rendezvous
 from shoal.store import open_store
-from shoal.store.outside import Outside, parse_outside, redacted
+from shoal.store.outside import Outside, parse_outside, redacted, split_url
 
 
 def _parsed(url: str) -> Outside:
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.scheme.startswith("redis"):
         return parse_outside(parts, 6379, tls=parts.scheme == "rediss", databases=True)
     return parse_outside(parts, 2379, tls=parts.scheme == "etcds")
@@ -53,6 +51,13 @@ def test_a_url_that_makes_no_sense_is_named_without_its_password(url: str) -> No
         _parsed(url)
     assert redacted(url) in str(raised.value)
     assert "pa" not in str(raised.value).replace("/path", "").replace("password", "")
+
+
+@pytest.mark.parametrize("url", ["etcd://[::1", "tcp://[::1:29400", "etcd://u:pass@[::1"])
+def test_a_url_with_half_a_bracket_is_refused_as_a_usage_error(url: str) -> None:
+    with pytest.raises(UsageError, match="Invalid IPv6 URL") as raised:
+        open_store(url)
+    assert "pass" not in str(raised.value)
 
 
 def test_user_and_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

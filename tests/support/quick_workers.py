@@ -92,7 +92,10 @@ class Worker:
         self._nursery = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._nursery.connect(address)
         theirs = [into[0], out[1], err[1]]
-        socket.send_fds(self._nursery, [pickle.dumps((list(argv[1:]), dict(env)))], theirs)
+        option, program, index, url, _, *path = argv[1:]
+        # One thread, as each test has: with another number of threads, torch adds in another order.
+        arguments = [option, program, index, url, "1", *path]
+        socket.send_fds(self._nursery, [pickle.dumps((arguments, dict(env)))], theirs)
         for end in theirs:
             os.close(end)
         self.stdin, self.stdout, self.stderr = (

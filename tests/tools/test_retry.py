@@ -84,3 +84,17 @@ def test_many_failed_modules_are_not_run_again(tests: Path) -> None:
 
 def test_no_tests_at_all_is_a_failure(tests: Path) -> None:
     assert retry.run(ALONE).code == retry.NO_TESTS
+
+
+def test_tests_that_classes_inherit_count_each_and_run_again_where_they_failed(tests: Path) -> None:
+    write(tests, "shared.py", "class Shared:", "    def test_it(self): self.check()")
+    write(
+        tests, "test_two.py", "from shared import Shared", "class TestGood(Shared):",
+        "    def check(self): pass",
+        "class TestFlaky(Shared):", "    def check(self):", "        seen = Path(__file__).with_name('seen')",
+        "        first = not seen.exists()", "        seen.touch()", "        assert not first",
+    )  # fmt: skip
+    result = retry.run(ALONE)
+    assert result.code == 0
+    assert (result.count("passed"), result.count("failed")) == (2, 0)
+    assert [(case.module, case.name) for case in result.flaky] == [("test_two.py", "TestFlaky::test_it")]

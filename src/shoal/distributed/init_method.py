@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from ..errors import UsageError
 from ..rendezvous.environment import read, tcp_url
+from ..store.outside import split_url
 
 #: The parameters that torch's URLs have after the question mark.
 _RANK, _SIZE, _LIBUV = "rank", "world_size", "use_libuv"
@@ -38,7 +39,7 @@ def meeting_place(
 
 
 def _without_query(url: str) -> tuple[str, dict[str, str]]:
-    parts = urlsplit(url)
+    parts = split_url(url)
     pairs = parse_qsl(parts.query)
     ours = {name: value for name, value in pairs if name in (_RANK, _SIZE)}
     others = [(name, value) for name, value in pairs if name not in (_RANK, _SIZE, _LIBUV)]

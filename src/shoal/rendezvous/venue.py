@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from .. import config
 from ..errors import UsageError
 from ..store import Store
 from ..store.opener import check_scheme, known_schemes, load_scheme, open_parts, register_place
-from ..store.outside import redacted
+from ..store.outside import redacted, split_url
 from ..wire import Deadline
 from .host import resolve
 
@@ -141,10 +141,7 @@ def parse_url(url: str) -> SplitResult:
     if not isinstance(url, str):
         raise UsageError(f"rendezvous url {url!r}: expected a str")
     shown = redacted(url)
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise UsageError(f"rendezvous url {shown!r}: {error}") from None
+    parts = split_url(url)
     if "://" not in url:
         raise UsageError(
             f"rendezvous url {shown!r}: expected one that starts with {known_schemes(_handlers)}"

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
 from .. import config
 from ..errors import UsageError
 from .base import Store
 from .file import FileStore
-from .outside import redacted
+from .outside import redacted, split_url
 from .tcp import TCPStore
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def open_store(url: str, *, secret: bytes | None = None, timeout: float | None =
     """
     if secret is None:
         secret = config.secret()
-    parts = urlsplit(url)
+    parts = split_url(url)
     if not load_scheme(parts.scheme):
         raise UsageError(f"store {redacted(url)!r}: unknown scheme, expected one of {known_schemes()}")
     return open_parts(parts, secret=secret, timeout=timeout)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, parse_qsl, unquote
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from .. import config
 from ..errors import UsageError
@@ -82,6 +82,23 @@ def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: 
         **files,
         database=int(database),
     )
+
+
+def split_url(url: str) -> SplitResult:
+    """Split ``url`` into its parts; its authority may be a list of hosts, separated by commas.
+
+    ``urllib.parse.urlsplit`` of newer Python releases refuses a list that begins with an IPv6 address.
+
+    Raises:
+        UsageError: the URL has no valid form.
+    """
+    listed = re.match(r"([^:/?#]+://)([^/?#]*,[^/?#]*)(.*)", url, re.DOTALL)
+    try:
+        if listed:
+            return urlsplit(listed[1] + listed[3])._replace(netloc=listed[2])
+        return urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"url {redacted(url)!r}: {error}") from None
 
 
 def redacted(url: str) -> str:

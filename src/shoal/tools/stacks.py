@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
-#: frames of Python's own library and of installed packages, which hide where the program stands
-_INSTALLED = re.compile(r"/lib/python3|/(site|dist)-packages/|/src/shoal/")
+#: frames of Python's own library, of installed packages and of shoal, which hide where the program is
+_INSTALLED = re.compile(
+    rf"/lib/python3|/(site|dist)-packages/|/src/shoal/|{re.escape(str(Path(__file__).parents[1]))}/"
+)
 
 
 class Stack(msgspec.Struct):
