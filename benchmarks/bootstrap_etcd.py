@@ -12,10 +12,10 @@ import time
 
 from bootstrap_ranks import PER_HOST
 
+from shoal.net import Deadline, listens
 from shoal.rendezvous.host import Here, here
 from shoal.rendezvous.meeting import Meeting
 from shoal.store import PrefixStore, open_store
-from shoal.wire import Deadline, listens
 
 _PR_SET_PDEATHSIG = 1
 

@@ -22,10 +22,11 @@ from typing import Any
 import greenlet
 
 from shoal.errors import WireTimeout
+from shoal.net import Connection, Deadline
 from shoal.rendezvous.host import Here, here
 from shoal.rendezvous.meeting import Meeting
-from shoal.store import PrefixStore, Store, TCPStore, tcp
-from shoal.wire import Connection, Deadline
+from shoal.store import PrefixStore, Store, TCPStore
+from shoal.store.tcp import client as tcp
 
 #: ranks that share a host, as the meeting is told
 PER_HOST = 8

@@ -17,9 +17,9 @@ import redis
 from bootstrap_ranks import Hub, Outcome
 from bootstrap_ranks import meet as meet_in
 
-from shoal.store import redis_link
-from shoal.store.outside_job import OutsideJob
-from shoal.store.redis import RedisStore
+from shoal.store.external.job import OutsideJob
+from shoal.store.redis import connection as redis_link
+from shoal.store.redis.store import RedisStore
 
 _PR_SET_PDEATHSIG = 1
 #: connections that the server takes

@@ -186,7 +186,7 @@ def play(place: int, count: int, seed: int) -> list[chaos.Trial]:
 
 def prepare() -> None:
     """Spare ranks what they would import, each one by itself."""
-    preload("torch._dynamo", "chaos_programs", "shoal.backend.native")
+    preload("torch._dynamo", "chaos_programs", "shoal.backend.native.channel")
 
 
 def main() -> int:

@@ -121,7 +121,9 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
 
 
 def test_only_the_native_backend_training_the_post_and_the_handler_of_interrupts_import_the_core() -> None:
-    importers = {"backend.native", "controller.interrupts", "parallel.core", "rpc.post"}
+    importers = {
+        "backend.native.channel", "controller.commands.interrupts", "parallel.core", "rpc.connection.post",
+    }  # fmt: skip
     assert _importers_of("shoal._core") <= {f"shoal.{each}" for each in importers}
 
 
@@ -135,7 +137,7 @@ def test_no_module_takes_public_names_from_the_package_itself() -> None:
 def test_only_its_backend_features_and_the_benchmark_of_gloo_go_through_torch_distributed() -> None:
     importers = _importers_of("torch.distributed") | _importers_of("torch._C._distributed_c10d")
     others = {name for name in importers if not name.startswith("shoal.compat.")}
-    assert others == {"shoal.tools.bench.ranks.gloo", "shoal.torch_features"}
+    assert others == {"shoal.tools.bench.ranks.gloo", "shoal.common.torch_features"}
 
 
 @pytest.mark.parametrize(
@@ -143,11 +145,11 @@ def test_only_its_backend_features_and_the_benchmark_of_gloo_go_through_torch_di
     [
         "shoal",
         "shoal.config",
-        "shoal.wire",
+        "shoal.net",
         "shoal.store",
         "shoal.rendezvous",
-        "shoal.launch.run",
-        "shoal.launch.store",
+        "shoal.launch.commands.run",
+        "shoal.launch.commands.store",
         "shoal.tools.bench.command",
     ],
 )
@@ -201,9 +203,9 @@ def test_every_tensor_that_is_made_names_its_device() -> None:
 
 
 def test_messages_are_decoded_in_one_module() -> None:
-    """``shoal.decoding`` says why."""
+    """``shoal.common.decoding`` says why."""
     direct = re.compile(r"msgspec\.(convert|(json|msgpack)\.decode)\b|\bDecoder\b|\bDecodeError\b")
-    files = set((ROOT / "src").rglob("*.py")) - {ROOT / "src/shoal/decoding.py"}
+    files = set((ROOT / "src").rglob("*.py")) - {ROOT / "src/shoal/common/decoding.py"}
     assert not [str(path) for path in files if direct.search(path.read_text())]
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.atomic_file import AtomicFile
+from shoal.common.atomic_file import AtomicFile
 
 WRITER = """
 import sys, time
-from shoal.atomic_file import AtomicFile
+from shoal.common.atomic_file import AtomicFile
 draft = AtomicFile(sys.argv[1])
 draft.file.write(b"half of it")
 draft.file.flush()

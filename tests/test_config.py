@@ -87,5 +87,5 @@ def test_every_variable_that_sources_and_pages_mention_is_in_the_table() -> None
 
 
 def test_configuration_wire_and_stores_do_not_import_torch() -> None:
-    code = "import sys, shoal.config, shoal.wire, shoal.store; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.config, shoal.net, shoal.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

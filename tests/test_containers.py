@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import register_pytree_node
 
-from shoal.containers import Tree, leaves, map_leaves, tensors
+from shoal.common.containers import Tree, leaves, map_leaves, tensors
 from shoal.errors import UsageError
 
 Pair = namedtuple("Pair", ["first", "second"])

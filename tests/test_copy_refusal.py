@@ -124,7 +124,7 @@ def _defines(node: ast.ClassDef, name: str) -> bool:
 
 def _refuses(kind: type) -> bool:
     return (
-        getattr(kind.__reduce_ex__, "__module__", None) == "shoal.copy_refusal"
+        getattr(kind.__reduce_ex__, "__module__", None) == "shoal.common.copy_refusal"
         or kind.__reduce__ is not object.__reduce__
     )
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.decoding import MalformedMessage, converted, from_json, from_msgpack, msgpack_decoder
+from shoal.common.decoding import MalformedMessage, converted, from_json, from_msgpack, msgpack_decoder
 
 #: with msgspec's own functions (0.22) it ends by SIGSEGV
 PROGRAM = """
 import sys, threading, types
 import msgspec
-from shoal.decoding import converted, from_json, from_msgpack
+from shoal.common.decoding import converted, from_json, from_msgpack
 
 DEFINITIONS = '''
 from __future__ import annotations

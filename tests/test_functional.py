@@ -12,7 +12,7 @@ import torch
 
 import shoal
 from shoal import ProcessGroup, ReduceOp, UnsupportedOperation, functional
-from shoal.group import validation
+from shoal.group.validation import arguments as validation
 from shoal.testing import run_threads
 
 SIZE = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.lines import LONGEST, TAIL_LINES, Lines
+from shoal.common.lines import LONGEST, TAIL_LINES, Lines
 
 
 def cut(*chunks: bytes) -> list[tuple[bytes, bytes]]:

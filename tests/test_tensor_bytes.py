@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from shoal.tensor_bytes import TensorBytes
+from shoal.common.tensor_bytes import TensorBytes
 
 
 def test_a_contiguous_tensor_is_viewed_in_place() -> None:

@@ -14,13 +14,15 @@ import torch.distributed as dist
 import shoal
 from shoal import config, world
 from shoal.controller import Master
-from shoal.elastic import lobby_keys
-from shoal.launch import evictions, fleet, frames, supervisor
+from shoal.elastic.membership import lobby_keys
+from shoal.launch import agent_protocol as frames
+from shoal.launch.job import evictions, supervisor
+from shoal.launch.remote import fleet
+from shoal.net import HANDSHAKE_TIMEOUT
 from shoal.rpc import Agent
 from shoal.rpc.functional import shutdown
 from shoal.testing import run_threads
 from shoal.torch_terms.durations import CLOSING, default_pg_timeout
-from shoal.wire import HANDSHAKE_TIMEOUT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "timeouts.md"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shoal
-from shoal import torch_release
+from shoal.common import torch_release
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "shoal"

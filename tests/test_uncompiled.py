@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.uncompiled import uncompiled
+from shoal.common.uncompiled import uncompiled
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

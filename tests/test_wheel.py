@@ -16,7 +16,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from shoal.torch_release import REQUIREMENT
+from shoal.common.torch_release import REQUIREMENT
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shoal.wording import counted, in_seconds, in_words, ranks_named, shown, text_of, traceback_of
+from shoal.common.wording import counted, in_seconds, in_words, ranks_named, shown, text_of, traceback_of
 
 
 def test_one_is_singular_and_all_else_plural() -> None:

@@ -1,4 +1,4 @@
-// The engine for backend/native.py: numbers, addresses and lists in, handles out.
+// The engine for backend/native/channel.py: numbers, addresses and lists in, handles out.
 //
 // Whatever may block or move many bytes runs without the GIL.
 #include <nanobind/nanobind.h>

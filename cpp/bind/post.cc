@@ -1,4 +1,4 @@
-// The native endpoint of RPC for rpc/post.py: heads and addresses in, letters out.
+// The native endpoint of RPC for rpc/connection/post.py: heads and addresses in, letters out.
 //
 // The GIL is released around everything that may block or wakes another thread.
 #include "post/post.h"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from . import torch_release as _torch_release
+from .common import torch_release as _torch_release
 
 if TYPE_CHECKING:
     from . import backend as backend

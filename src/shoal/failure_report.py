@@ -37,9 +37,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from . import config
+from .common.wording import in_words
 from .errors import ConfigurationError
-from .wire import close_in_forked_child
-from .wording import in_words
+from .net import close_in_forked_child
 
 #: characters of a report's text, ranks that it names, and bytes of the whole
 LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from .errors import UnsupportedOperation
 from .group import ProcessGroup
-from .group.given import given_group
+from .group.group_argument import given_group
 from .spec import AVG, PREMUL_SUM, SUM, ReduceOp, ReduceOpLike
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "reduce_scatter"]

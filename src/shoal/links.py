@@ -12,10 +12,10 @@ from typing import Any
 
 from .backend.base import Backend, GroupSpec
 from .backend.registry import BackendFactory
+from .common.wording import in_words, ranks_named
 from .errors import RendezvousError, StoreError, StoreTimeout, WireError
 from .rendezvous.membership import Membership
 from .store import Store
-from .wording import in_words, ranks_named
 
 #: where a member says why it cannot connect
 _FAILED = "failed"

@@ -19,7 +19,7 @@ from weakref import ref
 import msgspec
 import torch
 
-from .copy_refusal import refuses_copies
+from .common.copy_refusal import refuses_copies
 from .future import Future
 from .spec import OpKind
 

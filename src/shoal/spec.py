@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .common.torch_features import premul_factor
+from .common.wording import counted
 from .errors import UsageError
-from .torch_features import premul_factor
-from .wording import counted
 
 
 def encodable(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .containers import tensors
+from .common.containers import tensors
 from .errors import UnsupportedOperation
 
 #: Seconds that an event is asked for without a pause, and the pauses after that.

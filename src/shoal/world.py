@@ -24,12 +24,12 @@ from typing import Any, Protocol, TypeVar
 from . import failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
-from .copy_refusal import refuses_copies
+from .common.copy_refusal import refuses_copies
+from .common.keywords import checked_seconds
+from .common.wording import in_words
 from .errors import CollectiveMismatch
-from .keywords import checked_seconds
 from .links import Links
 from .rendezvous.membership import Membership
-from .wording import in_words
 
 #: seconds for closing what was left open when the process ends
 _EXIT_TIMEOUT = 10.0
@@ -298,7 +298,7 @@ def _close_at_exit() -> None:
     if error is None and mismatch is not None:  # as if the program's last line had raised it
         failure_report.ended(mismatch)
         sys.excepthook(type(mismatch), mismatch.with_traceback(None), None)
-        from .backend.native import exit_with  # not needed by a world of another backend
+        from .backend.native.channel import exit_with  # not needed by a world of another backend
 
         exit_with(1)
 

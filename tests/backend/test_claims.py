@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal import _core
-from shoal.backend.native import _CoreFuture
+from shoal.backend.native.channel import _CoreFuture
 from shoal.future import Future
 from shoal.group import ProcessGroup
 from shoal.spec import SUM, OpKind

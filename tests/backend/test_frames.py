@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from shoal import _core
-from shoal.backend.native import error_of
-from shoal.backend.shapes import packed
+from shoal.backend.native.channel import error_of
+from shoal.backend.native.shapes import packed
 from shoal.errors import GroupError, ProtocolError, WireError
 
 PATIENCE = 30.0

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from shoal.backend import native
+from shoal.backend.native import channel as native
 from shoal.errors import OutOfResources
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.backend import mesh
+from shoal.backend.native import mesh
 from shoal.errors import RemoteError
 from shoal.group import ProcessGroup
 from shoal.testing import no_leaks, run_threads

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.controller import line
+from shoal.controller.commands import line
 from tests.controller import delays
 from tests.controller.nodes import BACKSTOP
 from tests.support.quick_workers import start_python

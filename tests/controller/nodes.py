@@ -18,9 +18,9 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.node.serving import serve_masters
+from shoal.net import Deadline
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server, preload
-from shoal.wire import Deadline
 from tests.support import quick_workers
 
 preload("tests.controller.nodes", "tests.controller.masters")

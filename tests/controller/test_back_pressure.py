@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.controller import Master, line
+from shoal.controller import Master
+from shoal.controller.commands import line
 from tests.controller.nodes import BACKSTOP, stop
 
 #: commands between two looks at a line

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master, line
+from shoal.controller import Master
+from shoal.controller.commands import line
 from tests.controller import copying
 from tests.controller.test_deaths import Program, start  # noqa: F401  # a fixture
 

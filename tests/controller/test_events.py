@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.streams import default_stream
+from shoal.controller.api.streams import default_stream
 from tests.controller import delays
 from tests.controller.delays import held, nap
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master, history
-from shoal.controller.commands import FIRST, WIDTHS
+from shoal.controller import Master
+from shoal.controller.commands import history
 from shoal.controller.node.execute import Tensors
 from shoal.controller.node.memory import Memory
 from shoal.controller.node.outcome import Outcome
+from shoal.controller.protocol.commands import FIRST, WIDTHS
 from tests.controller import delays
 from tests.controller.delays import held
 from tests.controller.nodes import Crew, Program, programs
@@ -144,7 +145,7 @@ def test_what_was_long_ago_is_not_known(master: Master, monkeypatch: pytest.Monk
 def test_the_numbers_of_calls_may_stand_for_others_after_a_while(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.controller.calls.LIMIT", 8)
+    monkeypatch.setattr("shoal.controller.tensor.calls.LIMIT", 8)
     x = torch.arange(64.0, device=NODE)
     made = [(x[:length] * length, "aten.mul.Tensor") for length in range(1, 12)]
     made += [(x[:length].sum(), "aten.sum") for length in range(1, 12)]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.controller import interrupts
-from shoal.controller.autograd import DeviceGuard
-from shoal.controller.tensor import Handle
+from shoal.controller.commands import interrupts
+from shoal.controller.tensor.autograd import DeviceGuard
+from shoal.controller.tensor.tensor import Handle
 from tests.controller import interrupted
 from tests.controller.nodes import BACKSTOP, Program, programs
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import launching
+from shoal.controller.start import launching
 from shoal.errors import LaunchError
 from shoal.store import TCPStoreServer
 from shoal.testing import no_leaks

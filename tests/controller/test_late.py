@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shoal.controller import copies
-from shoal.controller.commands import LOST
-from shoal.controller.dispatch import dispatch
 from shoal.controller.node.peers import Elsewhere, Peers
+from shoal.controller.protocol.commands import LOST
+from shoal.controller.tensor import copies
+from shoal.controller.tensor.dispatch import dispatch
 from shoal.errors import NodeLost
 from tests.controller.nodes import BACKSTOP, Crew, crews, programs
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.controller import Master, line
+from shoal.controller import Master
+from shoal.controller.commands import line
 
 NODE = "node:0"
 
@@ -67,7 +68,7 @@ def test_threads_issue_operations_side_by_side(master: Master) -> None:
 def test_calls_that_are_known_are_forgotten_when_there_are_too_many(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.controller.calls.LIMIT", 8)
+    monkeypatch.setattr("shoal.controller.tensor.calls.LIMIT", 8)
     x = torch.arange(64.0, device=NODE)
     for length in range(1, 40):
         assert x[:length].sum().item() == length * (length - 1) / 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import history
+from shoal.controller.commands import history
 from shoal.errors import NodeLost
 from tests.controller.nodes import BACKSTOP, Crew, crews, programs
 from tests.support.holdings import grown, holdings
@@ -23,14 +23,20 @@ SHORT = os.environ.get("STRESS") == "short"
 
 
 #: of the master, beside objects of dead nodes, which calls that are remembered hold for a while
-_TABLES = ("threads", "descriptors", "shoal.controller.ordering.Streams", "shoal.controller.master.Master")
+_TABLES = (
+    "threads",
+    "descriptors",
+    "shoal.controller.tensor.ordering.Streams",
+    "shoal.controller.api.master.Master",
+)
 #: keep something of the last thousand connections, or workers, that ended; or of the calls that a node knows,
 #: which are forgotten at 65,536: copies to a node that was replaced are other calls, on other channels
 _BOUNDED = (
-    "shoal.rpc.", "shoal.store.", "shoal.controller.roster.Roster._gone",
-    "shoal.controller.calls.Call", "shoal.controller.history.", "shoal.controller.space.Space.calls",
-    "shoal.controller.space.Space.kinds", "shoal.controller.commands.Definition",
-    "shoal.controller.metadata.Told", "shoal.controller.node.execute.Tensors",
+    "shoal.rpc.", "shoal.store.", "shoal.controller.start.roster.Roster._gone",
+    "shoal.controller.tensor.calls.Call", "shoal.controller.commands.history.",
+    "shoal.controller.commands.space.Space.calls", "shoal.controller.commands.space.Space.kinds",
+    "shoal.controller.protocol.commands.Definition",
+    "shoal.controller.protocol.metadata.Told", "shoal.controller.node.execute.Tensors",
     "shoal.controller.node.memory.Progress", "shoal.controller.node.history.",
 )  # fmt: skip
 

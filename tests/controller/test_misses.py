@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.calls import MANY, misses_in_words
+from shoal.controller.tensor.calls import MANY, misses_in_words
 
 
 def test_operations_of_new_kinds_are_counted(master: Master) -> None:

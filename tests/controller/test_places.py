@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.controller import Master, Place, RemoteTensor, line
+from shoal.controller import Master, Place, RemoteTensor
+from shoal.controller.commands import line
 
 
 def _parts(place: Place, tensor: torch.Tensor) -> list[Any]:
@@ -54,7 +55,7 @@ def test_a_place_of_nodes_that_there_are_not_is_refused(
     for wrong in ([], [0, 3], [-1], "cpu", [torch.device("meta")]):
         with pytest.raises(shoal.UsageError):
             master.place(wrong)
-    monkeypatch.setattr("shoal.controller.master._HIGHEST", 3)
+    monkeypatch.setattr("shoal.controller.api.master._HIGHEST", 3)
     monkeypatch.setattr(master, "_places", {})
     monkeypatch.setattr(master, "_spaces", {i: master.space(i) for i in range(3)})
     assert master.place([0, 1]).device == torch.device("node:3")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.place import Place
+from shoal.controller.api.place import Place
 from tests.controller.trainings import copied
 
 STEPS = 7

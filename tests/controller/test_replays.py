@@ -14,8 +14,8 @@ from torch import Tensor
 import shoal
 from shoal.controller import Master
 from shoal.controller.node.program import Program
-from shoal.controller.steps import recorded
-from shoal.controller.tensor import Handle
+from shoal.controller.recording import recorded
+from shoal.controller.tensor.tensor import Handle
 from tests.controller.trainings import TRAININGS, until_replayed
 
 NODE = "node:0"
@@ -165,7 +165,7 @@ def test_programs_are_recorded_anew_when_calls_are_forgotten(
     twice = master.recorded(lambda x: x * 2 + 1)
     x = torch.ones(3, device=NODE)
     assert until_replayed(twice, x).tolist() == [3, 3, 3]
-    monkeypatch.setattr("shoal.controller.calls.LIMIT", 1)
+    monkeypatch.setattr("shoal.controller.tensor.calls.LIMIT", 1)
     assert (x - 5).tolist() == [-4, -4, -4]
     monkeypatch.undo()
     before = twice.recordings

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller.commands import FREE, SEED
-from shoal.controller.line import Line
-from shoal.controller.space import Space
+from shoal.controller.commands.line import Line
+from shoal.controller.commands.space import Space
+from shoal.controller.protocol.commands import FREE, SEED
 
 #: which nodes each space has
 PLACES = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)]

@@ -83,7 +83,7 @@ def test_the_backend_is_that_of_collectives(
     backend: str | None, engine: str, transport: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr("shoal.controller.master.init_master_worker", lambda **how: given.append(how))
+    monkeypatch.setattr("shoal.controller.api.master.init_master_worker", lambda **how: given.append(how))
     dist.init_master_worker(backend=backend, workers=2)
     assert given == [{"backend": engine, "transport": transport, "workers": 2}]
 

@@ -16,9 +16,9 @@ import torch
 import shoal
 from shoal import rpc
 from shoal.controller import Master
-from shoal.controller.joining import Arrivals
 from shoal.controller.node import sessions
 from shoal.controller.node.serving import serve_masters
+from shoal.controller.protocol.joining import Arrivals
 from shoal.errors import AuthenticationError, RendezvousTimeout, UsageError
 from shoal.launch.cli import invoke
 from shoal.rendezvous.environment import read

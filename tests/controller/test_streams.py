@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master, line, ordering
-from shoal.controller.streams import default_stream
+from shoal.controller import Master
+from shoal.controller.api.streams import default_stream
+from shoal.controller.commands import line
+from shoal.controller.tensor import ordering
 from tests.controller import delays
 from tests.controller.delays import held, nap
 
@@ -275,7 +277,7 @@ def test_threads_have_streams_of_their_own(master: Master) -> None:
     shared = torch.zeros(3, device=NODE)
 
     def work(index: int) -> None:
-        assert shoal.controller.streams.current_stream(NODE).stream_id == 0
+        assert shoal.controller.api.streams.current_stream(NODE).stream_id == 0
         with shoal.Stream(NODE):
             x = torch.zeros(2, device=NODE, requires_grad=True)
             y: torch.Tensor = x

@@ -9,9 +9,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from shoal.controller.commands import LOST
 from shoal.controller.node.peers import Elsewhere, Peers
 from shoal.controller.node.teams import Teams
+from shoal.controller.protocol.commands import LOST
 from shoal.errors import GroupAborted, ShoalError
 from shoal.group import ProcessGroup
 from shoal.rpc import Agent

@@ -12,7 +12,7 @@ import torch
 
 import shoal
 from shoal.controller import Master, RemoteTensor
-from shoal.controller.batch import Batch
+from shoal.controller.commands.batch import Batch
 
 NODE = "node:0"
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller import Master, trace
+from shoal.controller import Master
+from shoal.controller.api import trace
 from shoal.controller.node import trace as at_node
 from shoal.controller.node.outcome import Outcome
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import shoal
-from shoal.controller import Master, device
+from shoal.controller import Master
+from shoal.controller.api import device
 from tests.controller.compare import differences, is_remote
 
 NODE = "node:0"

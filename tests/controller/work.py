@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 
 import shoal
-from shoal.controller import Master, line
+from shoal.controller import Master
+from shoal.controller.commands import line
 from shoal.controller.node import loader, sessions
 
 

@@ -11,7 +11,7 @@ import torch
 
 import shoal
 import shoal.distributed as dist
-from shoal.group import overlap
+from shoal.group.validation import overlap
 from shoal.torch_terms.in_turn import in_turn
 
 from .pool import Pool

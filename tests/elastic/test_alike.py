@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from shoal import MemoryStore, ProcessGroup, StateLost, UsageError, ZeroRedundancyOptimizer
-from shoal.elastic import Samples, Session, State, Step, lobby, waiting
-from shoal.elastic.lobby import Lobby
-from shoal.elastic.lobby_keys import SESSION, SessionNote, beat_key, candidate_key, keys_of
-from shoal.elastic.waiting import Begun, await_invitation
+from shoal.elastic import Samples, Session, State, Step
+from shoal.elastic.membership import lobby, waiting
+from shoal.elastic.membership.lobby import Lobby
+from shoal.elastic.membership.lobby_keys import SESSION, SessionNote, beat_key, candidate_key, keys_of
+from shoal.elastic.membership.waiting import Begun, await_invitation
+from shoal.net import Deadline
 from shoal.rendezvous import Place, open_place
 from shoal.store import Store
 from shoal.testing import Ranks, no_leaks, processes
-from shoal.wire import Deadline
 from tests.support.waiting import until
 
 from .training import STEPS, Log, assert_as_undisturbed, train

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from shoal import ProcessGroup
-from shoal.elastic import Session, growth, session
-from shoal.elastic.growth import Newcomer
-from shoal.elastic.lobby import Lobby
-from shoal.elastic.members import Members
+from shoal.elastic import Session, session
+from shoal.elastic.membership import growth
+from shoal.elastic.membership.growth import Newcomer
+from shoal.elastic.membership.lobby import Lobby
+from shoal.elastic.membership.members import Members
 from shoal.testing import no_leaks, processes
 
 from .test_newcomers import PATIENCE, logs_of, training

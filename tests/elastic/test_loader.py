@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shoal import ProcessGroup, UsageError
 from shoal.elastic import Loader, Samples, Session, State, Step
-from shoal.elastic.reading import Reader, Wanted
+from shoal.elastic.data.reading import Reader, Wanted
 from shoal.testing import no_leaks, processes
 
 from .training import assert_as_undisturbed, train

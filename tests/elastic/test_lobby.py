@@ -15,15 +15,15 @@ import msgspec
 import pytest
 
 from shoal import MemoryStore, RendezvousTimeout, ShoalError
-from shoal.elastic import lobby, waiting
-from shoal.elastic.lobby import Lobby
-from shoal.elastic.lobby_keys import AGAIN, SESSION, Candidate, Invitation, Reader, SessionNote
+from shoal.elastic.membership import lobby, waiting
+from shoal.elastic.membership.lobby import Lobby
+from shoal.elastic.membership.lobby_keys import AGAIN, SESSION, Candidate, Invitation, Reader, SessionNote
+from shoal.net import Deadline
 from shoal.rendezvous import Place, meet_beside, open_place
 from shoal.rendezvous.host import Here
 from shoal.rendezvous.record import LOBBY, WANTED, Descriptor, Record
 from shoal.store import PrefixStore, Store
 from shoal.testing import no_leaks
-from shoal.wire import Deadline
 from tests.support.junk import junk
 
 PATIENCE = 30.0

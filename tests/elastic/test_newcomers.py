@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from shoal import PeerLost, ProcessGroup, StateDiverged
-from shoal.elastic import Samples, Session, State, Step, growth, session
-from shoal.elastic.lobby import Lobby
-from shoal.elastic.members import Members
+from shoal.elastic import Samples, Session, State, Step, session
+from shoal.elastic.membership import growth
+from shoal.elastic.membership.lobby import Lobby
+from shoal.elastic.membership.members import Members
 from shoal.testing import Outcome, no_leaks, processes
 
 from .training import STEPS, Log, assert_as_undisturbed, train

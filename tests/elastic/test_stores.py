@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from shoal import ProcessGroup
-from shoal.elastic import Samples, Session, State, growth
+from shoal.elastic import Samples, Session, State
+from shoal.elastic.membership import growth
 from shoal.errors import StoreError
 from shoal.testing import chaos, no_leaks, processes
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from shoal import ProcessGroup, StateDiverged, UsageError
 from shoal.elastic import State
-from shoal.elastic.transfer import receive_state, send_state
+from shoal.elastic.state.transfer import receive_state, send_state
 from shoal.testing import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.14
@@ -79,7 +79,7 @@ def test_a_full_disk_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.Mon
         def write(self, data: object) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.atomic_file.open", lambda descriptor, mode: Full(), raising=False)
+    monkeypatch.setattr("shoal.common.atomic_file.open", lambda descriptor, mode: Full(), raising=False)
     with pytest.raises(OSError, match=r"No space left on device: '.*state\.pt'"):
         State(value=torch.ones(5)).save(tmp_path / "state.pt")
     assert not list(tmp_path.iterdir())

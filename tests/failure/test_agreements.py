@@ -28,7 +28,7 @@ from shoal import (
     UnsupportedOperation,
     UsageError,
 )
-from shoal.backend import native
+from shoal.backend.native import channel as native
 from shoal.future import wait_all
 from shoal.testing import faults, no_leaks, processes, run_threads
 from shoal.world import World

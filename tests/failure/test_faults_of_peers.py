@@ -389,7 +389,8 @@ def test_a_stranger_without_the_secret_is_refused_and_the_job_goes_on() -> None:
 def test_making_a_group_asks_neither_the_store_nor_the_ranks_outside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shoal.group.lists.PATIENCE", 2 * PATIENCE)  # who waits for long writes there
+    # who waits for long writes there
+    monkeypatch.setattr("shoal.group.diagnostics.subgroup_lists.PATIENCE", 2 * PATIENCE)
     done = threading.Event()
 
     def fn(group: ProcessGroup) -> int:

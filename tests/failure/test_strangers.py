@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal import AuthenticationError, Membership, TCPStore, WireError, wire
-from shoal.backend import mesh
+from shoal import AuthenticationError, Membership, TCPStore, WireError
+from shoal import net as wire
+from shoal.backend.native import mesh
+from shoal.net import HANDSHAKE_TIMEOUT, Deadline, Handshake
+from shoal.net.sockets import authenticate
 from shoal.rendezvous import rendezvous, user_secret
-from shoal.wire import HANDSHAKE_TIMEOUT, Deadline, Handshake
-from shoal.wire.sockets import authenticate
 from tests.leaks import nothing_left_behind
 from tests.support.other_user import as_nobody, needs_root
 from tests.support.ports import free_port

@@ -12,8 +12,8 @@ import torch
 
 import shoal
 from shoal import GroupAborted, ProcessGroup
+from shoal.net import Deadline
 from shoal.testing import run_threads
-from shoal.wire import Deadline
 
 PATIENCE = 40.0
 

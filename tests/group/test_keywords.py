@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shoal
 from shoal import ProcessGroup, UsageError
-from shoal.keywords import explained
+from shoal.common.keywords import explained
 from shoal.testing import run_threads
 
 X = torch.ones(2)

@@ -12,7 +12,8 @@ import torch
 
 from shoal.errors import GroupAborted
 from shoal.future import Future
-from shoal.group import ProcessGroup, lists
+from shoal.group import ProcessGroup
+from shoal.group.diagnostics import subgroup_lists as lists
 from shoal.testing import run_threads
 
 from .null_backend import null_group

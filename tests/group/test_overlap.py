@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.group import overlap
-from shoal.group.overlap import TooHard, dims_overlap, overlaps_itself
-from shoal.group.validation import Call
+from shoal.group.validation import overlap
+from shoal.group.validation.arguments import Call
+from shoal.group.validation.overlap import TooHard, dims_overlap, overlaps_itself
 
 #: Strides whose sums meet only far away: every search for a meeting is long.
 ENTANGLED = [(10**12 + prime**8, 9) for prime in (3, 5, 7, 11, 13, 17)]

@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from shoal.errors import UsageError
-from shoal.launch.allocation import allocation, for_srun
+from shoal.launch.slurm.allocation import allocation, for_srun
 
 #: what a batch script found under Slurm 22.05: sbatch -N2 --ntasks-per-node=2
 BATCH: Final = {

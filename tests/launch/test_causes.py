@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.failure_report import Report
-from shoal.launch.causes import cause, exit_code, origin
+from shoal.launch.output.causes import cause, exit_code, origin
 
 
 @dataclass

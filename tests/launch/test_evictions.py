@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shoal.failure_report import STACKS, Report
-from shoal.launch.evictions import GRACE_S, PATIENCE_S, STACKS_S, Evictions
-from shoal.launch.meetings import Meetings
+from shoal.launch.job.evictions import GRACE_S, PATIENCE_S, STACKS_S, Evictions
+from shoal.launch.ranks.meetings import Meetings
 from tests.support.quick_launcher import QuickLauncher
 
 from .conftest import Workshop

@@ -17,10 +17,8 @@ import msgspec
 import pytest
 
 from shoal.failure_report import Report
-from shoal.launch import frames
-from shoal.launch.agency import Agency, Watcher
-from shoal.launch.agent import Agent
-from shoal.launch.frames import (
+from shoal.launch import agent_protocol as frames
+from shoal.launch.agent_protocol import (  # fmt: skip
     LIMIT,
     PREAMBLE,
     PROTOCOL,
@@ -45,14 +43,16 @@ from shoal.launch.frames import (
     Stdin,
     StdinTaken,
     Taken,
-)  # fmt: skip
-from shoal.launch.guardian import Guardian
-from shoal.launch.hosts import Host
-from shoal.launch.link import Descriptors
-from shoal.launch.remote import RemoteRank, Turns
-from shoal.launch.source import Pipe
-from shoal.launch.ssh import Client
-from shoal.wire import build_version, frame_header
+)
+from shoal.launch.commands.agent import Agent
+from shoal.launch.ranks.guardian import Guardian
+from shoal.launch.ranks.source import Pipe
+from shoal.launch.remote.agency import Agency, Watcher
+from shoal.launch.remote.hosts import Host
+from shoal.launch.remote.link import Descriptors
+from shoal.launch.remote.rank import RemoteRank, Turns
+from shoal.launch.remote.ssh import Client
+from shoal.net import build_version, frame_header
 from tests.support.waiting import until
 
 HELLO = Hello(build_version(), PROTOCOL, "", "", 1)
@@ -362,7 +362,7 @@ def test_an_agent_stays_until_its_last_output_is_on_its_way(
     served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a slow line that takes longer than the launcher has to read the farewell."""
-    monkeypatch.setattr("shoal.launch.agent._FAREWELL", 0.05)
+    monkeypatch.setattr("shoal.launch.commands.agent._FAREWELL", 0.05)
     script = f"head -c 2000000 /dev/zero; touch {tmp_path}/written; sleep 600"
     served.launcher.send(framed(BEGIN, msgspec.structs.replace(start(), argv=("sh", "-c", script))))
     with ThreadPoolExecutor(1) as pool:
@@ -385,7 +385,7 @@ def test_an_agent_stays_until_its_last_output_is_on_its_way(
 def test_output_that_still_comes_keeps_an_ending_agent(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.agency._PATIENCE", 0.0)
+    monkeypatch.setattr("shoal.launch.remote.agency._PATIENCE", 0.0)
     agency = listener.agency
     said = framed(*STARTED, Exited(0, 0, 0.0, 1.0), Exited(1, 0, 0.0, 1.0))
 

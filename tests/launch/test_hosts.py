@@ -17,9 +17,9 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.launch.cli import invoke
-from shoal.launch.cores import shares, usable
-from shoal.launch.hosts import Host, parse_hosts, read_hostfile
-from shoal.launch.ssh import PROGRAM
+from shoal.launch.ranks.cores import shares, usable
+from shoal.launch.remote.hosts import Host, parse_hosts, read_hostfile
+from shoal.launch.remote.ssh import PROGRAM
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
 

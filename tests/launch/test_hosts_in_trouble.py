@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from shoal.errors import StoreError
-from shoal.launch.notes import Notes
-from shoal.launch.ssh import PROGRAM
+from shoal.launch.ranks.notes import Notes
+from shoal.launch.remote.ssh import PROGRAM
 from tests.support.waiting import until
 
 from .conftest import Workshop, alive

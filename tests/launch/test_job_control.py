@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from shoal.launch.frames import SILENCE
+from shoal.launch.agent_protocol import SILENCE
 from tests.support.waiting import until
 
 from .conftest import PRELUDE, Workshop

@@ -13,7 +13,7 @@ import pytest
 
 from shoal import failure_report
 from shoal.failure_report import LONGEST, MOST_RANKS, Report
-from shoal.launch.reports import Reports
+from shoal.launch.ranks.reports import Reports
 
 
 def encoded(report: object) -> bytes:

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch import guardian, respawn
-from shoal.launch.guardian import Guardian
-from shoal.launch.respawn import Respawn
+from shoal.launch.ranks import guardian, respawn
+from shoal.launch.ranks.guardian import Guardian
+from shoal.launch.ranks.respawn import Respawn
 from tests.support.quick_launcher import QuickLauncher
 from tests.support.waiting import until
 

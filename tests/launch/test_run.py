@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
 from shoal.launch.cli import COMMANDS, invoke
-from shoal.launch.command import flaw_of_script, resolve
-from shoal.launch.cores import shares, usable
-from shoal.launch.environment import defaults
-from shoal.wire import build_version
+from shoal.launch.ranks.cores import shares, usable
+from shoal.launch.ranks.environment import defaults
+from shoal.launch.ranks.program import flaw_of_script, resolve
+from shoal.net import build_version
 
 from .conftest import Workshop
 
@@ -319,7 +319,7 @@ def test_lines_without_prefixes_are_as_wide_as_the_terminal() -> None:
 
 
 def test_the_launcher_does_not_import_torch() -> None:
-    code = "import sys, shoal.launch.run, shoal.launch.store; print('torch' in sys.modules)"
+    code = "import sys, shoal.launch.commands.run, shoal.launch.commands.store; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
@@ -341,7 +341,7 @@ def test_a_run_leaves_no_descriptor_thread_or_child_in_its_process(workshop: Wor
     script = workshop.path / "twice.py"
     script.write_text(
         "import os, threading\n"
-        "from shoal.launch.run import launch\n"
+        "from shoal.launch.commands.run import launch\n"
         "before = sorted(os.listdir('/proc/self/fd'))\n"
         "assert launch(['sh', '-c', 'exit $SHOAL_RANK'], 2, {}) == 1\n"
         "assert sorted(os.listdir('/proc/self/fd')) == before\n"

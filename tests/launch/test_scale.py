@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.slots import plan
+from shoal.launch.ranks.slots import plan
 from tests.support.waiting import until
 
 from .conftest import Workshop
@@ -167,5 +167,5 @@ def test_a_plan_gives_as_many_processes_as_are_wanted(
 
 
 def test_scale_starts_without_torch() -> None:
-    code = "import sys, shoal.launch.scale; print('torch' in sys.modules)"
+    code = "import sys, shoal.launch.commands.scale; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

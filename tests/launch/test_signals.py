@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shoal.launch.supervisor import STOP_GRACE
+from shoal.launch.job.supervisor import STOP_GRACE
 
 from .conftest import PRELUDE, Workshop, alive
 

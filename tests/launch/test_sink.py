@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.launch.sink import Sink, Writer
+from shoal.launch.output.sink import Sink, Writer
 
 
 def written(act: Callable[[Sink], None], *, terminal: bool) -> bytes:

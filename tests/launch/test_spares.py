@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.launch.environment import Job
+from shoal.launch.ranks.environment import Job
 from tests.support.quick_launcher import QuickLauncher
 
 from .conftest import Workshop, alive

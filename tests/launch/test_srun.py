@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch import srun_fleet
 from shoal.launch.cli import invoke
-from shoal.launch.dial import PURPOSE, Told
-from shoal.launch.hosts import Host
-from shoal.launch.signals import Signals
-from shoal.launch.srun import Srun
-from shoal.launch.srun_fleet import SrunFleet
-from shoal.wire import Handshake
+from shoal.launch.job.signals import Signals
+from shoal.launch.remote.dial import PURPOSE, Told
+from shoal.launch.remote.hosts import Host
+from shoal.launch.slurm import fleet as srun_fleet
+from shoal.launch.slurm.fleet import SrunFleet
+from shoal.launch.slurm.srun import Srun
+from shoal.net import Handshake
 from tests.support.fake_srun import fake_srun
 from tests.support.waiting import until
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from shoal import MemoryStore
+from shoal.net import Deadline
 from shoal.rendezvous import meeting
 from shoal.rendezvous.host import here
 from shoal.rendezvous.meeting import Meeting
-from shoal.wire import Deadline
 
 from .together import all_well, meet_in, together
 

@@ -38,7 +38,8 @@ from shoal.rendezvous import (
     unregister_rendezvous,
     user_secret,
 )
-from shoal.store import open_store, opener
+from shoal.store import open_store
+from shoal.store import urls as opener
 from shoal.testing import no_leaks
 from tests.support.dictionary_store import Dictionary, dictionary_store
 from tests.support.ports import free_port

@@ -9,11 +9,11 @@ from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from shoal import Membership, Store
+from shoal.net import Deadline
 from shoal.rendezvous import Request, Venue
 from shoal.rendezvous.meet import meet
 from shoal.rendezvous.meet import meet_at as meet_at_place
 from shoal.rendezvous.place import Place
-from shoal.wire import Deadline
 
 T = TypeVar("T")
 

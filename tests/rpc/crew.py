@@ -20,8 +20,9 @@ import torch
 
 from shoal.errors import AgentClosed, RpcError, WorkerLost
 from shoal.future import Future, pool
-from shoal.rpc import Agent, Peer, RRef, call, current, executor, holds
-from shoal.store import tcp
+from shoal.rpc import Agent, Peer, RRef, current, executor
+from shoal.rpc.calls import call, holds
+from shoal.store.tcp import client as tcp
 from shoal.testing import Agents
 from shoal.testing.leaks import inventory
 from tests.rpc.handlers import PATIENCE

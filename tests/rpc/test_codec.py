@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from shoal.errors import UsageError
-from shoal.rpc import codec
-from shoal.rpc.codec import Message, decode, encode
+from shoal.rpc.codec import pickled as codec
+from shoal.rpc.codec.pickled import Message, decode, encode
 from shoal.spec import DTYPES_BY_CODE
 from tests.support.programs import run_program
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 MAIN = """
 import sys
-from shoal.rpc.codec import decode, encode
+from shoal.rpc.codec.pickled import decode, encode
 class Route:
     shares_main, devices = {shares}, None
 class Mine:

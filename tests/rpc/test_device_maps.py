@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.errors import UsageError
-from shoal.rpc.device_maps import DeviceMap, checked, checked_pairs, inverse
+from shoal.rpc.connection.device_maps import DeviceMap, checked, checked_pairs, inverse
 from shoal.testing import Agents
 
 CUDA = [torch.device("cuda", index) for index in range(3)]

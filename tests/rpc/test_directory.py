@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import UnknownWorker, UsageError
 from shoal.rendezvous.host import here
-from shoal.rpc.directory import Directory, Worker, checked_name, incarnation
+from shoal.rpc.connection.directory import Directory, Worker, checked_name, incarnation
 from shoal.store import MemoryStore
 
 PATIENCE = 20.0

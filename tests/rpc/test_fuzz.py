@@ -19,14 +19,14 @@ import msgspec
 import pytest
 import torch
 
-from shoal import wire
+from shoal import net as wire
 from shoal.errors import ShoalError, WaitTimeout
-from shoal.rpc import plain
-from shoal.rpc.call import FAILURE, FUNCTION
-from shoal.rpc.codec import encode
-from shoal.rpc.post import Endpoint
+from shoal.net import Connection, Handshake
+from shoal.rpc.calls.call import FAILURE, FUNCTION
+from shoal.rpc.codec import plain
+from shoal.rpc.codec.pickled import encode
+from shoal.rpc.connection.post import Endpoint
 from shoal.testing import Agents, no_leaks
-from shoal.wire import Connection, Handshake
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 from tests.support.waiting import until

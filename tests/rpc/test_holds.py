@@ -9,8 +9,9 @@ import pytest
 
 from shoal import Future
 from shoal.errors import WorkerLost
-from shoal.rpc import Agent, Peer, RRef, call, holds
-from shoal.rpc.leases import Ledger
+from shoal.rpc import Agent, Peer, RRef
+from shoal.rpc.calls import call, holds
+from shoal.rpc.calls.leases import Ledger
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.rpc import Agent
-from shoal.rpc.call import _Source
+from shoal.rpc.calls.call import _Source
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.support.bytecodes import enable_opcode_events

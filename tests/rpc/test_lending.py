@@ -14,8 +14,8 @@ import torch
 from shoal._core import Post
 from shoal.errors import RpcError, WorkerLost
 from shoal.rpc import Agent
-from shoal.rpc.call import reads_arguments
-from shoal.rpc.post import Endpoint
+from shoal.rpc.calls.call import reads_arguments
+from shoal.rpc.connection.post import Endpoint
 from shoal.testing import Agents, faults, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE

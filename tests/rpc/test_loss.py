@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import wire
+from shoal import net as wire
 from shoal.errors import (
     AgentClosed,
     RemoteError,

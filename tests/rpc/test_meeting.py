@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shoal.errors import RendezvousError, RendezvousTimeout, UsageError
+from shoal.net import Deadline
 from shoal.rendezvous.host import here
 from shoal.rendezvous.place import checked_request, opened
-from shoal.rpc.meeting import Meeting, keys_of
-from shoal.wire import Deadline
+from shoal.rpc.connection.meeting import Meeting, keys_of
 from tests.support.ports import free_port
 from tests.support.waiting import until
 

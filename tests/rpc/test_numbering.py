@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import RpcError
-from shoal.rpc import Agent, numbering
-from shoal.rpc.call import FUNCTION, LEARNED
-from shoal.rpc.codec import encode
-from shoal.rpc.numbering import NONE, Received, Sent
+from shoal.rpc import Agent
+from shoal.rpc.calls.call import FUNCTION, LEARNED
+from shoal.rpc.codec.pickled import encode
+from shoal.rpc.connection import numbering
+from shoal.rpc.connection.numbering import NONE, Received, Sent
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE

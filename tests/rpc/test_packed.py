@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.rpc.codec import decode, encode
-from shoal.rpc.post import pack, unpack
+from shoal.rpc.codec.pickled import decode, encode
+from shoal.rpc.connection.post import pack, unpack
 
 
 def packed(value: Any) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.errors import RpcError, UsageError
-from shoal.rpc import plain
+from shoal.rpc.codec import plain
 
 pack = msgspec.msgpack.encode
 

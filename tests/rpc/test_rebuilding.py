@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import RemoteError, RpcError, UsageError
-from shoal.rpc import Agent, RRef, call, current
+from shoal.rpc import Agent, RRef, current
+from shoal.rpc.calls import call
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE

@@ -15,7 +15,8 @@ import torch
 
 from shoal.errors import CallTimeout
 from shoal.launch.cli import invoke
-from shoal.rpc import Agent, call, current
+from shoal.rpc import Agent, current
+from shoal.rpc.calls import call
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE

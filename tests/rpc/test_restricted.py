@@ -13,7 +13,8 @@ import torch
 
 from shoal import Future
 from shoal.errors import RemoteError, RpcError, UsageError
-from shoal.rpc import Agent, RRef, async_execution, codec, current
+from shoal.rpc import Agent, RRef, async_execution, current
+from shoal.rpc.codec import pickled as codec
 from shoal.testing import Agents
 from tests.rpc.handlers import PATIENCE
 from tests.rpc.test_plain import mutated
@@ -173,7 +174,7 @@ def test_a_reply_that_nobody_packed_is_an_error_at_the_caller(
         service = self._service
         service._endpoint.post.reply(self._letter, lies[-1][0], [], [], lies[-1][1], 1)
 
-    monkeypatch.setattr("shoal.rpc.serving._Served._reply", lie)
+    monkeypatch.setattr("shoal.rpc.calls.serving._Served._reply", lie)
     for head in heads:
         for failed in (False, True):
             lies.append((head, failed))

@@ -12,8 +12,10 @@ import psutil
 import pytest
 import torch
 
-from shoal.rpc import Agent, RRef, barrier, call, current, holds, join, leases, links
-from shoal.store import replies
+from shoal.rpc import Agent, RRef, barrier, current, join
+from shoal.rpc.calls import call, holds, leases
+from shoal.rpc.connection import links
+from shoal.store.tcp import replies
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.crew import Thing

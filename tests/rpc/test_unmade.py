@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import CallCancelled, RpcError, UsageError, WorkerLost
-from shoal.rpc import Agent, RRef, call, holds
-from shoal.rpc.leases import Ledger
+from shoal.rpc import Agent, RRef
+from shoal.rpc.calls import call, holds
+from shoal.rpc.calls.leases import Ledger
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE

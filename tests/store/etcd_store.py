@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.store.etcd import EtcdStore
+from shoal.store.etcd.store import EtcdStore
 from tests.support.etcd_server import EtcdServer
 
 

@@ -21,8 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.store import DurableStoreServer, durable, journal
-from shoal.store.replies import Replies
+from shoal.store import DurableStoreServer
+from shoal.store.tcp import durable_server as durable
+from shoal.store.tcp import journal
+from shoal.store.tcp.replies import Replies
 
 SECRET = b"secret"
 #: the steps of a round and of a snapshot, as the calls of the system that they are made of

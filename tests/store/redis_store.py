@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.store.redis import RedisStore
+from shoal.store.redis.store import RedisStore
 from tests.support.redis_server import RedisServer
 
 

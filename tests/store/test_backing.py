@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout
+from shoal.net import Deadline
 from shoal.store import Backing, MemoryStore, Store
-from shoal.wire import Deadline
 from tests.support import dictionary_store
 from tests.support.dictionary_store import Dictionary
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import ConfigurationError, StoreError, StoreTimeout, WireError
-from shoal.store import DurableStoreServer, Store, TCPStore, TCPStoreServer, durable, journal
-from shoal.store.protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply, encode_request
+from shoal.net import connect
+from shoal.store import DurableStoreServer, Store, TCPStore, TCPStoreServer
 from shoal.store.requests import Add, Check, CompareSet, Get, Set
-from shoal.wire import connect
+from shoal.store.tcp import durable_server as durable
+from shoal.store.tcp import journal
+from shoal.store.tcp.protocol import MAX_MESSAGE, PURPOSE, Status, encode_reply, encode_request
 from tests.support.folders import folder_in_memory
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -111,7 +113,7 @@ def test_a_change_whose_answer_was_lost_with_the_server_is_done_once(
 def test_a_server_that_stays_away_is_an_error_at_the_deadline(
     server: DurableStoreServer, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.store.tcp._GRACE", 0.1)
+    monkeypatch.setattr("shoal.store.tcp.client._GRACE", 0.1)
     server.close()
     store.timeout = 0.2
     with pytest.raises(StoreTimeout, match=r"did not answer: .*(Connection refused|lost again and again)"):

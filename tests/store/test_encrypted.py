@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.errors import StoreTimeout, VersionMismatch
+from shoal.net.tls.stream import TlsStream
 from shoal.store import Store, TCPStore, TCPStoreServer
-from shoal.wire.tls import TlsStream
 
 from . import test_lost_connections as of_lost_connections
 from .conformance import StoreConformance, in_background

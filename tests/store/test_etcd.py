@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import etcd, etcd_job, gateway, open_store, outside_client, outside_job
-from shoal.store.etcd import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
-from shoal.store.gateway import Gateway, Stream
+from shoal.store import open_store
+from shoal.store.etcd import gateway
+from shoal.store.etcd import job as etcd_job
+from shoal.store.etcd import store as etcd
+from shoal.store.etcd.gateway import Gateway, Stream
+from shoal.store.etcd.store import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
+from shoal.store.external import client as outside_client
+from shoal.store.external import job as outside_job
 from shoal.store.requests import Add, Append
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.ports import free_port

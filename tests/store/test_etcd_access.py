@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
-from shoal.store.etcd import EtcdStore
-from shoal.store.gateway import Gateway
-from shoal.store.outside_tls import tls_context
+from shoal.store.etcd.gateway import Gateway
+from shoal.store.etcd.store import EtcdStore
+from shoal.store.external.tls import tls_context
 from tests.support.certificates import keys
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.waiting import until

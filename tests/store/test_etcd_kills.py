@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.store.etcd import EtcdStore
+from shoal.store.etcd.store import EtcdStore
 from shoal.testing import linearize
 from tests.support.etcd_server import EtcdServer, etcd_cluster, leader_of, needs_etcd
 from tests.support.waiting import until

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import etcd
-from shoal.store.etcd import EtcdStore
-from shoal.store.etcd_job import Answer, at, put
-from shoal.store.etcd_transactions import Changes
-from shoal.store.gateway import Full, Gateway, Unclear
+from shoal.net import Deadline
+from shoal.store.etcd import store as etcd
+from shoal.store.etcd.gateway import Full, Gateway, Unclear
+from shoal.store.etcd.job import Answer, at, put
+from shoal.store.etcd.store import EtcdStore
+from shoal.store.etcd.transactions import Changes
 from shoal.store.requests import Add, Append, CompareSet, Set
 from shoal.testing import linearize
-from shoal.wire import Deadline
 from tests.support.etcd_server import EtcdServer, needs_etcd
 
 from .conformance import in_background

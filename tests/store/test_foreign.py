@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.store import Store, adopt
-from shoal.store.foreign import MAX_FOREIGN_KEY, MAX_FOREIGN_VALUE
+from shoal.store.torch_adapter import MAX_FOREIGN_KEY, MAX_FOREIGN_VALUE
 from tests.support.torch_stores import TIMEOUT, PythonStore, connect, serve
 
 from .conformance import StoreConformance

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import WireError
+from shoal.net import Connection, Deadline, connect, frame_header
+from shoal.net.handshake import Handshake
 from shoal.store import TCPStore, TCPStoreServer
-from shoal.store.protocol import PURPOSE, encode_request
 from shoal.store.requests import Add, Append, CompareSet, Get, MultiSet, Peek, Set, Together, Wait
-from shoal.wire import Connection, Deadline, connect, frame_header
-from shoal.wire.handshake import Handshake
+from shoal.store.tcp.protocol import PURPOSE, encode_request
 
 SECRET = b"secret"
 EXAMPLES, PIECES = 70, 50

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import StoreTimeout
 from shoal.store import Backing, FileStore, MemoryStore, Store, TCPStore, TCPStoreServer
-from shoal.store.replies import Replies
+from shoal.store.tcp.replies import Replies
 from shoal.testing import linearize
 from shoal.testing.linearize import Operation, Recorder, Refused
 from tests.support.waiting import PATIENCE

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout, WireError
-from shoal.store import TCPStore, TCPStoreServer, tcp
-from shoal.store.protocol import PURPOSE, Status, decode_request, encode_reply, encode_request
-from shoal.store.replies import REMEMBERED, Replies
+from shoal.net import Session, connect
+from shoal.store import TCPStore, TCPStoreServer
 from shoal.store.requests import Add, Append, CompareSet, NumKeys, Set
-from shoal.store.tcp_server import _Client
-from shoal.wire import Session, connect
+from shoal.store.tcp import client as tcp
+from shoal.store.tcp.protocol import PURPOSE, Status, decode_request, encode_reply, encode_request
+from shoal.store.tcp.replies import REMEMBERED, Replies
+from shoal.store.tcp.server import _Client
 from tests.support.waiting import until
 
 from .conformance import in_background

@@ -15,10 +15,10 @@ from shoal.store import (
     TCPStore,
     TCPStoreServer,
     open_store,
-    opener,
     parse_address,
     register_store,
 )
+from shoal.store import urls as opener
 
 
 def test_tcp_urls_open_tcp_stores() -> None:

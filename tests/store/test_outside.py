@@ -7,7 +7,7 @@ import pytest
 from shoal.errors import ConfigurationError, UsageError
 from shoal.rendezvous import parse_url, rendezvous
 from shoal.store import open_store
-from shoal.store.outside import Outside, parse_outside, redacted, split_url
+from shoal.store.external.url import Outside, parse_outside, redacted, split_url
 
 
 def _parsed(url: str) -> Outside:

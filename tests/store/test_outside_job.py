@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from shoal.errors import AuthenticationError, StoreError
-from shoal.store import outside_job
-from shoal.store.outside_job import Line, OutsideJob
-from shoal.wire import Deadline
+from shoal.net import Deadline
+from shoal.store.external import job as outside_job
+from shoal.store.external.job import Line, OutsideJob
 from tests.support.waiting import until
 
 

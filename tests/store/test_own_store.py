@@ -15,10 +15,11 @@ import pytest
 import shoal
 from shoal.errors import ShoalError, UsageError
 from shoal.launch.cli import invoke
-from shoal.launch.environment import Job
-from shoal.launch.job_store import job_store
+from shoal.launch.job.job_store import job_store
+from shoal.launch.ranks.environment import Job
 from shoal.rendezvous import Venue, register_rendezvous, unregister_rendezvous
-from shoal.store import MemoryStore, Store, open_store, opener
+from shoal.store import MemoryStore, Store, open_store
+from shoal.store import urls as opener
 
 from .conformance import StoreConformance
 

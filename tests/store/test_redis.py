@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import MAX_VALUE, outside_client
-from shoal.store import redis as redis_store
-from shoal.store.redis import MAX_REDIS_KEY, RedisStore
-from shoal.store.redis_link import Broken, Link
-from shoal.store.redis_scripts import WRITE, Script
+from shoal.store import MAX_VALUE
+from shoal.store.external import client as outside_client
+from shoal.store.redis import store as redis_store
+from shoal.store.redis.connection import Broken, Link
+from shoal.store.redis.scripts import WRITE, Script
+from shoal.store.redis.store import MAX_REDIS_KEY, RedisStore
 from shoal.testing import linearize
 from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.waiting import PATIENCE, until

@@ -9,9 +9,9 @@ import pytest
 
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
 from shoal.store import open_store
-from shoal.store.outside_tls import tls_context
-from shoal.store.redis import RedisStore
-from shoal.store.redis_link import Link
+from shoal.store.external.tls import tls_context
+from shoal.store.redis.connection import Link
+from shoal.store.redis.store import RedisStore
 from tests.support.certificates import keys
 from tests.support.redis_server import DURABLE, RedisServer, needs_redis
 from tests.support.waiting import until

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import redis_link
-from shoal.store.redis import RedisStore
+from shoal.store.redis import connection as redis_link
+from shoal.store.redis.store import RedisStore
 from shoal.store.requests import Add, Delete, Set
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer, needs_redis

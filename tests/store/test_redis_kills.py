@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import StoreError
-from shoal.store.redis import RedisStore
+from shoal.store.redis.store import RedisStore
 from shoal.testing import linearize
 from tests.support.redis_server import DURABLE, RedisServer, needs_redis
 from tests.support.waiting import until

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout
-from shoal.store import open_store, outside_client, outside_job, redis_link
-from shoal.store.redis import RedisStore
-from shoal.store.redis_job import RedisJob
+from shoal.store import open_store
+from shoal.store.external import client as outside_client
+from shoal.store.external import job as outside_job
+from shoal.store.redis import connection as redis_link
+from shoal.store.redis.job import RedisJob
+from shoal.store.redis.store import RedisStore
 from tests.support.ports import free_port
 from tests.support.redis_server import DURABLE, RedisServer, needs_redis
 from tests.support.waiting import until

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.common import trusted_file as trusted
 from shoal.errors import ConfigurationError, StoreError
-from shoal.store import FileStore, trusted
+from shoal.store import FileStore
 from tests.support.other_user import NOBODY, as_nobody, needs_root
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.store.waiting import Waiting
-from shoal.wire.alarms import Alarms
+from shoal.net.alarms import Alarms
+from shoal.store.tcp.waiting import Waiting
 
 
 def test_an_item_is_ready_when_its_last_key_appears() -> None:

@@ -32,7 +32,7 @@ for number, node in enumerate(nodes):
     if node == "broken":
         command = ["sh", "-c", "exit 127"]
     if node == "old":
-        program = "import shoal.launch.agent as a, sys; a.build_version = lambda: '9.9'; "
+        program = "import shoal.launch.commands.agent as a, sys; a.build_version = lambda: '9.9'; "
         program += "a.agent(sys.argv[1:])"
         command = [sys.executable, "-c", program, *words[4:]]
     tasks[node] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, cwd=folder)

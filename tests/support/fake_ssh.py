@@ -22,13 +22,14 @@ if host == "noisy":
     os.write(1, b"bash: shoal: fish not found\\n")
     sys.exit(3)
 if host == "old":
-    program = "import sys, shoal.launch.agent as a; a.build_version = lambda: '9.9'; a.agent(['--stdio'])"
+    program = "from shoal.launch.commands import agent; "
+    program += "agent.build_version = lambda: '9.9'; agent.agent(['--stdio'])"
     os.execv(sys.executable, [sys.executable, "-c", program])
 os.environ["SHOAL_HOST_ID"] = host
 os.environ["SSH_CONNECTION"] = "127.0.0.1 1000 127.0.0.1 22"
 os.environ.pop("SHOAL_TEST_AT_HEAD", None)
 if host == "cut":
-    program = "import os, shoal.launch.agent as a; a.Agent._leave = lambda *_: os._exit(9); "
+    program = "import os, shoal.launch.commands.agent as a; a.Agent._leave = lambda *_: os._exit(9); "
     os.execv(sys.executable, [sys.executable, "-c", program + "a.agent(['--stdio'])"])
 os.execv("/bin/sh", ["sh", "-c", " ".join(command)])
 """

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from shoal.wire import build_version
+from shoal.net import build_version
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.launch.environment import Job, ReservedPort
+from shoal.launch.ranks.environment import Job, ReservedPort
 from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server

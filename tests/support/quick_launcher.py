@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shoal.launch import guardian
+from shoal.launch.ranks import guardian
 from shoal.testing.processes import fork_server
 
 from . import exit_handlers
@@ -86,7 +86,7 @@ class QuickLauncher:
 def serve(jobs: Connection, preload: Sequence[str]) -> None:
     """Launch what is asked for until the other end is closed."""
     import shoal.compat.connect
-    import shoal.launch.run  # noqa: F401
+    import shoal.launch.commands.run  # noqa: F401
 
     for module in preload:
         importlib.import_module(module)
@@ -111,7 +111,9 @@ def _launch(
     err: Path,
     constants: Mapping[str, float],
 ) -> int:
-    from shoal.launch import process, run, supervisor
+    from shoal.launch.commands import run
+    from shoal.launch.job import supervisor
+    from shoal.launch.ranks import process
 
     for name, value in constants.items():
         assert hasattr(supervisor, name)

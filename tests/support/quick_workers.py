@@ -24,13 +24,13 @@ from multiprocessing.connection import Connection, Pipe
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
-from shoal.controller import launching
+from shoal.controller.start import launching
 from shoal.testing.leaks import ignoring
 from shoal.testing.processes import fork_server, preload
 
 from .freezing import freeze
 
-preload(__name__, "shoal.controller.node.serving", "shoal.controller.prediction")
+preload(__name__, "shoal.controller.node.serving", "shoal.controller.tensor.prediction")
 
 #: bytes of a request, of which the environment is the most
 _REQUEST = 1 << 17

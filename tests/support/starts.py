@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.backend import mesh
+from shoal.backend.native import mesh
 from shoal.rendezvous import job_record
 from shoal.rendezvous.meeting import Meeting
 from shoal.testing.processes import fork_server

@@ -7,7 +7,7 @@ import json
 import pytest
 from tools import matrix
 
-from shoal import torch_release
+from shoal.common import torch_release
 
 
 def test_the_page_has_the_results_that_are_kept() -> None:

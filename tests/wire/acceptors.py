@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.wire import Acceptor, listen
+from shoal.net import Acceptor, listen
 
 SECRET = b"secret"
 

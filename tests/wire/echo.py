@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shoal.wire import Connection, PendingHandshake, Server, Session, connect, listen
+from shoal.net import Connection, PendingHandshake, Server, Session, connect, listen
 
 SECRET = b"secret"
 

@@ -9,8 +9,8 @@ import ssl
 import threading
 from collections.abc import Callable
 
-from shoal.wire import Handshake
-from shoal.wire.certificates import accepting_side, connecting_side
+from shoal.net import Handshake
+from shoal.net.tls.certificates import accepting_side, connecting_side
 
 GREETING = len(Handshake(connecting=True, secret=b"", purpose="x").greeting)
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import AuthenticationError, WireError, WireTimeout
+from shoal.net import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
+from shoal.net.sockets import authenticate
 from shoal.testing import no_leaks
-from shoal.wire import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
-from shoal.wire.sockets import authenticate
 
 from .acceptors import SECRET, acceptor, port
 

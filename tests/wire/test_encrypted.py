@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.wire import stream
-from shoal.wire.stream import SocketStream
+from shoal.net import stream
+from shoal.net.stream import SocketStream
 
 from . import test_acceptor as of_acceptors
 from . import test_server as of_servers

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import WireError
-from shoal.wire import FrameReader, frame_header
+from shoal.net import FrameReader, frame_header
 
 
 @given(st.lists(st.binary(max_size=50), max_size=10), st.integers(1, 20))

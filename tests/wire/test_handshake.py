@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import AuthenticationError, UsageError, VersionMismatch, WireError
-from shoal.wire import Handshake, handshake
+from shoal.net import Handshake, handshake
 
 
 def _side(

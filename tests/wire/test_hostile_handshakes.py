@@ -7,7 +7,7 @@ import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from shoal.wire import Acceptor, Handshake, connect
+from shoal.net import Acceptor, Handshake, connect
 
 from .acceptors import SECRET, acceptor, port
 

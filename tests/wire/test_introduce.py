@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from shoal.errors import WireError
-from shoal.testing import no_leaks
-from shoal.wire import (
+from shoal.net import (
     Connection,
     accept,
     be_introduced,
@@ -24,6 +23,7 @@ from shoal.wire import (
     listen_unix,
     share_memory,
 )
+from shoal.testing import no_leaks
 
 
 class Name(msgspec.Struct):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.errors import AuthenticationError, UsageError, WireError
-from shoal.wire import (
+from shoal.net import (
     Connection,
     Deadline,
     PendingHandshake,
@@ -24,7 +24,7 @@ from shoal.wire import (
     listen_unix,
     stream,
 )
-from shoal.wire.handshake import Handshake
+from shoal.net.handshake import Handshake
 
 SECRET = b"secret"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import AuthenticationError, UsageError, WireError, WireTimeout
-from shoal.wire import Connection, Deadline, accept, connect, frame_header, listen
+from shoal.net import Connection, Deadline, accept, connect, frame_header, listen
 
 SECRET = b"secret"
 

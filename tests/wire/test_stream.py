@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import AuthenticationError, StoreError, WireError
+from shoal.net import stream
+from shoal.net.stream import SocketStream
 from shoal.store import TCPStore, TCPStoreServer
-from shoal.wire import stream
-from shoal.wire.stream import SocketStream
 
 from . import test_acceptor as of_acceptors
 from . import test_sockets as of_sockets

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import AuthenticationError, ConfigurationError, UsageError, VersionMismatch, WireError
-from shoal.testing import no_leaks
-from shoal.wire import (
+from shoal.net import (
     Acceptor,
     Connection,
     Deadline,
@@ -29,9 +28,10 @@ from shoal.wire import (
     listen,
     listen_unix,
 )
-from shoal.wire.certificates import connecting_side
-from shoal.wire.stream import SocketStream
-from shoal.wire.tls import TlsStream
+from shoal.net.stream import SocketStream
+from shoal.net.tls.certificates import connecting_side
+from shoal.net.tls.stream import TlsStream
+from shoal.testing import no_leaks
 from tests.support.waiting import until
 
 from .echo import SECRET, EchoServer, connect_echo, echoes
@@ -181,7 +181,7 @@ def test_plain_meets_tls_and_both_sides_hear_it_at_once(
     else:
         # The listener accepts in a process that has the other setting.
         code = (
-            "import socket, sys; from shoal.wire import accept\n"
+            "import socket, sys; from shoal.net import accept\n"
             f"listener = socket.socket(fileno={listener.fileno()})\n"
             f"accept(listener, secret={SECRET!r}, purpose='test', timeout=60)"
         )
@@ -446,11 +446,11 @@ def test_a_client_needs_no_such_package(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_who_does_not_encrypt_does_not_import_what_it_takes() -> None:
     code = (
-        "import sys, shoal, shoal.wire, shoal.store, shoal.launch.run\n"
+        "import sys, shoal, shoal.net, shoal.store, shoal.launch.commands.run\n"
         "from shoal.store import TCPStore, TCPStoreServer\n"
         "with TCPStoreServer(secret=b'x') as server, TCPStore('127.0.0.1', server.port, b'x') as store:\n"
         "    store.set('key', b'')\n"
-        "print({'ssl', 'cryptography', 'shoal.wire.tls'} & {*sys.modules})"
+        "print({'ssl', 'cryptography', 'shoal.net.tls.stream'} & {*sys.modules})"
     )
     environ = {**os.environ, "SHOAL_TLS": ""}
     done = subprocess.run(

@@ -13,8 +13,8 @@ import pytest
 
 from shoal import config
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
+from shoal.net import Connection
 from shoal.store import TCPStore, TCPStoreServer
-from shoal.wire import Connection
 from tests.store.test_lost_connections import cut
 from tests.support.certificates import Authority, Pair, use_certificates
 from tests.support.waiting import until
@@ -67,7 +67,7 @@ def test_names_in_certificates_are_not_compared(
     server: EchoServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is for 127.0.0.1, and this one is reached as localhost."""
-    from shoal.wire import connect
+    from shoal.net import connect
 
     with connect("localhost", server.port, secret=SECRET, purpose="echo", timeout=60):
         pass

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.net import Handshake, Session, frame_header
+from shoal.net.tls import stream as tls
 from shoal.testing import no_leaks
-from shoal.wire import Handshake, Session, frame_header, tls
 from tests.support.waiting import until
 
 from .echo import SECRET, EchoServer, connect_echo, echoes

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import AuthenticationError, UsageError, WireError, WireTimeout
-from shoal.wire import (
+from shoal.net import (
     Acceptor,
     Connection,
     Deadline,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import config
-from ..keywords import checked_count, misspelt, taken
+from ..common.keywords import checked_count, misspelt, taken
 from .base import Backend
 from .registry import BackendFactory
 

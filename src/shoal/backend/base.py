@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UnsupportedOperation
 from ..future import Future
 from ..recorder import FlightRecorder

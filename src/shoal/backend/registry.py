@@ -66,7 +66,7 @@ def backend_factory(name: str) -> BackendFactory:
         return _factories[name]
     if name == NATIVE:
         # Not through the entry point: a source tree that is not installed has none.
-        native: BackendFactory = import_module("shoal.backend.native").NativeBackend
+        native: BackendFactory = import_module("shoal.backend.native.channel").NativeBackend
         return native
     for entry in entry_points(group=_GROUP, name=name):
         factory: BackendFactory = entry.load()

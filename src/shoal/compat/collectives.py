@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..common.uncompiled import uncompiled
 from ..future import Future
 from ..group import ProcessGroup
-from ..group.validation import Call
+from ..group.validation.arguments import Call
 from ..spec import ANY_SOURCE, SUM, ReduceOp
 from ..torch_terms import coalesced
 from ..torch_terms.coalesced import together
 from ..torch_terms.durations import limit as limit_of
 from ..torch_terms.in_turn import in_turn
 from ..torch_terms.reductions import reduction
-from ..uncompiled import uncompiled
 from . import sparse_all_reduce, tensor_lists
 from .hooks import OperationHooks
 from .routing import hooked, routed

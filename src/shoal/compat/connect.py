@@ -16,24 +16,25 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
-from .. import config, torch_features
+from .. import config
 from ..backend.arguments import check_options, lanes
 from ..backend.registry import NATIVE, BackendFactory, backend_factory
+from ..common import torch_features
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.given import default_groups
+from ..group.group_argument import default_groups
 from ..initialize import world_group
+from ..net import Deadline
 from ..rendezvous import Membership, Place, Request, Venue, meet_at
 from ..rendezvous.caller_store import store_address
 from ..store import adopt
 from ..torch_terms import BACKEND
-from ..wire import Deadline
-from .attempt import Settings
 from .devices import other_backends, others
 from .launcher_store import group_timeout, launcher_store
 from .process_group import TorchProcessGroup
-from .reconfigurable import ReconfigurableProcessGroup
-from .reconfigurer import Reconfigurer
+from .reconfigure.attempt import Settings
+from .reconfigure.process_group import ReconfigurableProcessGroup
+from .reconfigure.reconfigurer import Reconfigurer
 
 #: seconds for a goodbye after the group could not be made
 _FAILED = 5.0

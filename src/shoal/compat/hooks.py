@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import torch_features
+from ..common import torch_features
 from ..errors import UsageError
 from .tensor_arguments import every_tensor
 

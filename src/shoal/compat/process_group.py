@@ -11,12 +11,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.uncompiled import uncompiled
 from ..errors import UnsupportedOperation, UsageError
 from ..group import ProcessGroup
 from ..torch_terms import BACKEND
 from ..torch_terms.durations import CLOSING
-from ..uncompiled import uncompiled
 from .collectives import TorchCollectives
 from .hooks import Hook, NanCheck
 
@@ -67,7 +67,7 @@ class TorchProcessGroup(TorchCollectives):
 
     @property
     def __shoal_group__(self) -> ProcessGroup:
-        """:attr:`group`, for what takes groups of shoal (see :mod:`shoal.group.given`)."""
+        """:attr:`group`, for what takes groups of shoal (see :mod:`shoal.group.group_argument`)."""
         return self.group
 
     def name(self) -> str:
@@ -203,7 +203,7 @@ class TorchProcessGroup(TorchCollectives):
         self._hooked = bool(self._hooks)
 
     def _attach_nan_check(self) -> NanCheck:
-        """``NanCheckHook.attach`` for this group: :func:`shoal.torch_features.attach_hooks_to_groups`."""
+        """``NanCheckHook.attach`` for this group; see ``torch_features.attach_hooks_to_groups``."""
         return NanCheck(self)
 
     def _attach_flight_recorder(self, *_: Any) -> None:

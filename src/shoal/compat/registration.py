@@ -12,8 +12,8 @@ import logging
 import sys
 from typing import Any
 
-from .. import torch_features
-from ..torch_release import problem, untested
+from ..common import torch_features
+from ..common.torch_release import problem, untested
 from ..torch_terms import BACKEND
 from .env_handler import install
 

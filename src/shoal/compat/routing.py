@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from ..torch_features import group_method
+from ..common.torch_features import group_method
 from .hooks import HookedOperation
 from .shown import modes_active
 from .tensor_arguments import first_tensor

@@ -17,7 +17,7 @@ from torch._C import _DisableTorchDispatch, _len_torch_dispatch_stack
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
-from ..torch_features import group_method
+from ..common.torch_features import group_method
 
 #: whether a mode is active, as a number
 modes_active = _len_torch_dispatch_stack

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from ..common.torch_features import sparse_tensor
 from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
 from ..group import ProcessGroup
 from ..spec import AVG, SUM, ReduceOp
-from ..torch_features import sparse_tensor
 
 
 def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: float) -> Future[torch.Tensor]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ..common.wording import counted
 from ..errors import UsageError
 from ..future import Future
 from ..group import ProcessGroup
 from ..spec import BAND, BOR, BXOR, MAX, MIN, PRODUCT, ReduceOp
 from ..torch_terms.coalesced import interleaved
-from ..wording import counted
 from . import sparse_all_reduce
 
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

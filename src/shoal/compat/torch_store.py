@@ -16,12 +16,12 @@ import msgspec
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ..copy_refusal import refuses_copies
-from ..decoding import MalformedMessage, from_msgpack
+from ..common.copy_refusal import refuses_copies
+from ..common.decoding import MalformedMessage, from_msgpack
+from ..common.wording import in_seconds
 from ..errors import ShoalError, UsageError
+from ..net import Deadline
 from ..store import Store
-from ..wire import Deadline
-from ..wording import in_seconds
 
 #: torch holds only the C++ half of a store, which is of no use without this one
 _kept: set[TorchStore] = set()

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.uncompiled import uncompiled
+from ..common.wording import in_words
 from ..future import Future, enter_scope, leave_scope
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
-from ..uncompiled import uncompiled
-from ..wording import in_words
 
 #: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
 _dropped: deque[Work] = deque(maxlen=64)

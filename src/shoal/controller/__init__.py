@@ -7,11 +7,11 @@
 ``docs/controller.md`` has more.
 """
 
-from .explaining import Explanation
-from .master import Master, init_master_worker
-from .place import Place
-from .streams import Event, Stream
-from .tensor import RemoteTensor
-from .trace import Trace
+from .api.explain import Explanation
+from .api.master import Master, init_master_worker
+from .api.place import Place
+from .api.streams import Event, Stream
+from .api.trace import Trace
+from .tensor.tensor import RemoteTensor
 
 __all__ = ["Event", "Explanation", "Master", "Place", "RemoteTensor", "Stream", "Trace", "init_master_worker"]

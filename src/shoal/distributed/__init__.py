@@ -181,18 +181,18 @@ __all__ = [
 
 #: the words of the master-worker mode, and the module of ``shoal.controller`` that has each
 _OF_MASTERS = {
-    "BFloat16Tensor": "spellings",
-    "BoolTensor": "spellings",
-    "ByteTensor": "spellings",
-    "CharTensor": "spellings",
-    "DoubleTensor": "spellings",
-    "FloatTensor": "spellings",
-    "HalfTensor": "spellings",
-    "IntTensor": "spellings",
-    "LongTensor": "spellings",
-    "ShortTensor": "spellings",
-    "init_master_worker": "spellings",
-    "node": "within",
+    "BFloat16Tensor": "api.spellings",
+    "BoolTensor": "api.spellings",
+    "ByteTensor": "api.spellings",
+    "CharTensor": "api.spellings",
+    "DoubleTensor": "api.spellings",
+    "FloatTensor": "api.spellings",
+    "HalfTensor": "api.spellings",
+    "IntTensor": "api.spellings",
+    "LongTensor": "api.spellings",
+    "ShortTensor": "api.spellings",
+    "init_master_worker": "api.spellings",
+    "node": "tensor.within",
 }
 
 

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ..common.wording import counted
 from ..spec import SUM
 from ..torch_terms.durations import Duration, seconds
 from ..torch_terms.in_turn import in_turn
 from ..torch_terms.reductions import ReduceOpLike, reduction
-from ..wording import counted
 from .ranks import rank_in_group
 from .state import GroupLike, member_group
 from .work import Result, Work, finished

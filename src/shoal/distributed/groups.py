@@ -12,7 +12,7 @@ from .. import config
 from ..backend.registry import NATIVE
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.given import NON_GROUP_MEMBER, adopted
+from ..group.group_argument import NON_GROUP_MEMBER, adopted
 from ..torch_terms.durations import Duration, seconds
 from .backend import parse_backend, refuse_device
 from .ranks import group_rank_of

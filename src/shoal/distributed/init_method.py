@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from ..errors import UsageError
 from ..rendezvous.environment import read, tcp_url
-from ..store.outside import split_url
+from ..store.external.url import split_url
 
 #: The parameters that torch's URLs have after the question mark.
 _RANK, _SIZE, _LIBUV = "rank", "world_size", "use_libuv"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ..common.wording import counted
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.objects import received
 from ..spec import ANY_SOURCE
-from ..wording import counted
 from .ranks import rank_in_group
 from .state import GroupLike, member_group
 

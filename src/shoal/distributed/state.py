@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.given import NON_GROUP_MEMBER, adopted, default_groups, not_ours
+from ..group.group_argument import NON_GROUP_MEMBER, adopted, default_groups, not_ours
 
 #: The type of the argument ``group``: None means the default group.
 GroupLike: TypeAlias = ProcessGroup | int | None

@@ -1,11 +1,11 @@
 """Training that goes on through deaths: a dead process costs one step."""
 
 from .attempt import Attempt
-from .loader import Loader
+from .data.loader import Loader
 from .resize import Resize
 from .samples import Samples
 from .session import Session
-from .state import State
+from .state.state import State
 from .step import Step
 
 __all__ = ["Attempt", "Loader", "Resize", "Samples", "Session", "State", "Step"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
 from . import step
 from .progress import Progress

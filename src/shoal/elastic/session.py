@@ -18,21 +18,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, ShoalError, StateDiverged, StateLost, UsageError
 from ..group import ProcessGroup
 from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
 from .attempt import Attempt
-from .members import Members
+from .membership.members import Members
 from .progress import NOTHING, Progress, steps_that_count
 from .record import BLOCK, Record, Table, Wish, agree, divergence
 from .resize import Resize
 from .sharded import Sharded
-from .state import State
+from .state.state import State
+from .state.transfer import receive_state, send_state
 from .step import Step
 from .stragglers import Stragglers
-from .transfer import receive_state, send_state
 
 _LEAVING = 5.0  # seconds for closing the group of a program that fails
 

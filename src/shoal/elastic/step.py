@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
 from ..group import ProcessGroup
 from .progress import Progress
 from .samples import Samples, Share, seed_of
-from .state import State
+from .state.state import State
 
 
 class Owner(Protocol):

@@ -8,10 +8,10 @@ thread that waits goes straight into the engine and may finish the operation its
 Results on devices are complete as soon as the work is enqueued; :mod:`shoal.streams` does the rest.
 """
 
+from .combinators import Completion, collect_all, wait_all, wait_any
 from .future import Future
 from .pool import pool
 from .scope import CallbackScope, callback_scope, derive_key, enter_scope, leave_scope, scope_variable
-from .several import Completion, collect_all, wait_all, wait_any
 from .source import Source
 
 __all__ = [

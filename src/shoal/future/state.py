@@ -27,10 +27,10 @@ from itertools import starmap
 from time import monotonic_ns
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.wording import in_words
 from ..errors import InvalidFutureState, UsageError
 from ..streams import DeviceEvents, events_behind
-from ..wording import in_words
 from .latch import Latch
 from .pool import pool
 from .source import Source

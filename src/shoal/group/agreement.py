@@ -19,6 +19,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from .. import config
 from ..backend.agreements import Agreeing, News, Op, Outcome, WitnessRequest
 from ..backend.base import GroupSpec
+from ..common.keywords import explained
+from ..common.wording import in_seconds, in_words, ranks_named
 from ..errors import (
     CollectiveMismatch,
     Evicted,
@@ -30,11 +32,9 @@ from ..errors import (
     UnsupportedOperation,
 )
 from ..future import Future
-from ..keywords import explained
 from ..store import Store
-from ..wording import in_seconds, in_words, ranks_named
 from .submission import Submitter, called, in_background
-from .validation import Call
+from .validation.arguments import Call
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..future import Future, wait_all
 from ..spec import ANY_SOURCE, Operation

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..common.wording import shown
 from ..errors import CollectiveMismatch, GroupError, PeerLost
-from ..wording import shown
-from .watched import Watched
+from .diagnostics.watched import Watched
 
 
 def end_block(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backend.arguments import check_options, lanes
 from ..backend.registry import BackendFactory, backend_factory
-from ..keywords import misspelt
+from ..common.keywords import misspelt
 from ..links import Links
 
 

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..common.keywords import explained
+from ..common.wording import counted
 from ..future import Future
-from ..keywords import explained
 from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp, ReduceOpLike
-from ..wording import counted
 from .premultiplied import multiply, products
 from .staging import Staging, readable, readable_beside
 from .submission import Submitter, called, mapped
-from .validation import warn_of_gradients
+from .validation.arguments import warn_of_gradients
 
 # Looking a member up in an enumeration costs more than a small message.
 _ALL_REDUCE = OpKind.ALL_REDUCE

@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..common.keywords import explained
+from ..common.wording import in_seconds, ranks_named
 from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
-from ..keywords import explained
 from ..spec import OpKind
-from ..wording import in_seconds, ranks_named
 from .submission import Submitter, called, in_background
-from .validation import MAX_TAG
+from .validation.arguments import MAX_TAG
 
 _ARRIVED = MAX_TAG + 1
 _ANSWER = MAX_TAG + 2

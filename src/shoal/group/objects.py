@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from ..common.keywords import explained
+from ..common.tensor_bytes import TensorBytes
+from ..common.wording import text_of
 from ..errors import UsageError
 from ..future import Future
-from ..keywords import explained
 from ..spec import ANY_SOURCE
-from ..tensor_bytes import TensorBytes
-from ..wording import text_of
 from .collectives import Collectives
 from .point_to_point import PointToPoint
 from .submission import called

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.keywords import explained
 from ..future import Future
-from ..keywords import explained
 from ..spec import ANY_SOURCE, Operation, OpKind
 from .staging import Staging, readable
 from .submission import Submitter, called, mapped
-from .validation import Call
+from .validation.arguments import Call
 
 
 class Message(NamedTuple):

@@ -23,27 +23,27 @@ from typing import Any
 import torch
 
 from ..backend.base import Backend, GroupSpec, ident_of
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.keywords import explained, named
+from ..common.uncompiled import uncompiled
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
-from ..keywords import explained, named
 from ..links import Links, connect_some
 from ..recorder import FlightRecorder
 from ..spec import DTYPE_CODES, encodable
 from ..store import PrefixStore, Store
-from ..uncompiled import uncompiled
 from ..world import World, remaining
-from . import dumps
 from .batch import Batch
 from .block import end_block
 from .choices import AS_PARENT, Choices
+from .diagnostics import dumps
+from .diagnostics.subgroup_lists import Given, ListWatch
 from .evictions import eviction_report
 from .in_order import channel_of
-from .lists import Given, ListWatch
 from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
 from .rebuild import Rebuilding
 from .submission import called
-from .validation import Call
+from .validation.arguments import Call
 
 
 @refuses_copies(

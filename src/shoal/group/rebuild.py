@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 from .. import config, failure_report
 from ..backend.agreements import Op
 from ..backend.base import GroupSpec, ident_of
+from ..common.keywords import explained
+from ..common.wording import ranks_named
 from ..errors import OperationTimeout, ProtocolError, TooFewRanks
-from ..keywords import explained
+from ..net import Deadline
 from ..store import PrefixStore, Store
-from ..wire import Deadline
-from ..wording import ranks_named
 from .agreement import Agreement, Agreements, OpsDiffer
 from .submission import called
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .overlap import share_memory
+from .validation.overlap import share_memory
 
 
 def is_plain(x: torch.Tensor) -> bool:

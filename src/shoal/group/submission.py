@@ -17,12 +17,12 @@ import torch
 
 from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
+from ..common.keywords import checked_seconds, misspelt, named
 from ..errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, UnsupportedOperation
 from ..future import Completion, Future, callback_scope
-from ..keywords import checked_seconds, misspelt, named
 from ..recorder import FlightRecorder
 from ..spec import REDUCING, SUM, Operation, OpKind, ReduceOp
-from .validation import Call
+from .validation.arguments import Call
 
 T = TypeVar("T")
 

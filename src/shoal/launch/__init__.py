@@ -34,7 +34,7 @@ With ``--hosts`` the same loop has another crew, whose ranks live at agents::
      ├─ fleet.py           the agents of all hosts, and the addresses between them
      │   ├─ ssh.py            the process that leads to a host
      │   └─ agency.py         one agent as the launcher sees it: beats, clock, loss
-     │       └─ link.py          frames over two descriptors, or over a connection of shoal.wire
+     │       └─ link.py          frames over two descriptors, or over a connection of shoal.net
      │           └─ frames.py       what is said
      ├─ remote_crew.py     starts ranks by asking agents
      │   ├─ remote.py         one rank at an agent, and its output

@@ -12,21 +12,21 @@ from typing import NoReturn
 import click
 
 from ..errors import ShoalError
-from ..wire import build_version
+from ..net import build_version
 
 #: subcommand -> "module:attribute" of its click command; a new subcommand is one line here
 COMMANDS = {
-    "run": "shoal.launch.run:run",
-    "scale": "shoal.launch.scale:scale",
-    "store": "shoal.launch.store:store",
-    "worker": "shoal.launch.worker:worker",
+    "run": "shoal.launch.commands.run:run",
+    "scale": "shoal.launch.commands.scale:scale",
+    "store": "shoal.launch.commands.store:store",
+    "worker": "shoal.launch.commands.worker:worker",
     "bench": "shoal.tools.bench.command:bench",
     "dumps": "shoal.tools.dumps:dumps",
 }
 #: errors of writing to a full disk, or to a terminal that was closed
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 #: those that no user types: ``shoal run --hosts`` starts an agent on each host
-HIDDEN = {"agent": "shoal.launch.agent:agent"}
+HIDDEN = {"agent": "shoal.launch.commands.agent:agent"}
 
 
 class _LazyGroup(click.Group):

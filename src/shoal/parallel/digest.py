@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..tensor_bytes import TensorBytes
+from ..common.tensor_bytes import TensorBytes
 
 
 class Digest:

@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.keywords import misspelt, named, taken
+from ..common.wording import ranks_named, shown
 from ..errors import (
     GroupError,
     ModelMismatch,
@@ -37,9 +39,7 @@ from ..errors import (
 )
 from ..future import Future
 from ..group import ProcessGroup
-from ..group.given import given_group
-from ..keywords import misspelt, named, taken
-from ..wording import ranks_named, shown
+from ..group.group_argument import given_group
 
 #: A rank that has shadowed so many steps says that the inputs are very uneven.
 _MANY_STEPS = 1000

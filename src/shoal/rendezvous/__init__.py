@@ -7,7 +7,7 @@ URL names, ``place`` is that place once it is open, ``meeting`` is the protocol 
 and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tells it to users.
 """
 
-from ..store.opener import OUTSIDE, register_place
+from ..store.urls import OUTSIDE, register_place
 from .environment import Launch
 from .host import LOOPBACK, loopback_trouble
 from .meet import attend, meet_at, meet_beside, rendezvous

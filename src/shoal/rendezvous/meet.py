@@ -21,8 +21,8 @@ from ..errors import (
     WireError,
     WireTimeout,
 )
+from ..net import Deadline
 from ..store import PrefixStore
-from ..wire import Deadline
 from .meeting import Meeting
 from .membership import Membership
 from .place import Place, checked_request, opened

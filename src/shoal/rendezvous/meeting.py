@@ -43,6 +43,7 @@ from typing import Any
 import msgspec
 
 from .. import failure_report
+from ..common.wording import in_seconds, ranks_named
 from ..errors import (
     RendezvousError,
     RendezvousTimeout,
@@ -51,10 +52,9 @@ from ..errors import (
     VersionMismatch,
     WireError,
 )
+from ..net import Deadline, build_version
 from ..store import PrefixStore, Store
 from ..store.requests import Add, Call, CompareSet, Delete, Set
-from ..wire import Deadline, build_version
-from ..wording import in_seconds, ranks_named
 from .host import Here, now
 from .record import (
     PROTOCOL,

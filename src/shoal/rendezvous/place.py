@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import config
+from ..common.keywords import checked_count
 from ..errors import ConfigurationError, UsageError
-from ..keywords import checked_count
+from ..net import Deadline
 from ..store import Store
-from ..store.outside import redacted
-from ..wire import Deadline
+from ..store.external.url import redacted
 from .caller_store import given
 from .host import LOOPBACK, Here, address_towards, here, is_loopback, is_mine, resolve
 from .private import user_secret

@@ -23,9 +23,9 @@ from pathlib import Path
 import psutil
 
 from .. import config
+from ..common.trusted_file import open_trusted
 from ..errors import ConfigurationError, StoreError, StoreTimeout
 from ..store import FileStore
-from ..store.trusted import open_trusted
 from .host import is_loopback, resolve, start_of
 
 #: the advice where no secret is and none can be agreed on

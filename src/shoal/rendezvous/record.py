@@ -7,10 +7,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from ..decoding import MalformedMessage, from_json
+from ..common.decoding import MalformedMessage, from_json
 from ..errors import RendezvousError, RendezvousTimeout, StoreError
+from ..net import build_version
 from ..store import MemoryStore, PrefixStore, Store
-from ..wire import build_version
 
 #: counts up when the protocol of ``meeting`` changes
 PROTOCOL = 5
@@ -91,7 +91,7 @@ class Exit(msgspec.Struct, frozen=True):
 #: where a launcher says so, under the job's root
 EXITS = "exits"
 
-#: where those wait that join a session (elastic/lobby.py), under the job's root
+#: where those wait that join a session (elastic/membership/lobby.py), under the job's root
 #: and where a launcher says there how many ranks the session shall have
 LOBBY, WANTED = "lobby", "wanted"
 

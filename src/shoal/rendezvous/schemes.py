@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlunsplit
 
 from .. import config
+from ..common.wording import in_seconds
 from ..errors import (
     AuthenticationError,
     ConfigurationError,
@@ -20,10 +21,9 @@ from ..errors import (
     StoreTimeout,
     UsageError,
 )
+from ..net import listens
 from ..store import FileStore, MemoryStore, TCPStore
-from ..store.opener import open_outside
-from ..wire import listens
-from ..wording import in_seconds
+from ..store.urls import open_outside
 from .environment import Launch, read
 from .host import address_towards, is_loopback, is_mine, loopback_trouble, resolve
 from .hosting import share

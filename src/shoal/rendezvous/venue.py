@@ -10,10 +10,10 @@ from urllib.parse import SplitResult
 
 from .. import config
 from ..errors import UsageError
+from ..net import Deadline
 from ..store import Store
-from ..store.opener import check_scheme, known_schemes, load_scheme, open_parts, register_place
-from ..store.outside import redacted, split_url
-from ..wire import Deadline
+from ..store.external.url import redacted, split_url
+from ..store.urls import check_scheme, known_schemes, load_scheme, open_parts, register_place
 from .host import resolve
 
 

@@ -14,7 +14,9 @@ there; ``docs/security.md`` says how strangers are kept out.
 
 from . import functions
 from .agent import Agent
-from .current import Current, current
+from .calls.current import Current, current
+from .calls.reference import Actor, RRef
+from .calls.serving import async_execution
 from .functional import (
     get_rpc_timeout,
     get_worker_info,
@@ -28,8 +30,6 @@ from .functional import (
 from .join import join
 from .options import BackendType, TensorPipeRpcBackendOptions
 from .peer import Peer, WorkerInfo
-from .reference import Actor, RRef
-from .serving import async_execution
 
 __all__ = [
     "Actor",

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.keywords import checked_seconds
+from ..common.wording import in_seconds
 from ..errors import (
     AgentClosed,
     CallTimeout,
@@ -27,28 +29,26 @@ from ..errors import (
     WorkerLost,
 )
 from ..future import Future, pool
-from ..keywords import checked_seconds
+from ..net import Deadline
 from ..rendezvous.host import Here
 from ..store import Store
-from ..wire import Deadline
-from ..wording import in_seconds
-from . import call
 from .barrier import Barriers
+from .calls import call
+from .calls.current import served_by
+from .calls.default import call_timeout
+from .calls.holds import HOLDS, References, unpin
+from .calls.serving import Service
 from .closing import finish
-from .current import served_by
-from .default import call_timeout
-from .device_maps import DeviceMaps, checked
-from .devices import Watch
-from .directory import Directory, Worker, incarnation, is_name
+from .codec.devices import Watch
+from .connection.device_maps import DeviceMaps, checked
+from .connection.directory import Directory, Worker, incarnation, is_name
+from .connection.line import Line
+from .connection.links import Links
+from .connection.meeting import Meeting
+from .connection.post import Endpoint
 from .executor import PATIENCE, Executor
-from .holds import HOLDS, References, unpin
-from .line import Line
-from .links import Links
-from .meeting import Meeting
 from .peer import Peer
-from .post import Endpoint
 from .recorder import CallRecorder
-from .serving import Service
 
 _logger = logging.getLogger("shoal")
 #: seconds for closing what was left open when the process ends

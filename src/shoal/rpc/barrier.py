@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 from collections.abc import Iterable
 
+from ..common.wording import counted, in_seconds
 from ..errors import ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
+from ..net import Deadline
 from ..store import Store
-from ..wire import Deadline
-from ..wording import counted, in_seconds
-from .directory import Directory, Worker, is_name
+from .connection.directory import Directory, Worker, is_name
 
 #: seconds between looks at whether the others live
 _LOOK = 0.25

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..wire import Deadline
-from .current import served_by
-from .post import Letter
+from ..net import Deadline
+from .calls.current import served_by
+from .connection.post import Letter
 
 #: seconds between looks at what is left
 _PAUSE = 0.005

@@ -23,22 +23,22 @@ from typing import Any, TypeVar
 import torch
 
 from .. import config
+from ..common.keywords import checked_count
 from ..distributed.init_method import meeting_place
 from ..errors import ShoalError, UsageError
 from ..future import Future
-from ..keywords import checked_count
+from ..net import Deadline
 from ..rendezvous.environment import read
 from ..rendezvous.place import Place, checked_request, opened
 from ..torch_terms.durations import CLOSING
-from ..wire import Deadline
 from .agent import Agent
-from .default import UNSET, call_timeout, default_agent, state
-from .directory import checked_name
+from .calls.default import UNSET, call_timeout, default_agent, state
+from .calls.reference import RRef
+from .connection.directory import checked_name
+from .connection.meeting import Meeting, keys_of
 from .join import HANDLERS, at_place, checked_settings
-from .meeting import Meeting, keys_of
 from .options import BackendType, TensorPipeRpcBackendOptions
 from .peer import Peer, WorkerInfo
-from .reference import RRef
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """Torch's place for the decorator of handlers that return a future."""
 
-from .serving import async_execution
+from .calls.serving import async_execution
 
 __all__ = ["async_execution"]

@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 from .. import config
+from ..common.keywords import checked_count, checked_seconds
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..keywords import checked_count, checked_seconds
+from ..net import Deadline
 from ..rendezvous.host import here
 from ..rendezvous.place import Place, open_place
-from ..wire import Deadline
 from .agent import Agent
-from .device_maps import DeviceMaps
-from .directory import checked_name
-from .meeting import Meeting, keys_of
+from .connection.device_maps import DeviceMaps
+from .connection.directory import checked_name
+from .connection.meeting import Meeting, keys_of
 
 #: how many handlers run at once, unless somebody says otherwise
 HANDLERS = 512

@@ -10,7 +10,7 @@ import torch
 
 from .. import config
 from ..errors import UsageError
-from .device_maps import checked_device, checked_pairs
+from .connection.device_maps import checked_device, checked_pairs
 
 
 class BackendType(enum.Enum):

@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
+from ..common.keywords import checked_seconds
 from ..errors import AgentClosed, CallTimeout, ShoalError, UsageError, WorkerLost
 from ..future import Future
-from ..keywords import checked_seconds
-from . import call, codec, profiling
-from .directory import Worker, checked_name
+from .calls import call, profiling
+from .calls.holds import References
+from .calls.reference import Actor, RRef, create, create_actor, new
+from .codec import pickled as codec
+from .connection.directory import Worker, checked_name
+from .connection.line import Line
+from .connection.post import Endpoint
 from .executor import CALLS
-from .holds import References
-from .line import Line
-from .post import Endpoint
-from .reference import Actor, RRef, create, create_actor, new
 
 T = TypeVar("T")
 

@@ -19,11 +19,11 @@ from time import monotonic_ns
 from typing import Any
 
 from .. import config
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.wording import counted, text_of
 from ..errors import CallTimeout
-from ..group import dumps
+from ..group.diagnostics import dumps
 from ..recorder import table
-from ..wording import counted, text_of
 
 _logger = logging.getLogger("shoal")
 

@@ -14,16 +14,16 @@ A further one is a :class:`Store` over a :class:`Backing` of one's own.
 
 from .backing import Backing
 from .base import Store
-from .durable import DurableStoreServer
-from .file import FileStore
-from .foreign import adopt
+from .file.store import FileStore
 from .memory import MemoryStore
-from .opener import open_store, register_store
 from .operations import MAX_VALUE
 from .prefix import PrefixStore
-from .serve import parse_address, serve
-from .tcp import TCPStore
-from .tcp_server import TCPStoreServer
+from .tcp.client import TCPStore
+from .tcp.durable_server import DurableStoreServer
+from .tcp.serve import parse_address, serve
+from .tcp.server import TCPStoreServer
+from .torch_adapter import adopt
+from .urls import open_store, register_store
 
 __all__ = [
     "MAX_VALUE",

@@ -16,10 +16,10 @@ import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.wording import in_seconds
 from ..errors import StoreError, StoreTimeout
-from ..wire import Deadline
-from ..wording import in_seconds
+from ..net import Deadline
 from .operations import MAX_VALUE, Operations
 from .requests import Request
 

@@ -18,10 +18,10 @@ from typing import Any, TypeVar, final
 from msgspec.structs import replace
 
 from .. import config
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
+from ..common.wording import in_seconds
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
-from ..wire import Deadline
-from ..wording import in_seconds
+from ..net import Deadline
 from . import requests
 from .backing import Executor
 from .operations import MAX_VALUE, KeysMissing

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ..wire import Deadline
+from ..net import Deadline
 from .backing import Executor
 from .base import Store
 from .operations import Table

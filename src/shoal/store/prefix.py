@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
-from ..wire import Deadline
+from ..net import Deadline
 from .backing import Executor
 from .base import Store, checked_key
-from .foreign import adopt
 from .requests import ListKeys, Request
+from .torch_adapter import adopt
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ..decoding import Raw, msgpack_decoder
+from ..common.decoding import Raw, msgpack_decoder
 from .operations import KeysMissing, Operations, Refused
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import UsageError
+from ..net import Deadline
 from ..rpc import Agent, join
 from ..store import Store, TCPStore, TCPStoreServer
-from ..wire import Deadline
 from . import faults
 from .leaks import left_at
 from .outcome import Outcome, failed, values

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ..common.wording import ranks_named
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..wording import ranks_named
 from .leaks import no_leaks
 from .outcome import Outcome
 from .processes import Ranks

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.wording import counted
 from ..errors import RemoteError
-from ..wording import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from multiprocessing.forkserver import ensure_running
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ..common.wording import counted
 from ..errors import UsageError
+from ..net import Deadline
 from ..rendezvous import job_record
 from ..rendezvous.record import room_of, root_of
 from ..store import PrefixStore, Store, TCPStore, TCPStoreServer
-from ..wire import Deadline
-from ..wording import counted
 from . import faults
 from .leaks import ignoring
 from .network import STORE, Network, entering

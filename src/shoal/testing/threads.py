@@ -16,14 +16,14 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ..backend.registry import backend_factory
+from ..common.wording import counted, in_seconds
 from ..group import ProcessGroup
 from ..initialize import world_group
+from ..net import Deadline
 from ..rendezvous.meet import meet_at
 from ..rendezvous.place import Place
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
-from ..wire import Deadline
-from ..wording import counted, in_seconds
 from .outcome import Outcome, failed, values
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..decoding import MalformedMessage, from_json
-from ..wording import counted, ranks_named
+from ..common.decoding import MalformedMessage, from_json
+from ..common.wording import counted, ranks_named
 from . import call_dumps
 from .call_dumps import CallDump
 from .stacks import Stack, place_of

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..group.overlap import TooHard, overlaps_itself
 from ..group.submission import mapped
-from ..group.validation import has_memory
+from ..group.validation.arguments import has_memory
+from ..group.validation.overlap import TooHard, overlaps_itself
 
 
 def in_turn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..copy_refusal import refuses_copies
+from ..common.copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..future import Future
 from ..group import Message

@@ -153,7 +153,7 @@ def test_futures_of_calls_and_of_torch_are_waited_for_together(pool: Pool) -> No
 
 
 def connects_late(context: Context) -> None:
-    from shoal.rpc.links import Links
+    from shoal.rpc.connection.links import Links
 
     rpc = begin(context)
     connect = Links._connect

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import shoal
-from shoal.launch.ssh import PROGRAM
+from shoal.launch.remote.ssh import PROGRAM
 
 COMMAND = [sys.executable, "-c", PROGRAM, "bench"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)}

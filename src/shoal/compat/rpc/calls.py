@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.rpc import internal as _internal
 
+from ...common.wording import in_words
 from ...errors import UnsupportedOperation
 from ...future import Future
 from ...rpc import async_execution
-from ...rpc.call import shown_as
-from ...wording import in_words
+from ...rpc.calls.call import shown_as
 from .packing import Packed, pack, packed, unpack
 from .reference import PyRRef
 from .state import the_agent

@@ -13,15 +13,15 @@ import torch.distributed.rpc as theirs
 
 from ... import config
 from ...errors import UnsupportedOperation, WorkerLost
+from ...net import Deadline
 from ...rendezvous import Place, Request, Venue
 from ...rendezvous.caller_store import store_address
-from ...rpc.default import call_timeout
-from ...rpc.holds import drop
+from ...rpc.calls.default import call_timeout
+from ...rpc.calls.holds import drop
+from ...rpc.connection.meeting import Meeting, keys_of
 from ...rpc.join import HANDLERS, at_place, checked_settings
-from ...rpc.meeting import Meeting, keys_of
 from ...store import adopt
 from ...torch_terms import BACKEND
-from ...wire import Deadline
 from .state import TorchAgent, state, the_agent
 
 #: seconds until what other processes let go of at their end counts as leaked

@@ -12,9 +12,10 @@ from torch.distributed.rpc.rref_proxy import RRefProxy as _RRefProxy
 from ...errors import CallTimeout, UnsupportedOperation
 from ...future import Future
 from ...rpc import RRef as ShoalRRef
-from ...rpc import async_execution, codec
-from ...rpc.call import shown_as
-from ...rpc.default import UNSET
+from ...rpc import async_execution
+from ...rpc.calls.call import shown_as
+from ...rpc.calls.default import UNSET
+from ...rpc.codec import pickled as codec
 from .packing import Packed, arrived, leaving, pack, unpack
 from .state import state, the_agent
 from .waiting import CallFuture, torchs_timeout

@@ -11,10 +11,10 @@ from typing import Any
 from torch._C._distributed_rpc import WorkerInfo
 
 from ...errors import RpcError, ShoalError
+from ...net import Deadline
 from ...rpc import Agent, Peer
-from ...rpc.default import call_timeout
-from ...rpc.meeting import Meeting
-from ...wire import Deadline
+from ...rpc.calls.default import call_timeout
+from ...rpc.connection.meeting import Meeting
 
 #: seconds that the end takes at least, however little was given for it
 _SHORT = 0.5

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ...common.wording import in_words
 from ...errors import CallTimeout
 from ...future import Future
-from ...wording import in_words
 from ..work import KeyedFuture, for_torch
 
 _logger = logging.getLogger("shoal")

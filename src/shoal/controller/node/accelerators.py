@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...common.wording import counted
 from ...errors import UsageError
-from ...wording import counted
 
 _chosen = -1
 

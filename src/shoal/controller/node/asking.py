@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..metadata import told
-from ..operators import function, written_by
+from ..protocol.metadata import told
+from ..protocol.operators import function, written_by
 from .growing import let_grow
 
 

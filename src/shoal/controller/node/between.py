@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ...common.uncompiled import uncompiled
 from ...group import ProcessGroup
 from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
-from ...uncompiled import uncompiled
-from ..commands import Definition, Template
+from ..protocol.commands import Definition, Template
 from . import peers, teams
 
 #: beginning of the operators' names

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...uncompiled import uncompiled
+from ...common.uncompiled import uncompiled
 
 #: beginning of the operators' names
 NAMESPACE = "shoal_check"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..commands import Definition, Template
+from ..protocol.commands import Definition, Template
 from . import accelerators
 
 #: function of the tensors, the numbers, the position in them, the scalars, and the position in those

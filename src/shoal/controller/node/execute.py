@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ... import wording
-from ..commands import (
+from ...common import wording
+from ..protocol.commands import (
     ASK,
     CALL,
     DEFINE,
@@ -46,8 +46,8 @@ from ..commands import (
     Template,
     filled,
 )
-from ..metadata import in_words, is_layout_of, told
-from ..operators import function, written_by
+from ..protocol.metadata import in_words, is_layout_of, told
+from ..protocol.operators import function, written_by
 from . import accelerators, between
 from .asking import run_asked
 from .compiled import Run, compiled

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..metadata import Told, told
+from ..protocol.metadata import Told, told
 
 # As it is in a thread that runs no batch: a function may differentiate.
 _INCLUDED = torch._C._dispatch_tls_local_include_set()

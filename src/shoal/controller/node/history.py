@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from .. import commands
-from ..commands import DEFINE, FIRST, FREE, RELEASE, WAIT, Definition
+from ..protocol import commands
+from ..protocol.commands import DEFINE, FIRST, FREE, RELEASE, WAIT, Definition
 
 #: commands that are told
 KEPT = 256

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...wording import in_words, traceback_of
+from ...common.wording import in_words, traceback_of
 
 #: batches that are read ahead
 AHEAD = 2

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from ..commands import Failure
+from ..protocol.commands import Failure
 from .history import Recent
 from .trace import Timing
 

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from ...common.wording import in_words
 from ...errors import GroupError, RpcError, ShoalError
 from ...future import Future
 from ...rpc import Agent
 from ...rpc.peer import Peer
-from ...wording import in_words
-from ..commands import LOST
-from ..naming import MASTER
+from ..protocol.commands import LOST
+from ..protocol.naming import MASTER
 
 #: bytes of a tensor whose letter has read them all when it is sent
 _INSIDE = 16 << 10

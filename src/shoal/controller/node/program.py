@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..commands import SHARE, Definition, Recipe, Step
+from ..protocol.commands import SHARE, Definition, Recipe, Step
 from .compiled import Run, call_text, kinds_of
 from .memory import Ended
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ... import config, failure_report, rpc
+from ...common.wording import in_seconds
 from ...errors import (
     AuthenticationError,
     RendezvousTimeout,
@@ -25,12 +26,11 @@ from ...errors import (
     WireError,
     WorkerLost,
 )
+from ...net import Deadline
 from ...rendezvous.place import Place, open_place
 from ...rpc.join import HANDLERS, at_place, checked_settings
-from ...wire import Deadline
-from ...wording import in_seconds
-from ..joining import arrive
-from ..naming import MASTER, node_name, worker_name
+from ..protocol.joining import arrive
+from ..protocol.naming import MASTER, node_name, worker_name
 from . import sessions
 
 logger = logging.getLogger(__name__)

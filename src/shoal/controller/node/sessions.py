@@ -10,8 +10,8 @@ import torch
 
 from ...errors import AgentClosed
 from ...rpc import current
-from ..commands import Segment
-from ..imports import import_all
+from ..protocol.commands import Segment
+from ..protocol.imports import import_all
 from . import accelerators, peers, teams
 from .execute import Tensors
 from .mark import Mark

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from ...backend.registry import backend_factory
+from ...common.wording import in_words
 from ...errors import (
     GroupError,
     PeerLost,
@@ -35,12 +36,11 @@ from ...errors import (
 )
 from ...group import ProcessGroup
 from ...initialize import world_group
+from ...net import Deadline
 from ...rendezvous import Membership
-from ...rpc.directory import Worker
+from ...rpc.connection.directory import Worker
 from ...store import PrefixStore, Store
-from ...wire import Deadline
-from ...wording import in_words
-from ..commands import LOST
+from ..protocol.commands import LOST
 from .peers import Elsewhere, Peers
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from ..commands import Definition
+from ..protocol.commands import Definition
 from .history import named
 
 #: commands of a node, and operations of the master's, that a trace keeps: the last ones

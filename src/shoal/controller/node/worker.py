@@ -1,8 +1,8 @@
 """The process of a node that a master has started.
 
-:mod:`shoal.controller.launching` says how it is started.  Its standard input begins with the secret of the
-job, in hexadecimal digits.  It ends with its master: when a connection to it ends, or, before there is one,
-its standard input.
+:mod:`shoal.controller.start.launching` starts it.  Its standard input begins with the secret of the job, in
+hexadecimal digits.  It ends with its master: when a connection to it ends, or, before there is one, its
+standard input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ... import config
 from ...errors import ShoalError
 from ...rendezvous.place import open_place
-from ..naming import node_name, worker_name
+from ..protocol.naming import node_name, worker_name
 from .serving import attend, end, ignore_interrupts, join, keep_modules
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ...errors import UsageError
 from ...group import ProcessGroup
-from ...group.given import given_group
+from ...group.group_argument import given_group
 from .parameters import Parameters, average_parameters
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import UsageError
 from ...future import Future
-from ...group.given import given_group
+from ...group.group_argument import given_group
 from ...spec import AVG
 from ..coalesced import MESSAGE_BYTES, obstacle
 

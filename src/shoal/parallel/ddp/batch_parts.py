@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ...containers import Tree, map_leaves
+from ...common.containers import Tree, map_leaves
 from ...errors import UsageError
 
 

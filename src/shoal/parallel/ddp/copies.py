@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.wording import text_of
 from ...errors import UsageError
-from ...wording import text_of
 from .batch_parts import concatenate_outputs, split_batch
 from .members import refuse_scripted
 from .mirror import Mirror

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...containers import map_leaves
-from ...copy_refusal import refuses_copies
+from ...common.containers import map_leaves
+from ...common.copy_refusal import refuses_copies
+from ...common.uncompiled import uncompiled
 from ...errors import UsageError
-from ...uncompiled import uncompiled
 from ..reducer.usage import outputs_with_graph
 from .batch_parts import is_packed
 from .members import Members, refuse_scripted

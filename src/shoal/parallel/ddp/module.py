@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.keywords import explained
+from ...common.uncompiled import uncompiled
 from ...errors import UsageError
 from ...group import ProcessGroup
-from ...group.given import given_group
-from ...keywords import explained
-from ...uncompiled import uncompiled
+from ...group.group_argument import given_group
 from ..coalesced import broadcast_coalesced
 from ..hooks.bucket import CommHook
 from ..hooks.calling import check_hook

@@ -7,9 +7,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ...common.wording import counted
 from ...future import Future
 from ...group import ProcessGroup
-from ...wording import counted
 
 T = TypeVar("T")
 

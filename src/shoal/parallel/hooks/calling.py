@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...common.wording import counted
 from ...errors import UsageError
-from ...wording import counted
 from .bucket import CommHook, GradBucket
 from .contract import name_of, unpacked, waited
 

@@ -10,7 +10,7 @@ import torch
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
-from ...group.given import adopted, backend_of, not_ours
+from ...group.group_argument import adopted, backend_of, not_ours
 from .bucket import CommHook, GradBucket
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...uncompiled import uncompiled
+from ...common.uncompiled import uncompiled
 from ..core import ARRIVED, IGNORED, Pass, gradient_hook
 from .gradients import Gradients
 from .usage import Graph

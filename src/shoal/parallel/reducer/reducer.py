@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
+from ...common.uncompiled import uncompiled
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import AVG, MAX
-from ...uncompiled import uncompiled
 from ..core import NOTHING, OUTCOME, UNEXPECTED, WELL, Pass
 from ..hooks.bucket import CommHook, GradBucket
 from ..hooks.calling import HookedReduction

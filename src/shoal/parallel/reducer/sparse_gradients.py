@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ...common.torch_features import sparse_tensor
 from ...future import Future
 from ...group import ProcessGroup
-from ...torch_features import sparse_tensor
 
 
 class SparseReduction:

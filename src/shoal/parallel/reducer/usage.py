@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...containers import tensors
+from ...common.containers import tensors
 
 
 def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:

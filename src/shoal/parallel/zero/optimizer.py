@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...copy_refusal import refuses_copies
+from ...common.copy_refusal import refuses_copies
+from ...common.keywords import misspelt
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
-from ...group.given import given_group, has_default_group
+from ...group.group_argument import given_group, has_default_group
 from ...group.regroup import Leader
-from ...keywords import misspelt
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook, takes_named_options
 from .arguments import DIFFER, check_can_be_sent, check_copies, checked_parameters, describe_all

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...launch.ssh import PROGRAM
+from ...launch.remote.ssh import PROGRAM
 from .case import Case
 from .environments import mpi_environment
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....backend.native import reduction_kernel
+from ....backend.native.channel import reduction_kernel
 from .engine import STORAGE, Call, Engine, Unsupported, Values
 
 _PAGE = 4096

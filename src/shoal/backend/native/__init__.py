@@ -1,0 +1,1 @@
+"""The native backend: shared memory within a host, authenticated TCP between hosts."""

@@ -1,0 +1,44 @@
+"""An agreement as the core runs it, see ``cpp/engine/agreements.h``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import GroupError
+from ..agreements import News, Op, Outcome, WitnessRequest
+from ..base import GroupSpec
+
+
+class NativeAgreement:
+    """One agreement of a group of the native backend, of which ``core`` is what the core has.
+
+    Raises:
+        GroupError: too many are under way.
+    """
+
+    def __init__(self, core: Any, spec: GroupSpec, op: Op, value: bytes, timeout: float) -> None:
+        number = core.agree(op, value, timeout)
+        if number is None:
+            raise GroupError(
+                f"agree on rank {spec.rank} of group {spec.name!r}: 64 agreements are under way; wait for "
+                "the first of them"
+            )
+        self._core = core
+        self.number = number
+
+    def wait(self, timeout: float) -> News:
+        outcome, op, value, ranks, request = self._core.agreed(self.number, timeout)
+        return News(
+            Outcome(outcome), None if op is None else Op(op), value or b"", tuple(ranks or ()), request
+        )
+
+    def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:
+        wanted: bytes | None = self._core.ask_witness(*request, kept)
+        return wanted
+
+    def tell_witness(self, request: WitnessRequest, kept: bytes) -> None:
+        self._core.tell_witness(self.number, *request, kept)
+
+    def losses(self) -> tuple[list[int], list[int]]:
+        losses: tuple[list[int], list[int]] = self._core.losses()
+        return losses

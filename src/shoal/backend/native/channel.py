@@ -1,0 +1,500 @@
+"""The native backend: shared memory within a host, authenticated TCP between hosts.
+
+Python connects the ranks (:mod:`shoal.backend.native.mesh`) and hands addresses to the core, which moves the
+bytes; see ``cpp/`` and ``docs/design.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ... import _core, config, failure_report
+from ...common.wording import counted
+from ...errors import (
+    CollectiveMismatch,
+    GroupClosed,
+    GroupError,
+    OutOfResources,
+    PeerLost,
+    UnsupportedOperation,
+    WireError,
+)
+from ...future import Future, scope_variable
+from ...recorder import FlightRecorder
+from ...spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
+from ..agreements import Agreeing, Op
+from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
+from .agreement import NativeAgreement
+from .errors import error_of, limits
+from .mesh import Memory, connect
+from .options import checked_heartbeat, checked_limit, checked_transport
+from .shapes import packed, unpacked
+
+T = TypeVar("T")
+
+_OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+_DISPATCH = 1.0  # seconds between looks at whether the backend is still open
+_OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
+_FAULTS = ("", "writing", "reduced", "finished", "gave up")  # enum Fault of cpp/engine/context.h
+
+_core.learn_tensors(torch.Tensor)
+_core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))
+
+
+class _CoreFuture(Future[T]):
+    """A future of the core, whose usual ``wait()`` is one call of C (cpp/bind/source.cc)."""
+
+    __slots__ = ()
+
+
+_core.learn_futures(_CoreFuture, Future.wait)
+
+
+def exit_with(code: int) -> None:
+    """Let the process end with this code, from 1 to 255, should it end in good order."""
+    _core.exit_with(code)
+
+
+class NativeBackend(Backend):
+    """Connects a process to all ranks of its job.
+
+    Args:
+        membership: who this process is.
+        timeout: seconds until all ranks must be connected.
+        transport: ``"auto"`` shares memory where it can, ``"shm"`` insists on it, ``"tcp"`` never does;
+            None: ``SHOAL_TRANSPORT``.
+        heartbeat_timeout: seconds without a sign of life after which a remote rank is lost; None:
+            ``SHOAL_HEARTBEAT_TIMEOUT``.
+        shared_memory_limit: bytes of shared memory that this process may use; None:
+            ``SHOAL_SHARED_MEMORY_LIMIT``, else the machine's memory.
+    """
+
+    name = "native"
+    scopes = frozenset({"all", "pair"})
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        checked_transport(options.get("transport"))
+        checked_heartbeat(options.get("heartbeat_timeout"))
+        checked_limit(options.get("shared_memory_limit"))
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        timeout: float,
+        transport: str | None = None,
+        heartbeat_timeout: float | None = None,
+        shared_memory_limit: int | None = None,
+    ) -> None:
+        self._me = membership
+        way = checked_transport(transport)
+        heartbeat = checked_heartbeat(heartbeat_timeout)
+        capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
+        self._hosts = [0]
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._tickets = itertools.count(1)
+        # Reentrant: the garbage collector may drop a future inside a critical section of the same thread.
+        self._lock = threading.RLock()
+        self._dispatcher: threading.Thread | None = None
+        self._stopped = False
+        self._lost: frozenset[int] = frozenset()
+        self._context: Any = _CLOSED
+        ranks = counted(membership.local_size, "rank")
+        room = f"reserving {capacity >> 20} MiB of address space for each of {ranks}"
+        with limits(f"rank {membership.rank} cannot start ({room})"):
+            try:
+                self._context = _core.Context.make(
+                    membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
+                    membership.waits_for_stopped,
+                )  # fmt: skip
+                if membership.size > 1:
+                    self._connect(way, timeout)
+                self._context.start()
+            except BaseException:
+                # At once, and not when the last frame of the traceback goes.
+                self._context.close(0.0)
+                self._context = _CLOSED
+                raise
+
+    def _connect(self, transport: str, timeout: float) -> None:
+        me = self._me
+        rings = [0 if rank == me.rank else self._context.make_ring() for rank in range(me.size)]
+        memory = Memory(self._context.memory_fd, self._context.memory_capacity, rings)
+        mesh = connect(me, memory, transport=transport, timeout=timeout)
+        self._hosts = mesh.hosts
+        with mesh:  # what the core does not take over is closed
+            for rank in list(mesh.local):
+                peer = mesh.local[rank]
+                try:
+                    self._context.add_local(
+                        rank, peer.socket, peer.memory_fd, peer.capacity, peer.out, peer.in_, peer.pid
+                    )
+                except ConnectionError as error:
+                    raise WireError(f"rank {rank} shares memory that cannot be used: {error}") from None
+                del mesh.local[rank]
+                os.close(peer.memory_fd)
+            for rank in list(mesh.remote):
+                self._context.add_remote(rank, mesh.remote.pop(rank))
+
+    def channel(self, group: GroupSpec) -> NativeChannel:
+        with limits(f"rank {self._me.rank} cannot make the group {group.name!r}"):
+            core = self._context.group(
+                group.ident,
+                encodable(group.name),
+                group.rank,
+                list(group.ranks),
+                self.hosts(group.ranks),
+                group.concurrency,
+                group.scope == "pair",
+                config.VOTE_TIMEOUT.get(),
+                config.QUORUM.get() == "any",
+            )
+        return NativeChannel(self, core, group)
+
+    def hosts(self, ranks: Sequence[int]) -> list[int]:
+        return [self._hosts[rank] for rank in ranks]
+
+    @property
+    def meeting(self) -> str:
+        """The name of the meeting that numbered the ranks of the world."""
+        return self._me.meeting
+
+    def in_the_world(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks in the world of some of those that are connected."""
+        known = self._me.ranks
+        return [known[rank] for rank in ranks] if known else list(ranks)
+
+    def lost(self) -> frozenset[int]:
+        if self._context is not _CLOSED:
+            self._lost = frozenset(self._context.lost())
+        return self._lost
+
+    def close(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        self._context.close(timeout)
+        with self._lock:
+            self._stopped = True
+            dispatcher = self._dispatcher
+        # The dispatcher may be here itself, in a finalizer; and what it calls may take longer than we have.
+        if dispatcher is not None and dispatcher is not threading.current_thread():
+            dispatcher.join(max(deadline - time.monotonic(), 0.1))
+        # Whoever keeps the group must not keep all of its host's shared memory mapped.
+        self._context = _CLOSED
+
+    def program_ends(self) -> None:
+        self._context.program_ends()
+
+    def after_fork_in_child(self) -> None:
+        self._lock = threading.RLock()  # a thread that the child does not have may have held it
+        self._context.disown()
+
+    def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
+        """Call ``fn`` from the dispatcher's thread when ``core`` is done, or at once if it is.
+
+        Raises:
+            OutOfResources: the dispatcher cannot be started; ``fn`` waits for one that can.
+        """
+        ticket = next(self._tickets)
+        lack = None
+        with self._lock:
+            self._callbacks[ticket] = fn
+            if self._dispatcher is None and not self._stopped:
+                dispatcher = threading.Thread(
+                    target=self._dispatch, name=f"shoal-dispatch-{self._me.rank}", daemon=True
+                )
+                try:
+                    dispatcher.start()
+                    self._dispatcher = dispatcher
+                except RuntimeError as error:
+                    lack = error
+        if core.announce(ticket):
+            with self._lock:
+                del self._callbacks[ticket]
+            fn()
+        elif lack is not None:
+            raise OutOfResources(
+                f"rank {self._me.rank} cannot tell when an operation is complete: {lack}.  Raise the number "
+                "of threads that the process may have (ulimit -u)"
+            ) from lack
+
+    def _dispatch(self) -> None:
+        context = self._context
+        while True:
+            tickets = context.completions(_DISPATCH)
+            for ticket in tickets:
+                with self._lock:
+                    fn = self._callbacks.pop(ticket)
+                fn()
+                del fn  # what it refers to must not live until the next one comes
+            # In a closed context every operation is complete: what is announced now is so at once.
+            if not tickets and self._stopped:
+                return
+
+    # -- fault injection, for shoal.testing ----------------------------------------------------
+
+    def sever(self, rank: int) -> None:
+        """Cut the connection to a rank, as a broken cable would."""
+        self._context.sever(rank)
+
+    def held(self) -> tuple[int, int, int, int]:
+        """Count what is kept for peers, for tests.
+
+        Returns:
+            Groups remembered, unread messages, frames for groups that are not made yet, and bytes of the
+            peers' windows in use.
+        """
+        held: tuple[int, int, int, int] = self._context.held()
+        return held
+
+    def hush(self, silent: bool = True) -> None:
+        """Stop (or go on) sending signs of life."""
+        self._context.hush(silent)
+
+    def die_at(self, point: str) -> None:
+        """Be killed where an operation next reaches ``point``; see :func:`shoal.testing.faults.die_at`."""
+        self._context.die_at(_FAULTS.index(point))
+
+
+class NativeChannel(DataChannel):
+    """One group's share of the native backend."""
+
+    def __init__(self, backend: NativeBackend, core: _core.Group, spec: GroupSpec) -> None:
+        self._backend = backend
+        self._core = core
+        self._spec = spec
+        self._shortcut: _core.Shortcut | None = None
+        self._failure: GroupError | None = None
+        self.reported = False
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        kind = operation.kind
+        if kind is OpKind.SEND or kind is OpKind.RECV:
+            return self._message(operation)
+        return self._collective(operation)
+
+    def check(self, operation: Operation) -> None:
+        if operation.kind is OpKind.SEND or operation.kind is OpKind.RECV:
+            for x in (*operation.inputs, *operation.outputs):
+                packed(x.shape)
+        elif self._spec.scope == "pair":
+            raise UnsupportedOperation(
+                f"{operation.kind.name.lower()} on rank {self._spec.rank}: group {self._spec.name!r} has "
+                "scope='pair', and carries messages only; collectives need a group with scope='all'"
+            )
+
+    def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
+        if self._spec.scope == "pair":
+            return NoShortcut()
+        append = None if recorder is None else recorder.append
+        self._shortcut = _core.Shortcut(self._core, self, lock, self._spec.ident, append)
+        return self._shortcut
+
+    def _collective(self, operation: Operation) -> Future[Any]:
+        inputs, outputs = operation.inputs, operation.outputs
+        tensors = inputs or outputs
+        count, sizes = _counts(operation)
+        op = operation.op
+        core = self._core.collective(
+            operation.kind,
+            _parts(inputs),
+            _parts(outputs),
+            count,
+            DTYPE_CODES[tensors[0].dtype] if tensors else 0,
+            op.code,
+            operation.root,
+            sizes,
+            operation.number,
+            operation.key,
+            operation.timeout,
+        )
+        value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
+        return _CoreFuture(_core.Source(self, core, (inputs, outputs)), value=value)
+
+    def _message(self, operation: Operation) -> Future[Any]:
+        tensors = operation.inputs or operation.outputs
+        dims: list[int] = []
+        dtype = 0
+        if tensors:
+            x = tensors[0]
+            dtype = DTYPE_CODES[x.dtype]
+            dims = packed(x.shape)
+        core = self._core.message(
+            operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
+        )
+        source = _core.Source(self, core, tensors)
+        if operation.kind is OpKind.SEND:
+            return _CoreFuture(source)
+        return _CoreFuture(source, finish=lambda: _received(core, operation.outputs))
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        with limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
+            return from_dlpack(self._core.allocate(nbytes))
+
+    def failure(self) -> GroupError | None:
+        known = self._failure
+        if known is None and not self._core.broken():
+            return None
+        if known is None or isinstance(known, PeerLost):
+            latest = self.error(self._core.failure())  # others may have died since
+            if known is None or str(latest) != str(known):
+                self._failure = latest
+        return self._failure
+
+    def error(self, error: tuple[int, str, list[int], int] | None) -> GroupError | None:
+        """The exception for an error of the core, of which the launcher hears if another rank caused it."""
+        if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
+            ranks = self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2])
+            failure_report.told(ranks, self._backend.meeting)
+        return error_of(error)
+
+    def report(self, failure: GroupError) -> None:
+        self.reported = True
+        if isinstance(failure, PeerLost):
+            self._backend.losses_reported = True
+
+    def last_completed(self) -> int:
+        number: int = self._core.last_completed()
+        return number
+
+    def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
+        left: list[int] = self._core.fence(list(ranks), timeout)
+        return left
+
+    def vote_limit(self) -> int:
+        limit: int = self._core.vote_limit()
+        return limit
+
+    def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
+        return NativeAgreement(self._core, self._spec, op, value, timeout)
+
+    def abort(self, reason: str) -> None:
+        self._core.abort(encodable(reason))
+
+    def begin_close(self) -> None:
+        self._core.begin_close()
+
+    def close(self, timeout: float) -> None:
+        self._core.close(timeout)
+        failure = error_of(self._core.failure())
+        self._core = _CLOSED
+        if self._shortcut is not None:
+            self._shortcut.detach()
+        self._failure = None  # its traceback holds the frames of a caller
+        if isinstance(failure, CollectiveMismatch) and not self.reported:
+            raise CollectiveMismatch(
+                f"group {self._spec.name!r} on rank {self._spec.rank} failed while it was closed: {failure}"
+            )
+
+    # -- for the sources of futures, in cpp/bind/source.cc -------------------------------------
+
+    def error_of(self, core: _core.Operation) -> GroupError | None:
+        """The error of a complete operation."""
+        error = core.error()
+        raised = self.error(error)
+        if raised is not None and self._core.broken():
+            self.report(raised)
+            if self.on_failure is not None:
+                self.on_failure()
+        return raised
+
+    def notify(self, core: _core.Operation, source: _core.Source, fn: Callable[[], None]) -> None:
+        """See :meth:`NativeBackend.notify`; the tensors are let go of before."""
+
+        def done() -> None:
+            source.done()
+            fn()
+
+        self._backend.notify(core, done)
+
+    def keep(self, core: _core.Operation, tensors: object) -> None:
+        """Keep the tensors until an operation that nobody is interested in any more is complete."""
+        with contextlib.suppress(OutOfResources):  # the backend keeps them all the same
+            self._backend.notify(core, partial(_let_go, tensors))
+
+
+class _Closed:
+    """Stands for what is closed and given back: nothing can be done to it any more, nor need be."""
+
+    def broken(self) -> bool:
+        return False
+
+    def ignore(self, *args: object) -> None:
+        pass
+
+    failure = abort = begin_close = close = program_ends = disown = ignore
+
+    def __getattr__(self, name: str) -> Any:
+        raise GroupClosed(f"the group was closed while {name}() was on its way; make a new group to go on")
+
+
+_CLOSED: Any = _Closed()
+
+
+def _let_go(tensors: object) -> None:
+    """Called when the core needs them no more; whoever called it drops them."""
+
+
+def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[int], list[int], int], None]:
+    """The core's reduction of one dtype, bare: for measuring what an operation costs beyond it.
+
+    Returns:
+        A function of destination addresses, source addresses and an element count.  It writes the
+        reduction of all sources to every destination; a destination may be a source.
+    """
+    reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code)
+    return partial(_core.kernels.reduce, reduction)
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(x.data_ptr(), x.nbytes) for x in tensors]
+
+
+def _counts(operation: Operation) -> tuple[int, list[int]]:
+    """The sizes that all ranks must agree on: one count of elements, or a list of sizes."""
+    sizes = operation.sizes
+    if sizes:
+        if all(size == sizes[0] for size in sizes):
+            return sizes[0], []
+        return 0, list(sizes)
+    if operation.kind in _OF_ONE_COUNT:
+        return (operation.inputs or operation.outputs)[0].numel(), []
+    return 0, []
+
+
+def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int, int]:
+    """The value of a receive: tensor, source, tag."""
+    data, source, tag, code, dims = core.received()
+    if outputs:
+        return outputs[0], source, tag
+    dtype = DTYPES_BY_CODE[code]
+    dims = unpacked(dims)
+    raw = from_dlpack(data)
+    return (
+        raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype, device="cpu"),
+        source,
+        tag,
+    )
+
+
+def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
+    """Bytes of address space to reserve, and bytes that may be in use."""
+    limit = checked_limit(limit)
+    if limit is None:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Every rank maps every other's memory; ranks that are threads do so in one address space.
+    most: int = 2**46 // max(local_size, 1) ** 2
+    capacity = min(max(limit, 1 << 30) + (1 << 28), most)
+    return capacity // 4096 * 4096, limit

@@ -1,0 +1,477 @@
+"""Connecting the ranks of a job to one another, before the native core takes over.
+
+Every rank publishes where it listens, connects to the ranks below it and accepts those above it.  Each
+connection is authenticated by :mod:`shoal.net`; only then do the two sides say who they are, and on a
+unix socket hand over the descriptor of their shared memory.  *Same host* means that this succeeded, not
+that names match: a pair that cannot share memory is connected by TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from ... import failure_report
+from ... import net as wire
+from ...common.decoding import MalformedMessage, from_msgpack
+from ...common.wording import in_seconds, ranks_named
+from ...errors import (
+    AuthenticationError,
+    RendezvousError,
+    RendezvousTimeout,
+    StoreError,
+    StoreTimeout,
+    VersionMismatch,
+    WireError,
+    WireTimeout,
+)
+from ...net import Connection, Deadline
+from ..base import Membership
+
+_PURPOSE = "mesh"
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_ATTEMPT = 0.02  # seconds between looks at whether accepting is still needed
+_LOOK = 0.25  # seconds between looks at whether the ranks that are awaited live
+_PATIENCE = 1.0  # seconds in which the reason is found why a rank went away
+
+
+#: a place in a memory, or its length, in bytes
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Address(msgspec.Struct):
+    """Where a rank listens."""
+
+    host: str
+    transport: str
+    unix: str
+    address: str
+    port: int
+
+
+class _Hello(msgspec.Struct):
+    """The rank at the other end; ``ring`` and ``capacity`` describe the memory that it shares, if any."""
+
+    rank: int
+    job: str
+    epoch: int
+    ring: _Offset
+    capacity: _Offset
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPeer:
+    """A rank whose memory is mapped: descriptors, and where the two rings lie in their arenas."""
+
+    socket: int
+    memory_fd: int
+    capacity: int
+    out: int
+    in_: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena(wire.SharedMemory):
+    """The memory that a rank on this host handed over, and where the ring for this rank lies in it."""
+
+    capacity: int
+    ring: int
+
+
+@dataclass(slots=True)
+class Mesh:
+    """The connections of one rank, ready for the core.
+
+    Attributes:
+        local: ranks that share memory with this one.
+        remote: descriptors of TCP connections to the others.
+        hosts: for each rank the index of its host; ranks with equal indices all share memory.
+    """
+
+    local: dict[int, LocalPeer] = field(default_factory=dict)
+    remote: dict[int, int] = field(default_factory=dict)
+    hosts: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close every descriptor that is still here: the core owns those that were taken out."""
+        for peer in self.local.values():
+            os.close(peer.socket)
+            os.close(peer.memory_fd)
+        for fd in self.remote.values():
+            os.close(fd)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Memory:
+    """The memory that this rank offers to share; implemented by the native core."""
+
+    def __init__(self, fd: int, capacity: int, rings: list[int]) -> None:
+        self.fd = fd
+        self.capacity = capacity
+        self.rings = rings  # one for each rank, its offset; unused ones cost nothing
+
+
+def connect(membership: Membership, memory: Memory, *, transport: str, timeout: float) -> Mesh:
+    """Connect this rank to all others.
+
+    Raises:
+        RendezvousTimeout: names the ranks that were not connected in time.
+        RendezvousError: ranks disagree on the transport, or ``shm`` was asked for and is not possible.
+    """
+    return _Builder(membership, memory, transport, Deadline(timeout)).run()
+
+
+class _Builder:
+    def __init__(self, membership: Membership, memory: Memory, transport: str, deadline: Deadline) -> None:
+        self._me = membership
+        self._memory = memory
+        self._transport = transport
+        self._deadline = deadline
+        self._links: dict[int, Connection] = {}
+        self._memories: dict[int, _Arena] = {}
+        self._addresses: list[_Address] = []
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+
+    def run(self) -> Mesh:
+        me = self._me
+        name = f"shoal-{secrets.token_hex(12)}"
+        with wire.listen_unix(name) as unix, wire.listen(me.interface, secret=me.secret) as tcp:
+            mine = _Address(me.host, self._transport, name, me.interface, tcp.getsockname()[1])
+            self._addresses = self._share(mine)
+            self._check_transports()
+            acceptors = [
+                threading.Thread(target=self._accept_all, args=(listener,), daemon=True)
+                for listener in (unix, tcp)
+            ]
+            try:
+                for acceptor in acceptors:
+                    _start(acceptor)
+                for rank in range(me.rank):
+                    self._reach(rank)
+            except BaseException as error:
+                self._failure = error
+            for acceptor in acceptors:
+                if acceptor.ident is not None:
+                    acceptor.join()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            hosts = self._partition(self._agree())
+        except BaseException:
+            self._close()
+            raise
+        return self._hand_over(hosts)
+
+    def _hand_over(self, hosts: list[int]) -> Mesh:
+        mesh = Mesh(hosts=hosts)
+        for rank, link in self._links.items():
+            memory = self._memories.get(rank)
+            if memory is None:
+                mesh.remote[rank] = link.detach()
+            else:
+                mesh.local[rank] = LocalPeer(
+                    link.detach(),
+                    memory.fd,
+                    memory.capacity,
+                    self._memory.rings[rank],
+                    memory.ring,
+                    memory.pid,
+                )
+        return mesh
+
+    def _close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for memory in self._memories.values():
+            memory.close()
+
+    # -- store ---------------------------------------------------------------------------------
+
+    def _share(self, mine: _Address) -> list[_Address]:
+        """Publish where this rank listens and collect where the others do: all that the store is used for."""
+        store = self._me.store
+        keys = [f"mesh/{rank}" for rank in range(self._me.size)]
+        try:
+            store.set(f"mesh/{self._me.rank}", msgspec.msgpack.encode(mine))
+            while True:
+                with contextlib.suppress(StoreTimeout):
+                    values = store.multi_get(keys, min(_LOOK, self._deadline.remaining()))
+                    return [self._address(rank, value) for rank, value in enumerate(values)]
+                self._me.look()
+                if self._deadline.expired:
+                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                    raise RendezvousTimeout(
+                        f"rank {self._me.rank}: {ranks_named(missing)} did not connect within "
+                        f"{in_seconds(self._deadline.timeout)}; they are late or hang"
+                    )
+        except StoreError:
+            # It may have gone with a rank that died, whose sockets end a moment before it does.
+            self._look_for_reason(range(self._me.size))
+            raise
+
+    def _address(self, rank: int, raw: bytes) -> _Address:
+        try:
+            return from_msgpack(raw, _Address)
+        except MalformedMessage as error:
+            raise RendezvousError(
+                f"rank {self._me.rank}: the address of rank {rank} in the store cannot be read ({error}); "
+                "does another program use the same keys?"
+            ) from error
+
+    def _check_transports(self) -> None:
+        for rank, address in enumerate(self._addresses):
+            if address.transport != self._transport:
+                raise RendezvousError(
+                    f"rank {self._me.rank} uses transport={self._transport!r}, but rank {rank} "
+                    f"{address.transport!r}: give all ranks the same (SHOAL_TRANSPORT)"
+                )
+
+    def _agree(self) -> dict[int, set[int]]:
+        """With which ranks each rank shares memory, exchanged over the connections themselves.
+
+        It is also the end of connecting.  A rank says its part when it needs neither the store nor any
+        other rank's help any more, and returns when all have said theirs: from then on every rank gets
+        through with what is on its way already, whatever becomes of this one.
+        """
+        mine = sorted(self._memories)
+        self._me.connected()
+        said = {self._me.rank: set(mine)}
+        poll = select.poll()
+        rank_of = {}
+        for rank, link in self._links.items():
+            try:
+                link.send(msgspec.msgpack.encode(mine), self._remaining(rank))
+            except WireError as error:
+                raise self._lost(rank) from error
+            rank_of[link.fileno()] = rank
+            poll.register(link.fileno(), select.POLLIN)
+        while rank_of:
+            for fd, _ in poll.poll(self._deadline.milliseconds()):
+                rank = rank_of.pop(fd)
+                poll.unregister(fd)
+                try:
+                    message = self._links[rank].recv(self._deadline.remaining())
+                    said[rank] = set(from_msgpack(message, list[int]))
+                except (WireError, MalformedMessage) as error:
+                    raise self._lost(rank) from error
+            if rank_of and self._deadline.expired:
+                raise RendezvousTimeout(
+                    f"rank {self._me.rank}: {ranks_named([*rank_of.values()])} were not connected to all "
+                    f"others within {in_seconds(self._deadline.timeout)}"
+                )
+        return said
+
+    def _partition(self, shared: dict[int, set[int]]) -> list[int]:
+        """The ranks by host; all of a host's pairs must have succeeded, or none counts."""
+        hosts: dict[str, list[int]] = {}
+        for rank, address in enumerate(self._addresses):
+            hosts.setdefault(address.host, []).append(rank)
+        indices = [-1] * self._me.size
+        count = 0
+        for members in hosts.values():
+            whole = all(set(members) - {rank} <= shared[rank] for rank in members)
+            if self._transport == "shm" and not whole:
+                raise RendezvousError(f"{ranks_named(members)} are on one host but cannot share memory")
+            for position, rank in enumerate(members):
+                indices[rank] = count + (0 if whole else position)
+            count += 1 if whole else len(members)
+        if self._transport == "shm" and len(hosts) > 1:
+            raise RendezvousError(f"transport='shm' needs all ranks on one host; they are on {len(hosts)}")
+        return indices
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _local(self, rank: int) -> bool:
+        return self._transport != "tcp" and self._addresses[rank].host == self._me.host
+
+    def _reach(self, rank: int) -> None:
+        address = self._addresses[rank]
+        if self._local(rank):
+            try:
+                connection = wire.connect_unix(
+                    address.unix, secret=self._me.secret, purpose=_PURPOSE, timeout=self._remaining(rank)
+                )
+                self._introduce(connection, rank)
+                return
+            except WireError as error:
+                if lacking(error):
+                    raise
+                # Otherwise it only means that memory cannot be shared.
+        try:
+            connection = wire.connect(
+                address.address,
+                address.port,
+                secret=self._me.secret,
+                purpose=_PURPOSE,
+                timeout=self._remaining(rank),
+                plain=True,
+            )
+            self._introduce(connection, rank)
+        except (AuthenticationError, VersionMismatch):
+            raise
+        except WireTimeout as error:
+            raise self._late() from error
+        except WireError as error:
+            if lacking(error):
+                raise
+            raise self._lost(rank) from error
+
+    def _accept_all(self, listener: socket.socket) -> None:
+        """Take in the ranks above, on one of the two listeners, until all have come on either."""
+        looked = Deadline(_LOOK)
+        try:
+            with wire.Acceptor(
+                listener,
+                secret=self._me.secret,
+                purpose=_PURPOSE,
+                most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
+                plain=True,  # the core takes over the bare sockets
+            ) as acceptor:
+                while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
+                    if self._deadline.remaining() <= 0:
+                        raise self._late(acceptor.refused)
+                    if looked.expired:
+                        self._me.look()
+                        looked = Deadline(_LOOK)
+                    try:
+                        self._introduce(acceptor.accept(_ATTEMPT), None)
+                    except WireError as error:
+                        if lacking(error):
+                            raise
+                        # Strangers, and peers that will try another way, are passed over.
+        except BaseException as error:
+            self._failure = self._failure or error
+
+    def _absent(self, ranks: range) -> list[int]:
+        with self._lock:
+            return [rank for rank in ranks if rank not in self._links]
+
+    def _introduce(self, connection: Connection, expected: int | None) -> None:
+        """Exchange names, and memory over a unix socket; then the connection belongs to the mesh."""
+        try:
+            theirs, memory = self._meet(connection, expected)
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(theirs, connection, memory)
+
+    def _meet(self, connection: Connection, expected: int | None) -> tuple[int, _Arena | None]:
+        timeout = self._deadline.remaining()
+        if expected is not None:
+            theirs = wire.introduce(connection, self._hello(expected), timeout)
+            self._check(connection, theirs, expected)
+        else:
+            timeout = min(timeout, wire.HANDSHAKE_TIMEOUT)  # others wait to be accepted
+
+            def answer(theirs: _Hello) -> _Hello:
+                self._check(connection, theirs, None)
+                return self._hello(theirs.rank)
+
+            theirs = wire.be_introduced(connection, _Hello, answer, timeout)
+        memory = wire.share_memory(connection, self._memory.fd, timeout)
+        if memory is None:
+            return theirs.rank, None
+        return theirs.rank, _Arena(memory.fd, memory.pid, theirs.capacity, theirs.ring)
+
+    def _check(self, connection: Connection, theirs: _Hello, expected: int | None) -> None:
+        """Refuse whoever is of another job, or not the rank that was expected."""
+        me = self._me
+        if (theirs.job, theirs.epoch) != (me.job, me.epoch):
+            raise WireError(
+                f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job"
+            )
+        if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
+            raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
+
+    def _keep(self, rank: int, link: Connection, memory: _Arena | None) -> None:
+        """Take a link into the mesh.
+
+        A rank that comes over both transports gave up sharing memory at its end: the socket counts.
+        """
+        with self._lock:
+            spare: tuple[Connection, _Arena | None] | None = None
+            if rank not in self._links or memory is None:
+                if rank in self._links:
+                    spare = self._links[rank], self._memories.pop(rank, None)
+                self._links[rank] = link
+                if memory is not None:
+                    self._memories[rank] = memory
+            else:
+                spare = link, memory
+        if spare is not None:
+            spare[0].close()
+            if spare[1] is not None:
+                spare[1].close()
+
+    def _hello(self, to: int) -> _Hello:
+        me = self._me
+        return _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
+
+    def _lost(self, rank: int) -> RendezvousError:
+        """The error to raise when ``rank`` cannot be reached, or went, before the ranks were connected.
+
+        Raises:
+            RendezvousError: with the reason, as soon as it is known.
+        """
+        self._look_for_reason([rank])
+        failure_report.told([rank], self._me.meeting)
+        return RendezvousError(
+            f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
+            f"prints, and {self._me.advice}"
+        )
+
+    def _look_for_reason(self, ranks: Sequence[int]) -> None:
+        """Raise the reason why one of the ranks went, if it is found in a moment."""
+        patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
+        while True:
+            self._me.look(ranks)
+            if patience.expired:
+                return
+            time.sleep(_ATTEMPT)
+
+    def _remaining(self, rank: int) -> float:
+        remaining = self._deadline.remaining()
+        if remaining <= 0:
+            raise self._late()
+        return remaining
+
+    def _late(self, refused: str = "") -> RendezvousTimeout:
+        missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
+        return RendezvousTimeout(
+            f"rank {self._me.rank}: {ranks_named(missing)} were not connected within "
+            f"{in_seconds(self._deadline.timeout)}"
+            + (f"; the last that tried was refused: {refused}" if refused else "")
+        )
+
+
+def lacking(error: BaseException) -> OSError | None:
+    """The system's refusal of a descriptor or of memory, if that is the cause of an error."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and cause.errno in _LACKING:
+            return cause
+    return None
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error

@@ -1,0 +1,200 @@
+"""Differences between the supported releases of torch, each in one function.
+
+Every difference is found by looking for the feature and not by comparing version numbers, so that builds
+between two releases work too.  Nothing else in the package asks torch what it has; a test forbids it.
+A function imports what it needs of torch, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import UnsupportedOperation
+
+if TYPE_CHECKING:
+    import torch
+
+
+def premul_factor(op: Any) -> Any:
+    """Return the factor of a PREMUL_SUM of torch; ``op.factor`` exists from torch 2.13 on.
+
+    Args:
+        op: the result of ``torch.distributed._make_nccl_premul_sum``.
+    """
+    return op.__getstate__()[1]  # (kind, factor) in every release
+
+
+def enables_reconfigure(options: Any) -> bool:
+    """Whether a group was asked for with ``enable_reconfigure=True``, which exists from torch 2.14 on.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+    """
+    return bool(getattr(options, "enable_reconfigure", False))
+
+
+def is_device_mismatch(error: RuntimeError) -> bool:
+    """Whether fake tensors raised ``error`` because the operands of an operator are on two devices.
+
+    From torch 2.13 on the error has a class of its own; before, only its text tells.
+    """
+    from torch._subclasses import fake_tensor
+
+    kind: type[RuntimeError] | None = getattr(fake_tensor, "FakeTensorDeviceMismatchError", None)
+    if kind is not None:
+        return isinstance(error, kind)
+    return "found two different devices" in str(error)
+
+
+def corrected_metadata(operator: Any, results: Any) -> Any:
+    """Correct results of torch's kernels for metadata that are wrong before torch 2.13.
+
+    Args:
+        operator: the operator, an overload.
+        results: of the operator on fake tensors.
+
+    Returns:
+        The results, in their own types if nothing is wrong.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    if operator is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        out, logsumexp = results
+        if out.dtype == torch.float64 and logsumexp.dtype != out.dtype:
+            return out, logsumexp.double()
+    elif operator is aten.mkldnn_rnn_layer_backward.default:
+        # Without biases the gradient of the bias had the shape of a weight.
+        x, first, second, bias, _, *states = results
+        if bias.dim() > 1:
+            bias = bias.new_empty(bias.shape[0])
+            return x, first, second, bias, bias, *states
+    return results
+
+
+@functools.cache
+def writes_to_out(operator: Any) -> bool:
+    """Whether an operator is a variant that writes into its argument ``out=``.
+
+    Its schema says so in every release; ``torch.Tag.out`` exists from torch 2.13 on.
+    """
+    return any(argument.is_out for argument in operator._schema.arguments)
+
+
+def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a sparse COO tensor whose entries are not checked, without a warning.
+
+    Until torch 2.12 ``torch.sparse_coo_tensor`` warns that the checks are disabled, also if
+    ``check_invariants=False`` is given.
+
+    Args:
+        indices: ``(sparse dimensions, entries)``, all within ``shape``.
+        values: ``(entries, ...)``.
+        shape: of the tensor.
+    """
+    import torch
+
+    made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
+    return made
+
+
+def keep_flight_recorder_off() -> None:
+    """Keep torch from attaching its own flight recorder to groups of shoal, from torch 2.15 on.
+
+    Torch records through a backend in C++, which a group in Python has not, and fails where there is none.
+    shoal has :mod:`shoal.recorder`.
+    """
+    import torch.distributed as dist
+
+    attach = getattr(dist.distributed_c10d, "_maybe_attach_flight_recorder", None)
+    if attach is None:
+        return
+
+    @functools.wraps(attach)
+    def attach_to_others(group: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(type(group), "__shoal_group__"):
+            attach(group, *args, **kwargs)
+
+    vars(dist.distributed_c10d)["_maybe_attach_flight_recorder"] = attach_to_others
+
+
+#: the names of methods of a group until torch 2.12, by their names from torch 2.13 on
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def group_method(group: Any, name: str) -> Any:
+    """Return a method of one of torch's own process groups, under its name in any release."""
+    return getattr(group, name if hasattr(group, name) else _OLDER_NAMES.get(name, name))
+
+
+class HookTypes(NamedTuple):
+    """Types of the arguments of hooks around operations."""
+
+    #: returns the member of ``HookOpName`` for a name of torch 2.15
+    operation: Callable[[str], Any]
+    #: ``PreHookArgs``
+    before: Callable[[], Any]
+    #: ``PostHookArgs``
+    after: Callable[[], Any]
+
+
+@functools.cache
+def hook_types() -> HookTypes:
+    """Return the types of hooks around operations, which exist from torch 2.14 on.
+
+    Raises:
+        UnsupportedOperation: this release has none.
+    """
+    import torch
+    from torch._C import _distributed_c10d
+
+    c10d: Any = _distributed_c10d
+    names = getattr(c10d, "HookOpName", None)
+    if names is None:
+        raise UnsupportedOperation(
+            f"hooks around operations need torch 2.14 or later; torch {torch.__version__} is installed"
+        )
+
+    @functools.cache
+    def operation(name: str) -> Any:
+        # From torch 2.15 on each form of an operation has a name; in torch 2.14 all forms share one.
+        family = name
+        for form in ("_INTO_TENSOR_COALESCED", "_TENSOR_COALESCED", "_COALESCED", "_BASE"):
+            family = family.removesuffix(form)
+        return getattr(names, name, None) or getattr(names, family)
+
+    return HookTypes(operation, c10d.PreHookArgs, c10d.PostHookArgs)
+
+
+def attach_hooks_to_groups() -> None:
+    """Let ``NanCheckHook.attach`` and ``FlightRecorderHook.attach`` (torch 2.14 on) call groups of shoal.
+
+    Both register hooks in C++, where operations of a group in Python do not pass.  For such a group they call
+    its method ``_attach_nan_check`` or ``_attach_flight_recorder``; other groups are attached to as before.
+    """
+    from torch._C import _distributed_c10d
+
+    for name, method in (
+        ("NanCheckHook", "_attach_nan_check"),
+        ("FlightRecorderHook", "_attach_flight_recorder"),
+    ):
+        if (hook := getattr(_distributed_c10d, name, None)) is not None:
+            hook.attach = staticmethod(_attaching(hook.attach, method))
+
+
+def _attaching(attach: Callable[..., Any], method: str) -> Callable[..., Any]:
+    @functools.wraps(attach)
+    def attach_any(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(type(pg), "__shoal_group__"):
+            return getattr(pg, method)(*args, **kwargs)
+        return attach(pg, *args, **kwargs)
+
+    return attach_any

@@ -1,0 +1,1 @@
+"""Torch's ``_reconfigure``: groups whose members change."""

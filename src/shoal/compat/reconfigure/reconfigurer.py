@@ -1,0 +1,268 @@
+"""The groups of one process, one after another: the work behind ``torch.distributed._reconfigure``.
+
+An :class:`~.attempt.Attempt` runs in a thread of callbacks for each call.  When it has connected the members,
+its group becomes the present one.  The connections stay, also when a later attempt fails, until the process
+has others.
+
+A handle offers these connections only where it is safe to use them again: see ``Connections.hazard``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from ... import failure_report
+from ...errors import RendezvousError, ShoalError, UsageError, WaitTimeout
+from ...future import Future, enter_scope, leave_scope
+from ...group import ProcessGroup
+from ...group.submission import in_background
+from ...net import Deadline
+from ...rendezvous.host import here
+from ...torch_terms.durations import CLOSING
+from .attempt import Attempt, Connections, Settings
+from .handles import Handle, members
+
+#: seconds for operations of the group before, which its members have left, to complete
+_LEAVING = 1.0
+#: seconds that are left for closing at least
+_SHORT = 1.0
+#: seconds for attempts to end when the interpreter does
+_EXIT = 1.0
+
+
+class Unconfigured:
+    """Takes the place of a group while there is none: every operation raises.
+
+    Args:
+        rank, size, name: what torch shows of the group.
+        why: why there is none, as the end of a sentence.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, why: str) -> None:
+        self.rank, self.size, self.name, self._why = rank, size, name, why
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UsageError(f"{name} on rank {self.rank} of group {self.name!r}: {self._why}")
+
+
+class Reconfigurer:
+    """The groups of one process, one after another.
+
+    Args:
+        settings: of each group.
+        rank, size: what torch shows before the first reconfigure.
+
+    Attributes:
+        current: the present group, without waiting for a reconfigure in progress.
+    """
+
+    def __init__(self, settings: Settings, rank: int, size: int) -> None:
+        self._settings = settings
+        self._name = settings.name
+        place = here()
+        self._mine = Handle(secrets.token_hex(8), rank, place.machine, place.process)
+        self._lock = threading.Lock()
+        self._connections: Connections | None = None
+        self._attempt: Attempt | None = None
+        self._used: set[int] = set()
+        #: attempts, and the closing of groups
+        self._background: list[Future[None]] = []
+        self._closed = False
+        self.current: ProcessGroup | Unconfigured = Unconfigured(
+            rank, size, self._name, "it has no members before the first torch.distributed._reconfigure"
+        )
+        _living.add(self)
+
+    # -- what the process group asks -----------------------------------------------------------
+
+    def group(self) -> ProcessGroup:
+        """Return the present group; waits for a reconfigure that is in progress.
+
+        Raises:
+            ShoalError: the reconfigure failed.
+        """
+        while (attempt := self._attempt) is not None:
+            attempt.future.wait()
+        return cast(ProcessGroup, self.current)  # an Unconfigured raises where it is used
+
+    def handle(self) -> Handle:
+        """Return the present handle of this process."""
+        connections = self._connections
+        if connections is None or connections.hazard() is not None:
+            return self._mine
+        return msgspec.structs.replace(
+            self._mine,
+            world=connections.ident,
+            place=connections.base.rank,
+            lost=tuple(sorted(connections.lost())),
+        )
+
+    def begin(self, uuid: int, handles: object, limit: float, timeout: float) -> Future[None]:
+        """Make a group of the processes of ``handles`` in the background, and close the present one.
+
+        Args:
+            limit: seconds until all members must be connected.
+            timeout: default of operations in the new group, in seconds.
+
+        Raises:
+            UsageError: an argument cannot be right; the present group stays.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError(
+                    f"reconfigure: the process group {self._name!r} was shut down, or this process is a "
+                    "forked child of its owner"
+                )
+            if uuid in self._used:
+                raise UsageError(
+                    f"reconfigure: the uuid {uuid} was already used by this process; each reconfigure "
+                    "needs a new one"
+                )
+            world = None if self._connections is None else self._connections.ident
+            found = members(handles, self._mine, world)
+            rank = [each.ident for each in found].index(self._mine.ident)
+            self._used.add(uuid)
+            earlier, before = self._attempt, self.current
+            attempt = Attempt(self._settings, uuid, found, rank, self._connections, Deadline(limit), timeout)
+            self.current = Unconfigured(before.rank, before.size, self._name, "it is being reconfigured")
+            self._attempt = attempt
+        if earlier is not None:
+            earlier.cancel(f"called reconfigure again, with uuid {uuid}")
+        if isinstance(before, ProcessGroup):
+            self._close_later(before, timeout=_LEAVING)
+        self._start(lambda: self._run(attempt))
+        return attempt.future
+
+    def abort(self) -> None:
+        """Abort the present group, and cancel a reconfigure in progress."""
+        attempt, current = self._attempt, self.current
+        if attempt is not None:
+            attempt.cancel("aborted the process group")
+        if isinstance(current, ProcessGroup):
+            current.abort("the torch.distributed group was aborted")
+
+    def close(self) -> None:
+        """Release everything.  Any number of times; never hangs."""
+        with self._lock:
+            self._closed = True
+            attempt, current, connections = self._attempt, self.current, self._connections
+            self._connections = None
+        if attempt is not None:
+            attempt.cancel("shut the process group down")
+        deadline = Deadline(CLOSING)
+        try:
+            if isinstance(current, ProcessGroup):
+                current.close(CLOSING)
+        finally:
+            if connections is not None:
+                connections.base.close(max(deadline.remaining(), _SHORT))
+            while (
+                under_way := [each for each in self._background if not each.done()]
+            ) and not deadline.expired:
+                with contextlib.suppress(WaitTimeout):
+                    under_way[0].wait(max(deadline.remaining(), _SHORT))
+
+    def close_in_background(self) -> None:
+        """:meth:`close`, for a finalizer."""
+        if not self._closed:
+            with contextlib.suppress(RuntimeError):  # no more threads: it is closed with the program
+                threading.Thread(target=self.close, name="shoal-dropped", daemon=True).start()
+
+    # -- in the background ---------------------------------------------------------------------
+
+    def _start(self, body: Callable[[], None]) -> None:
+        with self._lock:
+            self._background = [future for future in self._background if not future.done()]
+            self._background.append(in_background(body))
+
+    def _close_later(self, *groups: ProcessGroup, timeout: float = CLOSING) -> None:
+        def close() -> None:
+            for group in groups:
+                with contextlib.suppress(Exception):
+                    group.close(timeout)
+            if not self._closed:
+                failure_report.rebuilt()  # closing them was no failure of this rank
+
+        self._start(close)
+
+    def _run(self, attempt: Attempt) -> None:
+        token = enter_scope(None)  # operations are numbered here, as they are outside callbacks
+        failure: BaseException | None = None
+        try:
+            self._take(attempt, *attempt.connect())
+        except ShoalError as error:
+            failure = attempt.explained(error)
+        except BaseException as error:
+            failure = error
+        finally:
+            failure_report.rebuilt()  # this rank goes on, also when the attempt failed
+            leave_scope(token)
+        if failure is None:
+            attempt.future.set_result(None)
+        else:
+            self._give_up(attempt, failure)
+            attempt.future.set_exception(failure)
+
+    def _take(self, attempt: Attempt, group: ProcessGroup, connections: Connections) -> None:
+        """Use the new group from now on, unless the attempt was cancelled meanwhile."""
+        with self._lock:
+            late = self._attempt is not attempt or self._closed
+            before = self._connections
+            if not late:
+                self._attempt, self.current, self._connections = None, group, connections
+        unused = [group] if late else []
+        if connections is not before:
+            unused += [each.base for each in (connections if late else before,) if each is not None]
+        if unused:
+            self._close_later(*unused)
+        if late:
+            raise RendezvousError("this process went on without it")
+
+    def _give_up(self, attempt: Attempt, error: BaseException) -> None:
+        with self._lock:
+            if self._attempt is attempt:
+                was = self.current
+                why = f"there is no group, because the last reconfigure failed: {error}"
+                self._attempt, self.current = None, Unconfigured(was.rank, was.size, self._name, why)
+
+
+_living: weakref.WeakSet[Reconfigurer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A child has neither the threads of its parent nor a part in its groups."""
+    for each in list(_living):
+        each._lock = threading.Lock()
+        each._background = []
+        each._closed = True
+        if each._attempt is not None:
+            each._attempt = None
+            was = each.current
+            each.current = Unconfigured(was.rank, was.size, each._name, "it was forked while it reconfigured")
+
+
+@atexit.register
+def _end_attempts() -> None:
+    """End what is in progress, so that no thread is within torch's C++ when the interpreter goes away."""
+    attempts = [attempt for each in list(_living) if (attempt := each._attempt) is not None]
+    for attempt in attempts:
+        attempt.cancel("ended")
+    deadline = time.monotonic() + _EXIT
+    for attempt in attempts:
+        with contextlib.suppress(Exception):
+            attempt.future.wait(max(deadline - time.monotonic(), 0.01))
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,231 @@
+"""Nodes as a device of torch: ``node:0``, ``node:1``, ..."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx.experimental import proxy_tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ...common.uncompiled import uncompiled
+from ...errors import UnsupportedOperation
+from ..commands.interrupts import uncut
+from ..commands.space import Space
+from ..protocol.metadata import NESTED, QUANTISED, SPARSE, not_dense
+from ..protocol.operators import fused_on_nodes, named, special
+from ..tensor import composite, current
+from ..tensor.autograd import DeviceGuard, wrap_engine
+from ..tensor.dispatch import dispatch
+from ..tensor.tensor import RemoteTensor
+from .streams import Event, Stream, current_stream, default_stream
+
+NAME = "node"
+
+#: torch's keys of tensors that nodes do not hold, and what those are
+_NOT_DENSE = {
+    "SparsePrivateUse1": SPARSE,
+    "SparseCsrPrivateUse1": SPARSE,
+    "QuantizedPrivateUse1": QUANTISED,
+    "NestedTensorPrivateUse1": NESTED,
+}
+
+#: what makes one that is sparse in rows, columns or blocks of such as nodes hold
+_COMPRESSED = "_sparse_compressed_tensor_unsafe"
+
+_context = threading.local()
+_registering = threading.Lock()
+_libraries: list[Any] = []
+
+
+@uncompiled
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """The answers to what torch's C++ asks of the device."""
+
+    @uncut
+    def is_available(self) -> bool:
+        return current.opened() is not None
+
+    @uncut
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+    @uncut
+    def is_built(self) -> bool:
+        return True
+
+
+class NodeModule:
+    """``torch.node``, as ``torch.cuda`` is a module of its device."""
+
+    @property
+    def _initialized(self) -> bool:
+        return self.is_initialized()
+
+    def is_initialized(self) -> bool:
+        return current.opened() is not None
+
+    def is_available(self) -> bool:
+        """Whether there are nodes."""
+        return current.opened() is not None
+
+    def device_count(self) -> int:
+        """How many nodes there are."""
+        master = current.opened()
+        return 0 if master is None else master.count
+
+    def current_device(self) -> int:
+        """The node of tensors that are given none."""
+        return 0
+
+    def set_device(self, device: object) -> None:
+        raise UnsupportedOperation(f"torch.node.set_device({device!r}): use `with torch.device({device!r}):`")
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed every node alike; ``torch.manual_seed`` calls this."""
+        master = current.opened()
+        if master is not None:
+            master.seed(seed)
+
+    manual_seed = manual_seed_all
+
+    def synchronize(self, device: object = None) -> None:
+        """Wait for all that was issued to a node; None: to all."""
+        master = current.master()
+        if device is None:
+            master.synchronize()
+        else:
+            master.space(_index(device)).synchronize()
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        """The state of a node's random generator; of all, one a row, in ``with torch.node.device(-1)``.
+
+        Checkpointing asks so: ``get_device()`` of tensors of a node is -1.
+        """
+        return torch.stack([each.random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        """Set what :meth:`get_rng_state` gave."""
+        chosen = self._chosen(device)
+        for each, row in zip(chosen, state.reshape(len(chosen), -1), strict=True):
+            each.random_state(row.clone())
+
+    def _chosen(self, device: object) -> Sequence[Space]:
+        index = getattr(_context, "index", 0) if device is None else _index(device)
+        master = current.master()
+        if index < 0:
+            return [master.space(each) for each in range(self.device_count())]
+        return master.space(index).parts
+
+    @contextlib.contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        """Choose the node of ``get_rng_state`` and ``set_rng_state``; -1: all."""
+        before = getattr(_context, "index", 0)
+        _context.index = _index(device)
+        try:
+            yield
+        finally:
+            _context.index = before
+
+    Stream = Stream
+    Event = Event
+    current_stream = staticmethod(current_stream)
+    default_stream = staticmethod(default_stream)
+
+    def stream(self, stream: Any) -> Any:
+        """The context manager in which operations go to a stream: the stream itself."""
+        return stream
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@uncompiled
+def _dispatched(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(func, args, kwargs)
+
+
+@uncompiled
+def _run(name: str, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(named(name), args, kwargs)
+
+
+@uncompiled
+def _composed(name: str, *args: Any, **kwargs: Any) -> Any:
+    return composite.run(named(f"aten::{name}"), args, kwargs)
+
+
+@uncompiled
+def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
+    raise not_dense("this tensor", form)
+
+
+@uncompiled
+def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
+    """A copy in plain memory: a device in Python has none that is pinned."""
+    return x.clone()
+
+
+_COMPRESSING = {
+    "compressed": "comp_plain", "csr": "crow_col", "csc": "ccol_row", "bsr": "crow_col", "bsc": "ccol_row"
+}  # fmt: skip
+special(
+    f"aten::{_COMPRESSED}",
+    *(
+        f"aten::sparse_{form}_tensor.{given}_value{size}"
+        for form, given in _COMPRESSING.items()
+        for size in ("", "_size")
+    ),
+)(partial(_refuse, SPARSE))
+special("aten::_nested_view_from_jagged")(partial(_refuse, NESTED))
+
+
+def _index(device: object) -> int:
+    if isinstance(device, int):
+        return device
+    return torch.device(device).index or 0  # type: ignore[call-overload]
+
+
+def register() -> None:
+    """Make ``node`` a device of torch, once a process.
+
+    Raises:
+        UnsupportedOperation: another package has torch's only such device.
+    """
+    with _registering:
+        if _libraries:
+            return
+        named = torch._C._get_privateuse1_backend_name()
+        if named != "privateuseone":
+            raise UnsupportedOperation(
+                f"this process has the device {named!r} already, and torch has room for one such device: "
+                "nodes need a process without it"
+            )
+        from ..tensor import checks, saved, sequences, transfer  # noqa: F401  # some only have special operators
+
+        saved.register()
+        known: Any = proxy_tensor.HANDLED_TYPES
+        proxy_tensor.HANDLED_TYPES = (*known, RemoteTensor)
+        _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks(), DeviceGuard())
+        fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        fallback.fallback(_dispatched, "PrivateUse1")
+        for key, form in _NOT_DENSE.items():
+            fallback.fallback(partial(_refuse, form), key)
+        kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        kernels.impl("_copy_from", transfer.copy_from, "PrivateUse1")
+        for name in composite.NAMES:
+            kernels.impl(name, partial(_composed, name), "AutogradPrivateUse1")
+        kernels.impl(_COMPRESSED, partial(_refuse, SPARSE), "PrivateUse1")
+        kernels.impl("_pin_memory", _copied_here, "CPU")
+        kernels.impl("_local_scalar_dense", partial(_run, "aten::_local_scalar_dense"), "PrivateUse1")
+        for name in fused_on_nodes():
+            kernels.impl(name, partial(_run, name), "PrivateUse1")
+        _libraries.extend((fallback, kernels))
+        wrap_engine(lambda: current.opened() is not None)

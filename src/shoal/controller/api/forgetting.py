@@ -1,0 +1,48 @@
+"""Lost places and their streams are forgotten here, and at the nodes that live, when a node is replaced.
+
+The caller of each function holds the master's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..commands.line import Line
+from ..node import sessions
+from ..tensor.ordering import Streams
+
+
+def forget_spaces(line: Line) -> None:
+    """Let a lost line go of its spaces: a lost place holds its lost nodes, and these older lost places."""
+    for space in line.spaces:
+        if not space.used():
+            space.end()
+    for each in (line, *line.further):
+        each.spaces = []
+
+
+def forget_what_is_over(lines: Sequence[Line], streams: Streams | None) -> None:
+    """Forget lost spaces that are not used any more, here and on the nodes that live.
+
+    Those that are used now are forgotten when the next node is replaced.
+    """
+    living = [line for line in lines if line.lost is None]
+    for line in living:
+        for each in (line, *line.further):
+            each.flush()  # what was freed in them
+            each.reap()
+    over = {each for line in lines for each in line.spaces if each.lost is not None and not each.used()}
+    for space in over:
+        space.end()
+        theirs = {line for log in space.further for line in log.lines}
+        for line in space.lines:
+            if line.lost is None:
+                ended = [each for each in line.further if each in theirs]
+                line.further = [each for each in line.further if each not in theirs]
+                line.call(sessions.forget, space.number, [each.stream for each in ended])
+                for each in ended:
+                    each.end()
+    for line in lines:
+        line.spaces = [each for each in line.spaces if not each.over]
+    if streams is not None:
+        streams.forget()

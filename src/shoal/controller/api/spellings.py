@@ -1,0 +1,82 @@
+"""The words that the mode's first proposal had, beside the devices of torch: ``shoal.distributed`` has them.
+
+This module has how the mode begins and the constructors; ``node`` is in ``tensor/within.py``.
+
+    shoal.distributed.init_master_worker(backend="tcp", workers=2)
+    x = shoal.distributed.FloatTensor(20, 20).fill_(4)
+    y = torch.randn(20, 20).dist_send()
+    with shoal.distributed.node(1):
+        a = shoal.distributed.FloatTensor(10)
+
+``dist_send`` is a method of all tensors while a master is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...distributed.backend import parse_backend
+from ..tensor import current
+from ..tensor.tensor import RemoteTensor
+from ..tensor.within import chosen, node
+from . import master
+
+
+def init_master_worker(backend: str | None = None, **how: Any) -> master.Master:
+    """:func:`shoal.init_master_worker`, with the names that ``init_process_group`` has for backends.
+
+    ``"tcp"`` is the native engine with ``transport="tcp"``.
+
+    Raises:
+        UnsupportedOperation: a backend that shoal has nothing for.
+    """
+    engine = parse_backend(backend)
+    return master.init_master_worker(backend=engine.backend, transport=engine.transport, **how)
+
+
+class _Typed(type):
+    """Calling such a class makes a tensor, of which ``isinstance`` says that it is of the class."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *data: Any, device: int | None = None) -> torch.Tensor:
+        at = chosen.device if device is None else device
+        with node(chosen.node, at):
+            if all(type(each) is int for each in data):
+                return torch.empty(data or (0,), dtype=cls.dtype, device=torch.get_default_device())
+            if len(data) == 1 and isinstance(data[0], torch.Size):
+                return torch.empty(data[0], dtype=cls.dtype, device=torch.get_default_device())
+            if len(data) == 1 and isinstance(data[0], torch.Tensor):
+                return data[0].to(current.master().space(chosen.node).device, cls.dtype)
+            if len(data) == 1 and isinstance(data[0], Sequence):
+                return torch.tensor(data[0], dtype=cls.dtype, device=torch.get_default_device())
+        raise TypeError(f"{cls.__name__} takes sizes, a sequence of numbers, or a tensor, and not {data!r}")
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, RemoteTensor) and value.dtype == cls.dtype
+
+
+def _named(name: str, dtype: torch.dtype) -> _Typed:
+    made = _Typed(name, (), {"dtype": dtype, "__module__": __name__})
+    made.__doc__ = f"""A tensor of ``{dtype}`` on a node.
+
+    Args:
+        data: sizes, of a tensor whose elements are not set; or a sequence of numbers; or a tensor.
+        device: within the node that ``with node(i)`` chose, or node 0; -1: its processor.
+    """
+    return made
+
+
+FloatTensor = _named("FloatTensor", torch.float32)
+DoubleTensor = _named("DoubleTensor", torch.float64)
+HalfTensor = _named("HalfTensor", torch.float16)
+BFloat16Tensor = _named("BFloat16Tensor", torch.bfloat16)
+ByteTensor = _named("ByteTensor", torch.uint8)
+CharTensor = _named("CharTensor", torch.int8)
+ShortTensor = _named("ShortTensor", torch.int16)
+IntTensor = _named("IntTensor", torch.int32)
+LongTensor = _named("LongTensor", torch.int64)
+BoolTensor = _named("BoolTensor", torch.bool)

@@ -1,0 +1,67 @@
+"""The error of a lost node: what the node did last, as far as the master tells, and how it is raised."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from ...common.wording import counted
+from ...errors import ShoalError
+from .batch import Batch
+from .history import History, Issued
+from .issuing import shown
+
+
+def anew(error: ShoalError) -> ShoalError:
+    """An equal error, to be raised: one that is kept and raised again and again keeps the frames, and so the
+    tensors, of all who met it."""
+    return copy.copy(error)
+
+
+def lost_by(line: Any, error: ShoalError) -> ShoalError:
+    """The error to raise where a call to the node of a line failed, which counts as lost from now on."""
+    with line.lock:
+        line.main.lose(error)
+        return anew(line.main.lost or error)
+
+
+def unfinished(batches: Iterable[Batch], history: History, stream: int) -> str:
+    """The first operation that a stream of a node had not acknowledged, in a line; of the default stream the
+    last one that it had, if there is none.
+
+    Any thread may ask.
+    """
+    waiting = [each for batch in list(batches) if not _is_done(batch) for each in batch.origins]
+    where = f"stream {stream} of it" if stream else "it"
+    for number, issued in enumerate(waiting):
+        for operator, origin, later in _operations(issued):
+            later += sum(map(len, waiting[number + 1 :]))
+            told = f"{where} had not acknowledged {operator}, issued at {_shown(origin)}"
+            return f"{told}; {counted(later, 'operation')} came after it" if later else told
+    if stream:
+        return ""
+    with suppress(RuntimeError):  # another thread adds to it
+        for issued in history.newest_first():
+            for operator, origin, _ in reversed(list(_operations(issued))):
+                done = "it had done all operations that it was sent"
+                return f"{done}, at last {operator}, issued at {_shown(origin)}"
+    return ""
+
+
+def _is_done(batch: Batch) -> bool:
+    return batch.future.done() and batch.future.exception() is None
+
+
+def _operations(issued: Issued) -> Iterator[tuple[str, Any, int]]:
+    """Operators of a segment, where the program issued them, and how many come after them."""
+    for p, kind, position in issued.commands():
+        if kind is not None:
+            yield kind.operator, issued[position], len(issued) - position - 1
+        elif p in issued.made:
+            yield *issued.made[p], len(issued) - position
+
+
+def _shown(origin: Any) -> str:
+    return shown(origin[0] if isinstance(origin, list) and origin else origin)

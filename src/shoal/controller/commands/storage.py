@@ -1,0 +1,94 @@
+"""Memory that tensors of nodes show, and what keeps the order of its use by several streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+#: :class:`.space.Space`, which imports this
+Space: TypeAlias = Any
+
+
+class Past:
+    """The uses of a memory, as far as other streams must know of them.
+
+    Attributes:
+        written: the log of the last command that wrote to it, and its position after that; None: of the
+            default stream, before there were others.
+        uses: position after the last use of each log since then.
+        users: logs that ever used it.
+        views: further tensors that show it, by space and id: the log and the position that made each.
+    """
+
+    __slots__ = ("users", "uses", "views", "written")
+
+    def __init__(self) -> None:
+        self.written: tuple[Space, int] | None = None
+        self.uses: dict[Space, int] = {}
+        self.users: set[Space] = set()
+        self.views: dict[tuple[int, int], tuple[Space, int]] = {}
+
+
+class Storage:
+    """Memory that tensors of nodes show.
+
+    Attributes:
+        joined: the one that took its place, when a place got it with that of other nodes.
+    """
+
+    __slots__ = ("_past", "joined")
+
+    def __init__(self) -> None:
+        self.joined: Storage | None = None
+        self._past: Past | None = None
+
+    @property
+    def past(self) -> Past:
+        """The uses of this memory, kept once there are several streams."""
+        if self._past is None:
+            self._past = Past()
+        return self._past
+
+
+def merged(storages: Sequence[Storage]) -> Storage:
+    """One storage in the place of several, which may be the same memory.
+
+    All that was issued on them must be before whatever comes, as it is after :meth:`Ordering.apart`.
+    """
+    first, *others = dict.fromkeys(storages)
+    for each in others:
+        first.past.users |= each.past.users
+        first.past.views.update(each.past.views)
+        each.joined = first
+    return first
+
+
+class Ordering(Protocol):
+    """Which streams wait for which, as spaces and tensors see it; ``tensor/ordering.py`` does it."""
+
+    def free(self, home: Space) -> None: ...
+
+    def current(self, home: Space) -> Space: ...
+
+    def made(self, log: Space) -> Storage: ...
+
+    def ask(self, space: Space, command: int, id: int, storage: Storage) -> list[Any]: ...
+
+    def fence(self, log: Space) -> None: ...
+
+    def fenced(self, log: Space) -> None: ...
+
+    def apart(self, *homes: Space) -> AbstractContextManager[None]: ...
+
+    def by_default(self, homes: Iterable[Space]) -> AbstractContextManager[None]: ...
+
+    def generators(self, log: Space) -> list[Storage]: ...
+
+    def using(
+        self, log: Space, ids: Sequence[int], read: Sequence[Storage], written: Sequence[Storage]
+    ) -> AbstractContextManager[None]: ...
+
+    def share(self, id: int, storage: Storage, space: Space, part: Space) -> int: ...
+
+    def join(self, space: Space, given: Sequence[tuple[Space, int, Storage]]) -> tuple[int, Storage]: ...

@@ -1,0 +1,1 @@
+"""The vocabulary that master and nodes share."""

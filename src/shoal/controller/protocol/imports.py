@@ -1,0 +1,39 @@
+"""Modules that nodes import before they serve: those that register the program's own operators with torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from ...common.wording import in_words
+from ...errors import UsageError
+
+
+def checked(imports: object) -> tuple[str, ...]:
+    """The names of modules that a program gave.
+
+    Raises:
+        UsageError: they are no such names.
+    """
+    if isinstance(imports, (list, tuple)) and all(isinstance(each, str) and each for each in imports):
+        return tuple(imports)
+    raise UsageError(f"imports={imports!r}: expected a list of names of modules, such as ['my_operators']")
+
+
+def import_all(names: Iterable[str], where: str) -> None:
+    """Import modules.
+
+    Args:
+        where: this is, in words.
+
+    Raises:
+        UsageError: one cannot be imported.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise UsageError(
+                f"{where} cannot import {name!r}: {in_words(error)}; it needs the module on its path, in "
+                "PYTHONPATH or its working directory"
+            ) from error

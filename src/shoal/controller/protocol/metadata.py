@@ -1,0 +1,132 @@
+"""The metadata of a tensor on a node, all that the master knows of it: everything but its elements.
+
+Equal metadata is one object, so the calls of :mod:`shoal.controller.tensor.calls` are looked up by identity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import UnsupportedOperation
+
+
+class Told(NamedTuple):
+    """Metadata as master and nodes tell one another, without the node.
+
+    Attributes:
+        shape, stride, offset, dtype: of the tensor.
+        conj, neg: whether it is conjugated or negated lazily.
+        within: the device within the node; -1: its processor.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+    within: int = -1
+
+
+class Metadata:
+    """Shape, stride, storage offset, dtype and device of a tensor on a node; made by :func:`metadata`.
+
+    Attributes:
+        told: all but the node, as it goes to a node or came from there.
+        within: the device within the node; -1: its processor.
+        lazy: whether the tensor is a conjugated or negated view, which torch resolves when it is read.
+        make: makes a tensor of the master with it; ``tensor/tensor.py`` says it when the first one is made.
+    """
+
+    __slots__ = (
+        "__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride", "told",
+        "within",
+    )  # fmt: skip
+
+    def __init__(self, device: torch.device, told: Told) -> None:
+        self.device = device
+        self.told = told
+        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within = told
+        self.lazy = self.conj or self.neg
+        self.make: Callable[[], Any] | None = None
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        where = f"{self.device}" if self.within < 0 else f"GPU {self.within} of {self.device}"
+        return f"{dtype}[{', '.join(map(str, self.shape))}] on {where}"
+
+
+_known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
+
+
+def metadata(device: torch.device, told: Told) -> Metadata:
+    """The one object with this metadata; the caller holds the master's lock."""
+    key = (device, *told)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = Metadata(device, told)
+    return found
+
+
+def forget(device: torch.device) -> None:
+    """Make new objects from now on: those that there are belong to tensors that an earlier node had there.
+
+    So no call that was interned for the new node is found for a tensor of the old one.
+    """
+    for key in [key for key in list(_known.keys()) if key[0] == device]:
+        _known.pop(key, None)
+
+
+def in_words(told: Told) -> str:
+    """``float32[2, 3]``."""
+    return f"{str(told.dtype).removeprefix('torch.')}{list(told.shape)}"
+
+
+def is_layout_of(given: Told, expected: Told) -> bool:
+    """Whether strides differ only in dimensions of one element, where they say nothing."""
+    if given._replace(stride=()) != expected._replace(stride=()):
+        return False
+    return 0 in given.shape or all(
+        n == 1 or a == b for n, a, b in zip(given.shape, given.stride, expected.stride, strict=True)
+    )
+
+
+def answer_in_words(answer: Any) -> str:
+    """The results of an operator in words, of ``("tensor", told)``, a list of such, or a constant."""
+    kind, value = answer
+    if kind == "list":
+        return f"[{', '.join(answer_in_words(each) for each in value)}]"
+    if kind == "tensor":
+        return in_words(value)
+    return repr(value)
+
+
+#: in words, what is no dense tensor, and the method that makes it one
+NESTED, QUANTISED, SPARSE = (
+    ("nested", "to_padded_tensor(0.0)"), ("quantised", "dequantize()"), ("sparse", "to_dense()")
+)  # fmt: skip
+
+
+def not_dense(what: str, form: tuple[str, str]) -> UnsupportedOperation:
+    """The error of a tensor that no node can hold."""
+    return UnsupportedOperation(f"nodes hold dense tensors, and {what} is {form[0]}: use .{form[1]}")
+
+
+def told(tensor: torch.Tensor) -> Told:
+    """The metadata of a real or fake tensor.
+
+    Raises:
+        UnsupportedOperation: it is sparse, nested, quantised, or of another form than dense.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        form = QUANTISED if tensor.is_quantized else (f"of layout {tensor.layout}", "to_dense()")
+        raise not_dense("this tensor", NESTED if tensor.is_nested else form)
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    device = tensor.device
+    within = -1 if device.type == "cpu" else device.index
+    offset = int(tensor.storage_offset())
+    return Told(shape, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), within)

@@ -1,0 +1,135 @@
+"""The effects of a recorded call on its arguments, and on random numbers of the master."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...common.containers import tensors
+from ..tensor.tensor import RemoteTensor
+
+#: functions that give a tensor's metadata, a part of it, or the tensor elsewhere
+_NOT_READING = frozenset(
+    {
+        "__get__", "__len__", "chunk", "contiguous", "detach", "dim", "element_size", "expand", "flatten",
+        "is_contiguous", "is_floating_point", "is_complex", "movedim", "narrow", "nelement", "ndimension",
+        "numel", "permute", "requires_grad_", "reshape", "select", "size", "split", "squeeze", "stride",
+        "storage_offset", "swapaxes", "t", "tensor_split", "to", "transpose", "unbind", "unflatten",
+        "unsqueeze", "view", "view_as",
+    }
+)  # fmt: skip
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Counts what is written to a tensor; None: torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A key that differs for tensors of the master with other elements; its storage comes first."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Watch(TorchFunctionMode):
+    """Notes which of the master's tensors are read, and not moved to a node only.
+
+    Attributes:
+        read: positions among the leaves.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._at: dict[int, set[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is not RemoteTensor:
+                self._at.setdefault(memory_of(leaf)[0], set()).add(i)
+        self.read: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = list(tensors((args, kwargs)))
+        remote = any(type(each) is RemoteTensor for each in given)
+        name = getattr(func, "__name__", "")
+        for i, each in enumerate(given):
+            here = type(each) is not RemoteTensor and each.layout == torch.strided
+            at = self._at.get(memory_of(each)[0]) if here else None
+            if at is None or name in _NOT_READING or (name == "__getitem__" and not i and len(given) == 1):
+                continue
+            # An index, or a number, of an operation on a node is moved there.
+            if not (remote and (name == "__getitem__" or not each.dim())):
+                self.read |= at
+        return func(*args, **(kwargs or {}))
+
+
+class Effects:
+    """Compares the master before a call with the master after it.
+
+    Args:
+        leaves: the tensors among the arguments.
+    """
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        self._leaves = [(leaf, _identity(leaf), version_of(leaf)) for leaf in leaves]
+        self._drawn = _drawn()
+        self._generator = torch.get_rng_state()
+
+    def written(self) -> list[int]:
+        """The positions of the tensors of nodes that the call has written to."""
+        return [
+            i
+            for i, (leaf, _, version) in enumerate(self._leaves)
+            if type(leaf) is RemoteTensor and version_of(leaf) != version
+        ]
+
+    def generator(self) -> torch.Tensor | None:
+        """The state of the processor's random generator; None: it is as before."""
+        now = torch.get_rng_state()
+        return None if torch.equal(now, self._generator) else now
+
+    def changed(self, now: torch.Tensor | None, before: torch.Tensor | None) -> str | None:
+        """The changes of the call that no replay would make.
+
+        Args:
+            now: what :meth:`generator` says.
+            before: what it said after the call before.
+        """
+        for i, (leaf, identity, version) in enumerate(self._leaves):
+            if _identity(leaf) != identity:
+                return (
+                    f"it changes the shape, the data or requires_grad of tensor {i} among its arguments, and "
+                    "not elements only"
+                )
+            if type(leaf) is not RemoteTensor and version_of(leaf) != version:
+                return f"it writes to tensor {i} among its arguments, which is the master's"
+        drawn = _drawn()
+        for name, state in drawn.items():
+            if self._drawn.get(name, state) != state:
+                return (
+                    f"it draws random numbers of {name}, and a replay would not draw new ones: draw them "
+                    "before the call and pass them, or draw on the node"
+                )
+        if now is not None and (before is None or not torch.equal(now, before)):
+            return (
+                "it draws random numbers of torch at the master, and a replay would not draw new ones: draw "
+                "them before the call and pass them, or draw on the node"
+            )
+        return None
+
+
+def _identity(leaf: torch.Tensor) -> tuple[Any, ...]:
+    where = id(leaf.handle) if type(leaf) is RemoteTensor else (leaf.data_ptr(), leaf.shape, leaf.stride())
+    return where, leaf.requires_grad
+
+
+def _drawn() -> dict[str, Any]:
+    """The states of the random generators of Python and NumPy."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["NumPy"] = kind, keys.tobytes(), rest
+    return states

@@ -1,0 +1,266 @@
+"""``master.recorded``: a function whose calls become one command each, once two have issued the same.
+
+A call is either a *recording*, which runs the function and listens to the log, or a *replay*, which runs one
+of the function's *programs* on the nodes.  :mod:`.recording` compares logs, :mod:`.guards` says whether a
+program still stands for what the function would do, :mod:`.replay` sends it, and :mod:`..node.program`
+is the nodes' half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from ...common.copy_refusal import refuses_copies
+from ...errors import RecordingMismatch, UsageError
+from ..commands.issuing import shown
+from ..commands.space import Space
+from ..tensor import calls
+from ..tensor.tensor import Handle, RemoteTensor
+from ..tensor.within import chosen
+from .effects import Effects, Watch
+from .guards import Grad, Guards, find
+from .recording import Name, Recording, difference
+from .replay import FORGOTTEN, Replay, erase_ended
+from .trees import Results, flatten
+
+#: calls in a row that are not replayed, and as many of the same arguments, before it is an error
+CALLS = 5
+#: kinds of arguments that are remembered, and programs of each
+KINDS = 64
+PROGRAMS = 8
+
+_recording = threading.Lock()
+#: the thread that records
+_owner: int | None = None
+
+
+class _Kind:
+    """The calls with arguments of one kind.
+
+    Attributes:
+        programs: that stand for such calls, the last used first.
+        last: the last recording, by which gradients there were before it.
+        calls: that were recorded since the last program was made.
+        total: all that were recorded.
+        others: arguments that are told apart by what they are.
+    """
+
+    def __init__(self, others: list[Any]) -> None:
+        self.programs: list[Replay] = []
+        self.last: dict[tuple[bool, ...], Recording] = {}
+        self.calls = self.total = 0
+        self.others = others
+
+
+@refuses_copies(
+    "a recorded step",
+    "a program at each node",
+    "Record the function again",
+)
+class Recorded:
+    """A function whose calls are replayed; made by :meth:`Master.recorded`.
+
+    Attributes:
+        recordings: calls that ran the function.
+        replays: calls that did not.
+    """
+
+    def __init__(self, fn: Callable[..., Any], spaces: Callable[[], Iterable[Space]]) -> None:
+        if not callable(fn):
+            raise UsageError(f"{fn!r} cannot be called, so it cannot be recorded")
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+            raise UsageError(f"{fn!r} gives control back halfway, so it cannot be recorded")
+        functools.update_wrapper(self, fn, updated=())
+        self._fn = fn
+        self._spaces = spaces
+        self._kinds: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
+        self.recordings = self.replays = self._vain = 0
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _owner == threading.get_ident() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return self._fn(*args, **kwargs)  # part of another step, or of vmap and the like
+        key: list[Any] = [
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
+            chosen.node,
+            chosen.device,
+        ]
+        for at in range(torch._C._len_torch_function_stack()):
+            mode: Any = torch._C._get_function_stack_at(at)
+            key.append(mode.device if isinstance(mode, DeviceContext) else id(mode))
+        leaves: list[Any] = []
+        others: list[Any] = []
+        flatten((args, kwargs), key, leaves, others)
+        name = tuple(key)
+        kind = self._kinds.get(name)
+        if kind is not None:
+            for program in kind.programs:
+                if program.stands_for(leaves):
+                    result = program(leaves)
+                    if result is not FORGOTTEN:
+                        self.replays += 1
+                        self._vain = 0
+                        return result
+        if not _recording.acquire(blocking=False):
+            return self._fn(*args, **kwargs)  # another thread records
+        try:
+            if kind is None:
+                kind = self._kinds[name] = _Kind(others)
+                if len(self._kinds) > KINDS:
+                    self._make_room()
+            self._kinds.move_to_end(name)
+            return self._record(kind, args, kwargs, leaves)
+        finally:
+            _recording.release()
+
+    def _make_room(self) -> None:
+        """Forget the calls that are the longest ago."""
+        if all(each.total <= 1 for each in self._kinds.values()):
+            raise RecordingMismatch(
+                f"{len(self._kinds)} calls of a recorded step had other arguments each: tensors are told "
+                "apart by their metadata, numbers by value, and objects by what they are; pass the tensors "
+                "of an object instead of it, and as a tensor a number that changes in every call"
+            )
+        self._kinds.popitem(last=False)
+
+    def _record(self, kind: _Kind, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        roots = [("the function", self._fn), *((f"argument {i}", each) for i, each in enumerate(kind.others))]
+        before = find(roots)
+        spaces = list(self._spaces())
+        recording = self._begun(spaces, leaves, before.handles)
+        had_grads = before.let_go_of_grads()
+        effects = Effects(leaves)
+        watch = Watch(leaves) if any(type(each) is not RemoteTensor for each in leaves) else None
+        with _listening(recording, spaces):
+            with watch or contextlib.nullcontext():
+                result = self._fn(*args, **kwargs)
+            recording.read = frozenset() if watch is None else frozenset(watch.read)
+            if recording.refusal is not None:
+                raise recording.refusal  # the function has caught it
+            self.recordings += 1
+            kind.total += 1
+            if not recording.commands or spaces != list(self._spaces()):
+                return result  # it has nothing to do with nodes, or there are new ones, which nobody heard
+            kind.calls += 1
+            self._vain += 1
+            after = find(roots)
+            gradients = {handle for _, _, handle in after.grads if handle is not None}
+            results = Results(recording, result, leaves, gradients)
+            recording.constants = results.constants
+            recording.generator = effects.generator()
+            state = tuple(grad is not None for grad in had_grads.values())
+            previous = kind.last.get(state)
+            kind.last[state] = recording
+            reason = None if previous is None else _refusal(previous, recording, results, after, had_grads)
+            reason = reason or after.changed_by_call(before)
+            reason = reason or effects.changed(
+                recording.generator, None if previous is None else previous.generator
+            )
+            if reason is not None and min(kind.calls, self._vain) >= CALLS:
+                raise RecordingMismatch(f"{CALLS} calls of a recorded step were not alike: {reason}")
+            if previous is None or reason is not None or recording.forgotten:
+                return result
+            del result
+            written = after.written(before), effects.written()
+            return self._promote(kind, recording, results, after, had_grads, leaves, written)
+
+    def _begun(self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[Handle]) -> Recording:
+        inputs: dict[tuple[int, int], Name] = {}
+        uploads: list[tuple[int, torch.Tensor]] = []
+        for i, leaf in enumerate(leaves):
+            if type(leaf) is not RemoteTensor:
+                uploads.append((i, leaf))
+            elif leaf.handle not in handles and leaf.handle.space in spaces:
+                if leaf.requires_grad:
+                    raise RecordingMismatch(
+                        f"tensor {i} among the arguments of a recorded step is a result that needs a "
+                        "gradient, and a replay has no graph before it: detach() it, or compute it inside"
+                    )
+                inputs.setdefault((leaf.handle.space.number, leaf.handle.id), ("input", i))
+        return Recording(spaces, inputs, uploads)
+
+    def _promote(
+        self,
+        kind: _Kind,
+        recording: Recording,
+        results: Results,
+        guards: Guards,
+        had_grads: dict[int, Grad | None],
+        leaves: Sequence[Any],
+        written: tuple[list[RemoteTensor], list[int]],
+    ) -> Any:
+        """Make a program; what the call returns, without the graph that no replay has."""
+        spaces = list(recording.spaces.values())
+        lock = next((space.lock for space in spaces), contextlib.nullcontext())
+        with lock:
+            if any(len(space.calls) + len(recording.commands) >= calls.LIMIT for space in spaces):
+                for space in spaces:
+                    space.forget()  # with room for programs from now on
+                kind.last.clear()
+            else:
+                erase_ended()
+                kind.programs.insert(0, Replay(recording, guards, had_grads, leaves, results, written))
+                del kind.programs[PROGRAMS:]
+                kind.calls = 0
+            return results.build(results.handles, leaves)
+
+
+@contextlib.contextmanager
+def _listening(recording: Recording, spaces: Iterable[Space]) -> Iterator[None]:
+    global _owner
+    heard = list(spaces)
+    streams = next((space.ordering for space in heard if space.ordering is not None), None)
+    _owner = threading.get_ident()
+    for space in heard:
+        space.listener = recording
+    try:
+        with contextlib.nullcontext() if streams is None else streams.by_default(heard):
+            yield
+    finally:
+        for space in heard:
+            space.listener = None
+        _owner = None
+
+
+def _refusal(
+    previous: Recording,
+    recording: Recording,
+    results: Results,
+    after: Guards,
+    had_grads: dict[int, Grad | None],
+) -> str | None:
+    """Why a call cannot be replayed, or differs from the one before; None: it can, and does not."""
+
+    reason = difference(previous, recording)
+    if reason is not None:
+        return reason
+    if results.differ(previous.constants):
+        return "it returns something else in every call, beside tensors of nodes, which no replay would do"
+    if not all(id(tensor) in had_grads for tensor, _, _ in after.grads):
+        return "it makes new parameters in every call"
+    known = {recording.place(each) for each in after.handles}
+    known |= {grad.place for grad in had_grads.values() if grad is not None and grad.tensor is not None}
+    for command, origin in zip(recording.commands, recording.origins, strict=True):
+        for _, name in command.operands:
+            if name[0] == "outside" and (name[1:] not in known or name[1:] in recording.names):
+                return (
+                    f"{recording.operator(command)} at {shown(origin)} works on a tensor that is no argument "
+                    "and was not found in what the function uses, or that it makes anew in every call: pass "
+                    "it as an argument"
+                )
+    if any(name[0] == "number" for name in recording.names.values() if name in results.names):
+        return "it returns a number of the master that it moved to a node"
+    return None

@@ -1,0 +1,1 @@
+"""The processes of nodes: how they start, join, and forward their output."""

@@ -1,0 +1,111 @@
+"""The processes of nodes that a master starts on its own machine, which end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+from ...errors import LaunchError
+from ...net import Deadline, close_in_forked_child
+from .output import Output
+
+#: seconds for a worker to end by itself, and for what it has written to come
+_END = 5.0
+
+
+#: Runs a node with the import path of its master.  With ``-m`` that would begin with the working directory,
+#: where a ``queue.py`` would take the place of Python's.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[4:]; del sys.argv[4:]; "
+    "from shoal.controller.node.worker import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+)
+
+
+def _path() -> list[str]:
+    """The import path of this process; Python ignores entries that are not text."""
+    return [each for each in sys.path if isinstance(each, str)]
+
+
+class Processes:
+    """Starts processes of nodes, which join at a store.
+
+    Args:
+        url: of the store.
+        secret: of the job.
+        count: how many share the cores of this process.
+    """
+
+    def __init__(self, url: str, secret: bytes, count: int) -> None:
+        self._url = url
+        self._threads = max(1, len(os.sched_getaffinity(0)) // count)
+        self._secret = secret
+        self._output = Output()
+        #: the latest process of each node, and the nodes whose process has not joined
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._awaited: set[int] = set()
+
+    def start(self, index: int) -> None:
+        """Start a process that becomes node ``index``, in the place of an earlier one if there was one."""
+        self._end([index])
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(index), self._url, str(self._threads), *_path()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self._started[index] = process
+        self._awaited.add(index)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            close_in_forked_child(pipe)  # or the worker would see its master there after that has died
+        self._output.attach(index, process.stdout, process.stderr)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: check() tells
+            process.stdin.write(self._secret.hex().encode())
+            process.stdin.flush()
+
+    def has(self, index: int) -> bool:
+        """Whether node ``index`` was started here."""
+        return index in self._started
+
+    def joined(self, index: int) -> None:
+        """The process of node ``index`` has joined."""
+        self._awaited.discard(index)
+
+    def check(self, index: int) -> None:
+        """Raise LaunchError if the process of node ``index`` has ended, or one that has not joined."""
+        for each in (index, *sorted(self._awaited)):
+            code = self._started[each].poll()
+            if code is not None:
+                raise LaunchError(
+                    f"the process of node {each} ended with {code} before it joined: its output says why"
+                )
+
+    def close(self) -> None:
+        """End all processes, when they have lost their master."""
+        self._end(list(self._started))
+        self._output.close(_END)
+
+    def _end(self, indices: list[int]) -> None:
+        ending = [(index, self._started.pop(index)) for index in indices if index in self._started]
+        for index, process in ending:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # which ends it, if the end of the connection did not
+            if index in self._awaited:
+                self._awaited.remove(index)
+                process.kill()  # it has nothing, and may read its input only after some seconds
+            else:
+                process.send_signal(signal.SIGCONT)  # it may be stopped
+        deadline = Deadline(_END)
+        for _, process in ending:
+            try:
+                process.wait(deadline.remaining())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

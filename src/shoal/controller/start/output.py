@@ -1,0 +1,111 @@
+"""The output of nodes goes to the master's stdout and stderr, as whole lines that begin with their node."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import sys
+import threading
+from typing import IO, TextIO
+
+from ...common.lines import Lines
+
+#: bytes that a node may be ahead of its master in each of its pipes, where the system allows so many
+_AHEAD = 1 << 20
+#: bytes read from one pipe before the others get their turn
+_CHUNK = 1 << 16
+
+
+class _Stream:
+    """One of a node's two pipes."""
+
+    def __init__(self, index: int, pipe: IO[bytes], is_error: bool) -> None:
+        self.pipe = pipe
+        self._prefix = f"[node {index}] "
+        self._is_error = is_error
+        self._lines = Lines()
+        #: the latest update of a progress bar, which is shown when its line has ended
+        self._update = b""
+
+    def read(self) -> bool:
+        """Pass on what there is; whether there may be more."""
+        data = os.read(self.pipe.fileno(), _CHUNK)
+        for text, end in self._lines.feed(data) if data else self._lines.close():
+            if end == b"\r":
+                self._update = text or self._update
+            else:
+                self._write(text or self._update)
+                self._update = b""
+        if not data and self._update:
+            self._write(self._update)
+        return bool(data)
+
+    def _write(self, line: bytes) -> None:
+        # Looked up each time: notebooks and tests put others in their place.
+        sink: TextIO | None = sys.stderr if self._is_error else sys.stdout
+        if sink is not None:
+            text = f"{self._prefix}{line.decode(errors='replace')}\n"
+            encoding = getattr(sink, "encoding", None) or "utf-8"
+            with contextlib.suppress(BaseException):  # it is closed, or code of the user
+                sink.write(text.encode(encoding, "backslashreplace").decode(encoding))
+                sink.flush()
+
+
+class Output:
+    """Reads the pipes of all nodes, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._reading, self._waking = os.pipe2(os.O_CLOEXEC)
+        self._selector.register(self._reading, selectors.EVENT_READ)
+        self._lock = threading.Lock()
+        self._left = 0
+        self._over = False
+        self._ended = threading.Condition(self._lock)
+        self._thread = threading.Thread(target=self._run, name="shoal-node-output", daemon=True)
+        self._thread.start()
+
+    def attach(self, index: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        """Take over the pipes of a node: they are read to their end, then closed."""
+        for pipe, is_error in ((stdout, False), (stderr, True)):
+            with contextlib.suppress(OSError):  # the system allows less
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _AHEAD)
+            with self._lock:
+                self._left += 1
+            self._selector.register(pipe, selectors.EVENT_READ, _Stream(index, pipe, is_error))
+            os.write(self._waking, b"1")
+
+    def close(self, timeout: float) -> None:
+        """Pass on all that the nodes have written, which have ended, and end the thread.
+
+        Args:
+            timeout: seconds, in which processes that nodes have left behind must have closed the pipes.
+        """
+        with self._lock:
+            self._ended.wait_for(lambda: self._left == 0, timeout)
+        self._over = True
+        os.write(self._waking, b"1")  # the pipe has no end while a forked child holds it
+        self._thread.join()
+        os.close(self._waking)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Stream):
+                key.data.pipe.close()
+        self._selector.close()
+        os.close(self._reading)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                stream: _Stream | None = key.data
+                if stream is None:
+                    os.read(self._reading, _CHUNK)
+                    if self._over:
+                        return
+                elif not stream.read():
+                    self._selector.unregister(stream.pipe)
+                    stream.pipe.close()
+                    with self._lock:
+                        self._left -= 1
+                        self._ended.notify_all()

@@ -1,0 +1,71 @@
+"""Nodes on the master's machine whose processes are stopped by a signal, as Ctrl-Z and SIGSTOP do.
+
+A connection to another machine breaks when heartbeats stay away.  Within a machine there are none, since a
+busy one could delay them; but the state of a process can be looked at.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from ...common.wording import in_seconds
+from ...rendezvous.host import process_is_stopped
+from ...rpc import Agent
+
+#: seconds between two looks at most
+_LOOK = 1.0
+
+
+class Standstills:
+    """Watches the nodes of this machine.
+
+    Args:
+        agent: the master's.
+        living: the names of the nodes' workers.
+        give_up: called with the name of a worker that was stopped for too long, and why in words.
+        seconds: for which it may be.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        living: Callable[[], Iterable[str]],
+        give_up: Callable[[str, str], None],
+        seconds: float,
+    ) -> None:
+        self._agent = agent
+        self._living = living
+        self._give_up = give_up
+        self._seconds = seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shoal-master-standstills", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if threading.current_thread() is not self._thread:  # which tells the program of a loss
+            self._thread.join()
+
+    def _watch(self) -> None:
+        since: dict[str, float] = {}
+        looked, pause = time.monotonic(), min(_LOOK, self._seconds / 4)
+        while not self._over.wait(pause):
+            now = time.monotonic()
+            if now - looked > self._seconds / 2:
+                since = {}  # this process was stopped too: the others get the whole time anew
+            looked = now
+            since = {each: since.get(each, now) for each in self._living() if self._is_stopped(each)}
+            for name, begin in since.items():
+                if now - begin >= self._seconds:
+                    self._give_up(
+                        name, f"its process was stopped by a signal for {in_seconds(self._seconds)}"
+                    )
+
+    def _is_stopped(self, name: str) -> bool:
+        line = self._agent.links.existing(name)
+        if line is None or line.worker.machine != self._agent.worker.machine:
+            return False
+        return process_is_stopped(line.worker.process)

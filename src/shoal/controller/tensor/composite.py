@@ -1,0 +1,252 @@
+"""Operators that torch computes of others, and of which others depends on the device: attention, LSTM, GRU.
+
+For a device that it does not know, torch takes those of GPUs, or none that are fused.  Such an operator is
+recorded here, once for each kind of arguments: torch runs it on fake tensors of the node's own device, and
+what it calls is then called with the tensors of the node, under autograd.  So results are those of the
+node's device, to the last bit.  For tensors on a GPU of a node, plain operators are recorded, which every GPU
+has: this process may have none, and no torch for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...common.uncompiled import uncompiled
+from ...errors import UnsupportedOperation
+from ..protocol.operators import special
+from .dispatch import mismatch
+from .prediction import quiet
+from .within import node
+
+#: the operators
+NAMES = (
+    "scaled_dot_product_attention",
+    *(f"{kind}.{given}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for given in ("input", "data")),
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+)
+#: recordings that are kept, the last ones used
+LIMIT = 1024
+
+
+class _Value(NamedTuple):
+    """In the place of a tensor: which one of those that were given or made."""
+
+    at: int
+
+
+class _Device(NamedTuple):
+    """In the place of the node's own device."""
+
+
+class _Step(NamedTuple):
+    func: Any
+    args: Any
+    kwargs: Any
+    made: list[int]
+
+
+class _Recording(NamedTuple):
+    """The calls that an operator makes.
+
+    Attributes:
+        size: how many tensors are given and made.
+        steps: the calls.
+        result: what it returns.
+    """
+
+    size: int
+    steps: list[_Step]
+    result: Any
+
+
+@uncompiled
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is called."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[_Step] = []
+        self._kept = list(given)  # so that no two have the same id
+        self._indices = {id(each): i for i, each in enumerate(given)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten":
+            given = self.noted(args), self.noted(kwargs or {})
+            self.steps.append(_Step(func, *given, [self._index(each) for each in _tensors(result)]))
+        return result
+
+    def noted(self, value: Any) -> Any:
+        """The same without tensors and devices."""
+
+        def note(each: Any) -> Any:
+            if isinstance(each, Tensor) and id(each) in self._indices:
+                return _Value(self._indices[id(each)])
+            return _Device() if isinstance(each, torch.device) else each
+
+        return tree_map(note, value)
+
+    def _index(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._indices:
+            self._indices[id(tensor)] = len(self._kept)
+            self._kept.append(tensor)
+        return self._indices[id(tensor)]
+
+    @property
+    def count(self) -> int:
+        """How many tensors there were."""
+        return len(self._kept)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _described(value: Any) -> Any:
+    """The key of a recording; of tensors of the master, like lengths of sequences, it has the elements."""
+    if isinstance(value, Tensor):
+        if value.device.type == "cpu":
+            return value.dtype, str(value.tolist())
+        return value.shape, value.stride(), value.dtype, value.requires_grad, value.get_device() >= 0
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(each) for each in value)
+    return type(value), value
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _alone(plain: bool) -> Iterator[None]:
+    """Leave the transforms and modes of the program, and keep whether it differentiates.
+
+    ``plain``: without the kernels that only processors have.
+    """
+    differentiating = torch.is_grad_enabled()
+    with (
+        temporarily_clear_interpreter_stack(),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(differentiating),
+        torch.autocast("cpu", enabled=False),
+        quiet(),
+        sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext(),
+        _without_onednn() if plain else contextlib.nullcontext(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recording:
+    """Run an operator on fake tensors.
+
+    Raises:
+        Exception: what torch raises for such arguments.
+    """
+
+    def fake(each: Any) -> Any:
+        if not isinstance(each, Tensor) or each.device.type == "cpu":
+            return each
+        made = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cpu")
+        return made.requires_grad_(each.requires_grad)
+
+    plain = any(each.get_device() >= 0 for each in _tensors((tuple(args), kwargs)))
+    with _alone(plain):
+        args, kwargs = tree_map(fake, (tuple(args), kwargs))
+        given = [each for each in _tensors((args, kwargs)) if isinstance(each, FakeTensor)]
+        recorder = _Recorder(given)
+        with recorder:
+            result = func(*args, **kwargs)
+        return _Recording(recorder.count, recorder.steps, recorder.noted(result))
+
+
+_recordings: OrderedDict[Any, _Recording] = OrderedDict()
+_recording = threading.Lock()
+
+
+def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recording:
+    settings = (
+        torch.is_grad_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
+        torch._C._get_mkldnn_enabled(),
+    )
+    key = func, _described(args), _described(list(kwargs.items())), settings
+    with _recording:
+        found = _recordings.get(key)
+        if found is not None:
+            _recordings.move_to_end(key)
+            return found
+    found = _record(func, args, kwargs)
+    with _recording:
+        _recordings[key] = found
+        if len(_recordings) > LIMIT:
+            _recordings.popitem(last=False)
+    return found
+
+
+def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator as the node's device does it.
+
+    Raises:
+        DeviceMismatch: some of its tensors are here; numbers and the lengths of sequences may be.
+        Exception: what torch raises for such arguments.
+    """
+    given = [each for each in _tensors((tuple(args), kwargs)) if each.device.type != "cpu"]
+    device = given[0].device
+    named = *zip([a.name for a in func._schema.arguments], args, strict=False), *kwargs.items()
+    for name, value in named:
+        for each in _tensors(value):
+            if each.device.type != device.type and each.dim() and name != "batch_sizes":
+                raise mismatch(func._schema.name, name, each, device)
+    recording = _recorded(func, args, kwargs)
+    values: list[Any] = given + [None] * (recording.size - len(given))
+
+    def fill(each: Any) -> Any:
+        if isinstance(each, _Value):
+            return values[each.at]
+        return device if isinstance(each, _Device) else each
+
+    def filled(value: Any) -> Any:
+        return tree_map(fill, value, is_leaf=lambda each: isinstance(each, (_Value, _Device)))
+
+    within = max(each.get_device() for each in given)
+    with contextlib.nullcontext() if within < 0 else node(device.index, within):
+        for step in recording.steps:
+            made = step.func(*filled(step.args), **filled(step.kwargs))
+            for index, tensor in zip(step.made, _tensors(made), strict=True):
+                values[index] = tensor
+    return filled(recording.result)
+
+
+special(*(f"aten::{name}" for name in NAMES))(run)
+
+
+@special("aten::_nested_tensor_from_mask")
+def _refuse_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOperation(
+        "a nn.TransformerEncoder with a mask of padding takes nested tensors in evaluation, and nodes hold "
+        "dense ones: make it with enable_nested_tensor=False"
+    )

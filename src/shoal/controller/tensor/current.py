@@ -1,0 +1,68 @@
+"""The master of this process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from ...errors import ForkedProcess, UsageError
+from ..commands.space import Space
+
+
+class Nodes(Protocol):
+    """A master, as operators and the device see it."""
+
+    name: str
+    strict: bool
+
+    @property
+    def count(self) -> int: ...
+
+    def space(self, index: int) -> Space: ...
+
+    def synchronize(self) -> None: ...
+
+    def seed(self, seed: int) -> None: ...
+
+    def streams(self) -> Any: ...  # ordering.Streams
+
+    def become_forked(self) -> None: ...
+
+
+_master: Nodes | None = None
+_forked = False
+
+
+def master() -> Nodes:
+    """The one that is open.
+
+    Raises:
+        UsageError: there is none.
+        ForkedProcess: it is that of the process of which this one is a fork.
+    """
+    if _master is None:
+        if _forked:
+            raise ForkedProcess("the nodes belong to the process of which this one is a fork")
+        raise UsageError("there are no nodes: call shoal.init_master_worker(workers=n) first")
+    return _master
+
+
+def opened() -> Nodes | None:
+    """The one that is open, if any."""
+    return _master
+
+
+def set_master(master: Nodes | None) -> None:
+    """Another one, or none."""
+    global _master
+    _master = master
+
+
+def _after_fork_in_child() -> None:
+    global _master, _forked
+    if _master is not None:
+        _master.become_forked()
+        _master, _forked = None, True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

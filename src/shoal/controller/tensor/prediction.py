@@ -1,0 +1,278 @@
+"""The results of an operator, by metadata alone: torch's fake tensors stand for those of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...common import torch_features
+from ...errors import DeviceMismatch
+from ..commands.interrupts import uncut
+from ..protocol.commands import Template, filled
+from ..protocol.metadata import SPARSE, Metadata, Told, not_dense, told
+from .rehearsal import rehearse
+
+#: errors of torch that mean: only the node knows
+_ASK = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+#: operators of which torch's metadata is wrong: the loss of one sample, and weights that are not needed
+_MISTAKEN = frozenset(
+    {
+        torch.ops.aten.multilabel_margin_loss_forward.default,
+        torch.ops.aten._native_multi_head_attention.default,
+    }
+)
+#: and those whose metadata is wrong in dtypes of two bytes
+_MISTAKEN_IN_HALVES = frozenset(
+    {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
+)
+#: operators whose results may be anywhere in the storage: whether they leave it, only its node knows
+_ANYWHERE = frozenset({torch.ops.aten.as_strided, torch.ops.aten.as_strided_})
+#: bytes of a storage that none is larger than
+_LARGEST = 2**60
+
+
+class Prediction(NamedTuple):
+    """The results of a call, as metadata.
+
+    Attributes:
+        returned: its shape: ("new", slot), ("operand", position), ("constant", value), or ("list", [...]) and
+            ("tuple", [...]) of these.
+        results: metadata of the new tensors.
+        paths: where they are in what the operator returns.
+        mutated: operands whose own metadata changes, and into what.
+        memory: of the results and of the mutated: the operand whose memory each shows, or, from the number of
+            operands on, which new memory.
+    """
+
+    returned: tuple[Any, ...]
+    results: list[Told]
+    paths: list[tuple[int, ...]]
+    mutated: dict[int, Told]
+    memory: list[int]
+
+    def on(self, gpu: int) -> Prediction:
+        """The same with all that it makes on a GPU of the node."""
+        results = [each._replace(within=gpu) for each in self.results]
+        mutated = {at: each._replace(within=gpu) for at, each in self.mutated.items()}
+        return self._replace(results=results, mutated=mutated)
+
+
+@contextlib.contextmanager
+def _without_tangents() -> Iterator[None]:
+    """Keep torch from looking for tangents of fake tensors where it writes these into the text of an error.
+
+    It does so when overloads are tried, and in forward mode that failed.
+    """
+    level = forward_ad._current_level
+    forward_ad._current_level = -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = level
+
+
+@uncut  # torch's fake tensors work no more when an error ends them in certain moments
+def predict(
+    operator: Any,
+    args: Sequence[Template],
+    kwargs: dict[str, Template],
+    operands: Sequence[Metadata],
+    scalars: Sequence[float],
+) -> Prediction | None:
+    """The results of a call; None: only the node can tell them.
+
+    Raises:
+        DeviceMismatch: its tensors are on devices within the node that do not go together.
+        Exception: what torch raises for such arguments.
+    """
+    # Modes of the program, like one that traces, see what the program issues, and not what is asked here.
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_tangents():
+        in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
+        if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
+            return None
+        gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
+        if not gpus:
+            try:
+                found = _predict(operator, args, kwargs, operands, scalars, True)
+            except Exception:
+                rehearse(operator, args, kwargs, operands, scalars, exactly=True)  # its error is the true one
+                raise
+            rehearse(operator, args, kwargs, operands, scalars)
+            return found
+        try:
+            return _predict(operator, args, kwargs, operands, scalars, False)
+        except RuntimeError as error:
+            if torch_features.is_device_mismatch(error):
+                raise DeviceMismatch(
+                    f"{operator}: {error} These are devices within a node: move the tensors to one of them, "
+                    "with .cuda(k), or .within(-1) for the processor"
+                ) from None
+            # The error is of a kernel for GPUs, which a build for CPUs lacks, or of the arguments.
+            found = _predict(operator, args, kwargs, operands, scalars, True)
+            return None if found is None else found.on(gpus[-1])
+
+
+def _is_of_node_only(operator: Any) -> bool:
+    """Whether it is an operator of the program's own that was given no kernel for metadata."""
+    definition, schema = OPDEFS.get(operator._schema.name), operator._schema
+    if definition is None or definition._abstract_fn is not None:
+        return False
+    return bool(schema.returns) or not schema.is_mutable  # torch makes one for what only writes
+
+
+def _gpus(template: Any) -> list[int]:
+    """The GPUs that are named in templates."""
+    if isinstance(template, dict):
+        return _gpus(list(template.values()))
+    if isinstance(template, tuple) and template[:1] == ("device",):
+        return [each for each in template[1:] if each >= 0]
+    if isinstance(template, (list, tuple)):
+        return [gpu for each in template for gpu in _gpus(each)]
+    return []
+
+
+def _predict(
+    operator: Any,
+    args: Sequence[Template],
+    kwargs: dict[str, Template],
+    operands: Sequence[Metadata],
+    scalars: Sequence[float],
+    on_processor: bool,
+) -> Prediction | None:
+    """As :func:`predict`; ``on_processor``: as if all tensors were on the processor of the node."""
+
+    def device(within: int) -> torch.device:
+        return torch.device("cpu") if on_processor or within < 0 else torch.device("cuda", within)
+
+    with _MODE:
+        anywhere = operator.overloadpacket in _ANYWHERE
+        fakes = [_fake(each, anywhere, device(each.within)) for each in operands]
+        storages = [_storage(fake) for fake in fakes]
+        memory: list[int] = []
+
+        def place(template: Template) -> torch.device:
+            return device(template[1]) if len(template) > 1 else fakes[0].device if fakes else device(-1)
+
+        given, named = filled(args, kwargs, fakes, scalars, place)
+        try:
+            with quiet():
+                result = torch_features.corrected_metadata(operator, operator(*given, **named))
+        except _ASK:
+            return None
+        results: list[Told] = []
+        paths: list[tuple[int, ...]] = []
+        given_back: list[torch.Tensor] = []
+
+        def returned(value: Any, path: tuple[int, ...]) -> tuple[Any, ...]:
+            if isinstance(value, torch.Tensor):
+                for position, fake in enumerate(fakes):
+                    if value is fake:
+                        given_back.append(value)
+                        return "operand", position
+                if value.layout != torch.strided:
+                    raise not_dense(f"the result of {operator}", SPARSE)
+                results.append(told(value))
+                memory.append(_index(storages, value))
+                paths.append(path)
+                return "new", len(results) - 1
+            if isinstance(value, (list, tuple)):
+                kind = "list" if isinstance(value, list) else "tuple"
+                return kind, [returned(each, (*path, i)) for i, each in enumerate(value)]
+            return "constant", value
+
+        shape = returned(result, ())
+        mutated = {
+            position: told(fake)
+            for position, (fake, known) in enumerate(zip(fakes, operands, strict=True))
+            if told(fake)._replace(within=known.within) != known.told
+        }
+        enlarged = mutated or any(not each.numel() for each in given_back)
+        if enlarged and torch_features.writes_to_out(operator):
+            # How the kernel lays out a tensor that it makes larger, only the kernel knows; and of some
+            # operators torch does not say that they do.
+            return None
+        memory += [_index(storages, fakes[position]) for position in mutated]
+        return Prediction(shape, results, paths, mutated, memory)
+
+
+def _storage(fake: torch.Tensor) -> int:
+    return fake.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def _index(storages: list[int], fake: torch.Tensor) -> int:
+    storage = _storage(fake)
+    if storage not in storages:
+        storages.append(storage)
+    return storages.index(storage)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let torch log nothing of shapes that do not fit in this thread."""
+    _predicting.now = True
+    try:
+        yield
+    finally:
+        _predicting.now = False
+
+
+class _Quiet(logging.Filter):
+    """Drops what torch logs of shapes that do not fit: the error is the program's, and is raised to it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(_predicting, "now", False)
+
+
+_predicting = threading.local()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_Quiet())
+
+
+#: it imports torch's compiler when it is made: with this module, while the nodes start
+_MODE = FakeTensorMode()
+
+
+def _fake(known: Metadata, anywhere: bool, device: torch.device) -> torch.Tensor:
+    """A tensor of this metadata; ``anywhere``: in a storage that no view leaves."""
+    if 0 in known.shape:
+        reach = 0
+    else:
+        reach = sum((n - 1) * s for n, s in zip(known.shape, known.stride, strict=True)) + 1
+    if not anywhere and not known.offset and reach <= _numel(known.shape):
+        made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
+    else:
+        # A view's storage is larger than what the view shows; how large, only its node knows.
+        size = _LARGEST // known.dtype.itemsize if anywhere else known.offset + reach
+        base = torch.empty(size, dtype=known.dtype, device=device)
+        made = base.as_strided(known.shape, known.stride, known.offset)
+    if known.lazy:
+        torch._C._set_conj(made, known.conj)
+        torch._C._set_neg(made, known.neg)
+    return made
+
+
+def _numel(shape: Sequence[int]) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product

@@ -1,0 +1,194 @@
+"""Reading ahead: the batches of a session's steps, from workers that know which steps are likely to come.
+
+A loader cannot know the steps to come: one may come again, and the group may change its size.  So it orders
+the samples of those that come if nothing happens, and compares what it has ordered with what each step takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from ...common.copy_refusal import refuses_copies
+from ...errors import UsageError
+from ..samples import Samples, Share, seed_of
+from ..step import Step
+from .reading import Batch, Reader, Wanted, unchanged
+
+_REFUSED = {
+    "batch_size": "Samples has it: Samples(batch=...) for all ranks together, or Samples(per_rank=...)",
+    "shuffle": "Samples has a permutation for each pass",
+    "sampler": "which samples a step takes is what Samples says, and every one comes once a pass",
+    "batch_sampler": "which samples a step takes is what Samples says, and every one comes once a pass",
+    "drop_last": "batches are always full: one at the end of a pass begins the next",
+    "in_order": "steps take their batches in order",
+    "persistent_workers": "workers stay as long as the loader does",
+}
+
+
+@refuses_copies(
+    "a Loader",
+    "worker processes",
+    "Make another one of the same data set",
+)
+class Loader:
+    """The batches of a session's steps, read ahead by workers.
+
+        loader = elastic.Loader(dataset, num_workers=2)
+        with elastic.Session(state) as session:
+            ...
+            for step in session.steps(until=10_000):
+                with step:
+                    x, y = loader.batch(step)
+
+    It works as a :class:`torch.utils.data.DataLoader` that is given ``step.indices`` in each step.  When a
+    step comes again, or the group changes, what was read for other steps is dropped; workers stay.  They
+    start with the first batch, and end with the loader or with this process, however it dies.
+
+    What a worker draws from torch's, Python's and NumPy's generators begins anew in each step, and follows
+    from the seed of the samples, the number of the step, and the rank.
+
+    Args:
+        dataset: has ``dataset[index]``, or ``__getitems__`` for a list of indices; no ``IterableDataset``.
+        num_workers: how many processes read; with 0 :meth:`batch` reads itself, and nothing is read ahead.
+        collate_fn: makes a batch of a list of samples; None: ``torch.utils.data.default_collate``.
+        worker_init_fn: runs once in each worker.
+        options: all others of ``DataLoader``, such as ``prefetch_factor`` and ``pin_memory``, but for those
+            that ``Samples`` decides.
+
+    Raises:
+        UsageError: an option or a data set cannot be used here; the message says why.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        for name in options:
+            if name in _REFUSED:
+                raise UsageError(f"Loader: leave {name}= out: {_REFUSED[name]}")
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                f"Loader: a {type(dataset).__name__} has no samples with numbers, of which each rank could "
+                "take its share; give it a data set with __getitem__"
+            )
+        self._dataset = dataset
+        reader = Reader(dataset, collate_fn or default_collate, worker_init_fn)
+        # A generator of its own: to start workers draws a number, which would be one of the first step's.
+        options.setdefault("generator", torch.Generator().manual_seed(0))
+        self._orders = _Orders()
+        self._batches: DataLoader[Batch] | None = DataLoader(
+            reader,
+            batch_size=None,
+            sampler=self._orders,
+            num_workers=num_workers,
+            collate_fn=unchanged,
+            worker_init_fn=reader.begin,
+            persistent_workers=num_workers > 0,
+            **options,
+        )
+        self._reader: Reader | None = reader
+        self._reading: Iterator[Batch] | None = None
+        self._last: Step | None = None
+
+    def batch(self, step: Step) -> Any:
+        """The samples of this rank in ``step``, collated.
+
+        Args:
+            step: whose block runs; once for each, before its commit.
+
+        Raises:
+            UsageError: it is called elsewhere, twice in a step, or the data set has fewer samples than
+                ``Samples`` deals out.
+            RuntimeError: a worker has died, or the ``timeout`` of the options is over.
+            Exception: whatever the data set raises.
+        """
+        self._check(step)
+        assert self._batches is not None
+        assert self._reader is not None
+        self._last = step
+        self._orders.come_to(step)
+        self._reader.drop_before(self._orders.wanted)
+        if self._reading is None:
+            self._reading = iter(self._batches)
+        batch = next(self._reading)
+        while batch.serial < self._orders.wanted:
+            batch = next(self._reading)
+        if batch.error is not None:
+            batch.error.reraise()
+        return batch.data
+
+    def close(self) -> None:
+        """End the workers; they end with the loader too, and with this process."""
+        if self._reader is not None:
+            self._reader.drop_before(self._orders.serial)
+        self._reading = self._batches = self._reader = self._last = None
+
+    def _check(self, step: Step) -> None:
+        where = f"Loader.batch of step {step.number}"
+        if self._batches is None:
+            raise UsageError(f"{where}: this loader was closed")
+        if not step.running:
+            raise UsageError(f"{where}: it is called in the block of the step, before commit()")
+        if step is self._last:
+            raise UsageError(f"{where}: it gives the batch of a step once; keep it in a variable")
+        if hasattr(self._dataset, "__len__") and len(self._dataset) < step.samples.length:
+            raise UsageError(
+                f"{where}: Samples deals out {step.samples.length} samples, and the data set has "
+                f"{len(self._dataset)}"
+            )
+
+
+class _Orders:
+    """What the DataLoader takes for its sampler: the batches that are likely to come, without an end.
+
+    It knows nothing of the loader, which then ends with its last reference.
+
+    Attributes:
+        wanted: serial number of the order for the present step; those before it are not wanted.
+        serial: of the next order.
+    """
+
+    def __init__(self) -> None:
+        self.wanted, self.serial = -1, 0
+        self._ordered: deque[tuple[int, int, torch.Tensor]] = deque()
+        self._present: tuple[int, Share, Samples] | None = None
+        self._next = 0
+
+    def come_to(self, step: Step) -> None:
+        """From now on the batch of ``step`` is wanted, whether it has been ordered or not."""
+        self._present = step.number, step.share, step.samples
+        while self._ordered:
+            serial, number, indices = self._ordered.popleft()
+            if serial > self.wanted and number == step.number and torch.equal(indices, step.indices):
+                self.wanted = serial
+                return
+        self.wanted, self._next = self.serial, step.number
+
+    def __iter__(self) -> Iterator[Wanted]:
+        while True:
+            yield self._order()
+
+    def _order(self) -> Wanted:
+        """The next batch to be read, if nothing happens.
+
+        It follows from where the samples are now: the DataLoader asks within a step, before the commit.
+        """
+        assert self._present is not None
+        present, share, samples = self._present
+        number = self._next
+        indices = samples.share(share.rank, share.size, after=number - present).indices
+        self._ordered.append((self.serial, number, indices))
+        wanted = Wanted(self.serial, seed_of(samples.seed, "batch", number, share.rank), indices.tolist())
+        self._next += 1
+        self.serial += 1
+        return wanted

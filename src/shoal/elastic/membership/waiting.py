@@ -1,0 +1,204 @@
+"""The lobby as a process sees it that waits there to join a session."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from ...common.wording import in_seconds
+from ...errors import RendezvousTimeout, StateLost, StoreError, StoreTimeout, WireError
+from ...net import Deadline
+from ...rendezvous import Place
+from ...store import Store
+from .lobby_keys import (
+    AGAIN,
+    LONGEST_PAUSE,
+    LOOK,
+    SESSION,
+    SHORTEST_PAUSE,
+    SILENCE,
+    Candidate,
+    Invitation,
+    Reader,
+    SessionNote,
+    arrivals_key,
+    beat_key,
+    candidate_key,
+    go_key,
+    keys_of,
+)
+
+
+class Begun(NamedTuple):
+    """The session that this process begins."""
+
+    ident: int
+
+
+def await_invitation(place: Place, deadline: Deadline, *, begins: bool = False) -> Invitation | Begun:
+    """Wait in the lobby until the ranks of the session there invite this process.
+
+    A store that is gone is looked for until it is back.
+
+    Args:
+        deadline: until when there must be a session; it may then take any time until it needs this process.
+            As many seconds are left to a store that is gone, and then to the session to be found there again;
+            and, if more than SILENCE, to a session that gives no sign of life.
+        begins: this process begins a session, by itself, if none has been there since it came.
+
+    Raises:
+        SystemExit: with the exit code 0; the session has come to its end without this process.
+        RendezvousTimeout: there is none.
+        StateLost: there was one, and its ranks are gone.  Where this process could begin another one, it has
+            waited too long for the newest checkpoint.
+        StoreError, WireError: the store is gone.
+    """
+    return Waiting(place, deadline, begins).await_invitation()
+
+
+class Waiting:
+    """This process as a candidate.
+
+    Args:
+        place, deadline, begins: as of :func:`await_invitation`.
+
+    Attributes:
+        deadline: until when the session must be seen again.
+    """
+
+    def __init__(self, place: Place, deadline: Deadline, begins: bool) -> None:
+        self._place = place
+        self.deadline = deadline
+        self._begins = begins
+        #: the session and its sign of life as seen last, and since when
+        self._seen: tuple[bytes, bytes] | None = None
+        self._since = 0.0
+        #: of a session that lived when this process was there
+        self._lived = ""
+        self._me = msgspec.json.encode(Candidate(place.here.machine, place.here.process))
+        self._ident = ""
+        self._number: int | None = None
+        self._reader = Reader()
+
+    def await_invitation(self) -> Invitation | Begun:
+        """As :func:`await_invitation`; again, if nothing came of an invitation."""
+        self.hears_nothing()
+        pause = SHORTEST_PAUSE
+        while True:
+            try:
+                with keys_of(self._place) as store:
+                    while (found := self.look(store)) is None:
+                        pause = SHORTEST_PAUSE
+                    return found
+            except (StoreError, WireError):
+                self.hears_nothing()
+                if self.deadline.expired:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def look(self, store: Store) -> Invitation | Begun | None:
+        """Look for the session, come, and wait a moment for the invitation."""
+        raw, session = b"", None
+        with contextlib.suppress(StoreTimeout):
+            raw = store.get(SESSION, 0.0 if self._begins else min(self.deadline.remaining(), LOOK))
+            session = self._reader.session(raw)
+        if session is not None and session.void:
+            self._lived = self._ident = ""
+        if self._begins:
+            is_over = session is not None and (
+                session.void or (session.over and session.ident not in (self._lived, self._ident))
+            )
+            if is_over or self._may_begin(store, raw, session):
+                return self._begin(store, raw)
+        if session is None or session.void:
+            self._check_deadline()
+            time.sleep(SHORTEST_PAUSE)  # the session writes it again
+            return None
+        if session.over:
+            raise SystemExit(0)
+        if not self._begins and self._silence(store, raw, session) >= max(SILENCE, self.deadline.timeout):
+            raise self._lost()
+        self.deadline = Deadline(self.deadline.timeout)
+        self._ident = session.ident
+        if not self._has_come(store):
+            number = store.add(arrivals_key(self._ident), 1) - 1
+            # Where something stands already, the session has read it, and looks there no more.
+            if store.compare_set(candidate_key(self._ident, number), b"", self._me) != self._me:
+                return None
+            self._number = number
+        assert self._number is not None
+        try:
+            raw = store.get(go_key(self._ident, self._number), LOOK)
+        except StoreTimeout:
+            return None
+        self._number = None  # another answer comes under another number
+        return self._reader.invitation(raw) if raw not in (AGAIN, b"") else None
+
+    def hears_nothing(self) -> None:
+        """The store is gone, and signs of life with it."""
+        self._seen = None
+
+    def _may_begin(self, store: Store, raw: bytes, session: SessionNote | None) -> bool:
+        """Whether nobody trains here; raises StateLost if a session did that this process waited for."""
+        silence = self._silence(store, raw, session)
+        # A session whose store began anew, without it, writes there again; one that nobody has seen begins.
+        known = bool(raw or self._lived or self._ident)
+        if silence < (SILENCE if known else 2 * LONGEST_PAUSE):
+            return False
+        if self._lived or (self._ident and not raw):
+            raise self._lost()
+        return True
+
+    def _silence(self, store: Store, raw: bytes, session: SessionNote | None) -> float:
+        """Seconds since the session was last seen to give a sign of life, or this process came."""
+        beat = b""
+        if session is not None:
+            with contextlib.suppress(StoreTimeout):
+                beat = store.get(beat_key(session.ident), 0.0)
+        now = time.monotonic()
+        if self._seen is None or self._seen != (raw, beat):
+            if self._seen is not None and session is not None:
+                self._lived = session.ident
+            self._seen, self._since = (raw, beat), now
+        return now - self._since
+
+    def _lost(self) -> StateLost:
+        silence = in_seconds(SILENCE if self._begins else max(SILENCE, self.deadline.timeout))
+        joins, again = "1", "all ranks again, from"
+        if self._begins:
+            joins, again = "auto", "this process again: it then begins a session with"
+        return StateLost(
+            f"job {self._place.job!r}: the session that this process (SHOAL_JOIN={joins}) waited for has "
+            f"given no sign of life for {silence}.  Start {again} the newest checkpoint"
+        )
+
+    def _begin(self, store: Store, before: bytes) -> Begun | None:
+        """Begin a session in the place of what stands there; None: another process has done so."""
+        ident = secrets.randbits(62)
+        mine = msgspec.json.encode(SessionNote(f"{ident:016x}"))
+        if store.compare_set(SESSION, before, mine) != mine:
+            return None
+        if before and (session := self._reader.session(before)) is not None:
+            store.delete_prefix(f"{session.ident}/")
+        return Begun(ident)
+
+    def _has_come(self, store: Store) -> bool:
+        """Whether the session can read of this process: not so in a store that began anew."""
+        if self._number is not None:
+            with contextlib.suppress(StoreTimeout):
+                if store.get(candidate_key(self._ident, self._number), 0.0) == self._me:
+                    return True
+            self._number = None
+        return False
+
+    def _check_deadline(self) -> None:
+        if self.deadline.expired:
+            raise RendezvousTimeout(
+                f"job {self._place.job!r}: within {in_seconds(self.deadline.timeout)} no session began here "
+                "that this process (SHOAL_JOIN=1) could join"
+            )

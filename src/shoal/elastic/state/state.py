@@ -1,0 +1,345 @@
+"""What training changes, on this rank: what a step that is computed again starts from, and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.atomic_file import AtomicFile
+from ...errors import GroupError, ShoalError, UsageError
+from ...parallel import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from ...parallel.coalesced import elements, obstacle
+from ...parallel.digest import Digest
+from ..samples import Samples
+from .values import decode, encode
+
+#: Format 2 has values of numpy, which readers of format 1 would take for dicts.
+_FORMAT, _READABLE = 2, (1, 2)
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+class State:
+    """The parts of a training: models, optimisers, whatever else has a ``state_dict``, and plain values.
+
+        state = State(model=net, optimizer=opt, scheduler=sched, samples=samples, best=0.0)
+        state.best = max(state.best, accuracy)
+
+    Parts are attributes; their names are free.  Plain values can be set again; what a step has done to them,
+    and to the buffers of models, is undone when the step is computed again.  Everything else is to change
+    after ``step.commit()`` alone.
+
+    Plain values, and what ``state_dict`` returns, consist of None, numbers, strings, bytes, tensors, scalars
+    and arrays of numpy, and lists, tuples, dicts and sets of them.  :meth:`load` could not read anything
+    else, so it is refused: when the State is made, when a part is set, and when the next step begins.
+
+    Args:
+        samples: the order of the samples; None: the program finds its data itself.
+        parts: all others.
+
+    Attributes:
+        steps: how many steps count so far.
+
+    Raises:
+        UsageError: a part cannot be used here; the message says why.
+    """
+
+    _parts: dict[str, Any]
+    _steps: int
+
+    def __init__(self, *, samples: Samples | None = None, **parts: Any) -> None:
+        if samples is not None and not isinstance(samples, Samples):
+            raise UsageError(f"State: samples must be shoal.elastic.Samples, got {type(samples).__name__}")
+        for name, part in parts.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise UsageError(f"State: {name!r} cannot be the name of a part")
+            _refuse(name, part)
+        held = Held([part for part in parts.values() if isinstance(part, nn.Module)])
+        self.__dict__.update(_parts=dict(parts), _samples=samples, _steps=0, _held=held, _values={})
+        self.content(shared=True)  # refuses values that cannot be loaded
+
+    @property
+    def samples(self) -> Samples | None:
+        """The order of the samples."""
+        found: Samples | None = self.__dict__["_samples"]
+        return found
+
+    @property
+    def steps(self) -> int:
+        """How many steps count so far; the next one has this number."""
+        return self._steps
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_parts"][name]
+        except KeyError:
+            raise AttributeError(f"this State has no part {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._parts:
+            raise AttributeError(f"this State has no part {name!r}: give it a first value, State({name}=...)")
+        if not _is_plain(self._parts[name]):
+            raise UsageError(f"State: {name!r} is a {type(self._parts[name]).__name__}, which stays the same")
+        _refuse(name, value)
+        if not _is_plain(value):
+            raise UsageError(f"State: {name!r} is a plain value, and cannot become a {type(value).__name__}")
+        encode(value, name)
+        self._parts[name] = value
+
+    def all_models(self) -> Iterator[nn.Module]:
+        """The parts that are modules."""
+        return (part for part in self._parts.values() if isinstance(part, nn.Module))
+
+    def all_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """The parts that are optimisers."""
+        return (part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer))
+
+    def digest(self) -> bytes:
+        """SHA-256 of all parameters and the state of all optimisers: equal on ranks that agree in every bit.
+
+        It reads all of them, about a gigabyte a second.
+        """
+        digest = Digest()
+        for name, part in sorted(self._parts.items()):
+            if isinstance(part, nn.Module):
+                digest.add(name, dict(part.named_parameters()))
+            elif isinstance(part, ZeroRedundancyOptimizer):
+                digest.add(name, part.what_all_have())  # its owners compare the rest
+            elif isinstance(part, torch.optim.Optimizer):
+                digest.add(name, part.state_dict())
+        return digest.value()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Remember what :meth:`put_back` brings back.
+
+        Raises:
+            UsageError: the program has put something into a plain value that cannot be loaded.
+        """
+        self._held.take()
+        self.__dict__["_values"] = {
+            name: value if isinstance(value, _IMMUTABLE) else _copied(name, value)
+            for name, value in self._parts.items()
+            if _is_plain(value)
+        }
+
+    def put_back(self, *, gradients: bool = True) -> None:
+        """Undo what has happened to buffers and plain values since :meth:`hold`; drop all gradients.
+
+        Args:
+            gradients: False: leave them as they are.
+        """
+        self._held.put_back()
+        self._parts.update(self.__dict__["_values"])
+        self.__dict__["_values"] = {}
+        for model in self.all_models() if gradients else ():
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def step_counts(self, batch: int) -> None:
+        """A step of ``batch`` samples counts."""
+        self.__dict__["_steps"] += 1
+        if self.samples is not None:
+            self.samples.advance(batch)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a file, between two steps; one rank does it, as all hold the same.
+
+        The file is complete or not there, whenever the machine dies: a temporary file in the same directory
+        is written, flushed to the disk, and renamed.  The next save deletes those of killed processes.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Raises:
+            UsageError: the state contains something that :meth:`load` could not read.
+            OSError: it cannot be written.
+        """
+        content = {"format": _FORMAT, **self.content()}
+        with AtomicFile(path) as draft:
+            try:
+                torch.save(content, draft.file)
+            except RuntimeError as error:
+                # torch reports an error of the file system as one of its archive
+                if not isinstance(error.__context__, OSError):
+                    raise
+                raise OSError(error.__context__.errno, error.__context__.strerror) from error
+            draft.replace(durable=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what :meth:`save` has written, on every rank, before its session begins.
+
+        Raises:
+            UsageError: the file is damaged, or was not written by :meth:`save`, or by a state with other
+                parts.
+            OSError: it cannot be read.
+        """
+        file = os.fspath(path)
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # torch raises whatever the damaged bytes lead to
+            raise UsageError(
+                f"{file} is damaged or was not written by State.save: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(saved, dict) or saved.get("format") not in _READABLE:
+            raise UsageError(f"{file} was not written by State.save of this release")
+        if saved.keys() != {"format", "steps", "samples", "parts"} or not isinstance(saved["parts"], dict):
+            raise UsageError(f"{file} is damaged: it does not hold what State.save writes")
+        self.take_over(saved, file)
+
+    # -- the whole of it -----------------------------------------------------------------------
+
+    def content(self, *, shared: bool = False) -> dict[str, Any]:
+        """Everything, as dicts, lists, plain values and tensors; these are not copied.
+
+        Args:
+            shared: only what every rank has; of a distributed optimiser that is not its state.
+
+        Raises:
+            UsageError: something in it cannot be loaded.
+        """
+        return {
+            "steps": self.steps,
+            "samples": None if self.samples is None else self.samples.state_dict(),
+            "parts": {
+                name: encode(part, name)
+                if _is_plain(part)
+                else encode(part.what_all_have(), f"{name}.state_dict()")
+                if shared and isinstance(part, ZeroRedundancyOptimizer)
+                else encode(part.state_dict(), f"{name}.state_dict()")
+                for name, part in self._parts.items()
+            },
+        }
+
+    def take_over(self, content: dict[str, Any], source: str) -> None:
+        """Become what another state was when :meth:`content` was called there.
+
+        Raises:
+            UsageError: that state has other parts, or a part refuses its state; the message calls it
+                ``source``.
+        """
+        parts = content["parts"]
+        if parts.keys() != self._parts.keys() or (content["samples"] is None) != (self.samples is None):
+            raise UsageError(
+                f"{source} holds the parts {', '.join(sorted(parts))}"
+                f"{' and samples' if content['samples'] is not None else ''}; this State has "
+                f"{', '.join(sorted(self._parts))}{' and samples' if self.samples is not None else ''}"
+            )
+        for name, part in self._parts.items():
+            try:
+                self._take_over_part(name, part, parts[name])
+            except GroupError:
+                raise
+            except Exception as error:  # of a class of the program
+                raise UsageError(
+                    f"{source}: what it holds for the part {name!r} does not fit this State's "
+                    f"{type(part).__name__}: {type(error).__name__}: {error}"
+                ) from error
+        try:
+            if self.samples is not None:
+                self.samples.load_state_dict(content["samples"])
+            self.__dict__["_steps"] = int(content["steps"])
+        except (KeyError, TypeError, ValueError, ShoalError) as error:
+            raise UsageError(f"{source}: its samples or steps do not fit this State: {error}") from error
+
+    def _take_over_part(self, name: str, part: Any, saved: Any) -> None:
+        saved = decode(saved)
+        if _is_plain(part):
+            self._parts[name] = saved
+        elif isinstance(part, ZeroRedundancyOptimizer) and "state" not in saved:
+            part.take_over(saved)
+        else:
+            part.load_state_dict(saved)
+
+
+class Held:
+    """Copies of the buffers of modules."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        # The places and not the tensors: a module may replace its buffer at any time.
+        self._owners = {id(owner): owner for module in modules for owner in module.modules()}
+        self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._copies: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        """Copy the buffers."""
+        self._held = [
+            (owner, name, buffer)
+            for owner in self._owners.values()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        buffers = [_written(buffer) for _, _, buffer in self._held]
+        if not buffers:
+            self._copies = []
+            return
+        with torch.no_grad():
+            if len(buffers) == len(self._copies) and all(map(_can_follow, buffers, self._copies)):
+                torch._foreach_copy_(self._copies, buffers)
+            else:
+                self._copies = [buffer.clone() for buffer in buffers]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the buffers what they were."""
+        for (owner, name, buffer), kept in zip(self._held, self._copies, strict=True):
+            if obstacle(buffer) is None:
+                _written(buffer).copy_(kept)
+                setattr(owner, name, buffer)
+            else:
+                setattr(owner, name, kept.clone())
+
+
+def _written(buffer: torch.Tensor) -> torch.Tensor:
+    """A view of ``buffer`` that can be written to; itself where it can only be replaced (a sparse one)."""
+    return elements(buffer) if obstacle(buffer) is None else buffer
+
+
+def _can_follow(copy: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = copy.shape == other.shape and copy.dtype == other.dtype and copy.device == other.device
+    return alike and obstacle(copy) is None
+
+
+def _copied(name: str, value: Any) -> Any:
+    encode(value, name)  # refuses
+    return copy.deepcopy(value)
+
+
+def _is_plain(part: Any) -> bool:
+    return not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict"))
+
+
+def _refuse(name: str, part: Any) -> None:
+    """Raise for a part that cannot follow a group that shrinks."""
+    if isinstance(part, type):
+        raise UsageError(f"State: {name!r} is the class {part.__name__}; give State an object of it")
+    if isinstance(part, ZeroRedundancyOptimizer) and part.copies == 1:
+        raise UsageError(
+            f"State: {name!r} is a ZeroRedundancyOptimizer, which keeps each part of its state on one rank: "
+            "that part would die with the rank.  Make it with copies=2"
+        )
+    if isinstance(part, PostLocalSGDOptimizer):
+        raise UsageError(
+            f"State: {name!r} is a PostLocalSGDOptimizer, whose ranks differ between two averages: no rank "
+            "holds what a dead one had learnt.  Use the optimiser inside, with session.parallel(model)"
+        )
+    inside = part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else ()
+    for each in inside:
+        if not _is_plain(each):
+            raise UsageError(
+                f"State: {name!r} has a {type(each).__name__} inside; give each such object a name of its own"
+            )
+    if isinstance(part, nn.Module) and hasattr(part, "regroup"):
+        raise UsageError(
+            f"State: {name!r} is wrapped already; give State the module itself, and wrap it with "
+            "session.parallel(module)"
+        )

@@ -1,0 +1,228 @@
+"""Detects that the members of a subgroup gave different lists of ranks.
+
+``subgroup`` does not communicate, so ranks that give different lists make different groups, and each waits
+for members that never come to its own.  While the first collective of a subgroup is pending, or its first
+receive, its rank therefore tells in the parent's store which subgroups it made, and looks at what the other
+members made.  A correct program pays only for a thread that sleeps: the store is not used before an operation
+has waited for :data:`PATIENCE` seconds.
+
+Another rank gave another list if it waits in a subgroup that this rank is said to be in and has not made,
+and has not made the one that this rank waits in.  Members make their common subgroups in the same order, so
+neither of the two could go on.  The rank that finds out first aborts both subgroups with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+from ...common.decoding import from_json
+from ...errors import ShoalError, UsageError
+from ...future import Future
+from .watched import Watched
+
+#: Seconds that the first operation of a subgroup may take before its rank looks, and until it looks again.
+PATIENCE = 0.5
+_LONGEST_INTERVAL = 8.0
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of one call of ``subgroup``, which was the ``count``-th such call.
+
+    Attributes:
+        choices: on which all members must agree, in words.
+    """
+
+    name: str | None
+    choices: str
+    members: tuple[int, ...]
+    count: int
+
+    def __str__(self) -> str:
+        return f"{list(self.members)}{self.choices and f' with {self.choices}'}"
+
+
+@dataclass
+class _Wait:
+    """This rank waits for the other members of a subgroup, which connect."""
+
+    parent: Watched
+    given: Given
+
+    def abort(self, reason: str) -> None:
+        """There is no group yet: the rank that connects looks itself, and raises."""
+
+
+@dataclass
+class _FirstOperation(_Wait):
+    """One of the first operations of a subgroup is pending, and the thread looks at it when it is due."""
+
+    group: Watched
+    future: ref[Future[Any]]
+    due: float
+    interval: float = PATIENCE
+
+    def over(self) -> bool:
+        future = self.future()
+        return future is None or self.group.state != "open" or future.done()
+
+    def abort(self, reason: str) -> None:
+        self.group.abort(reason)
+
+
+class ListWatch:
+    """Watches the subgroups of one world on one rank, from a thread that runs while any of them waits."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._connecting: list[_Wait] = []
+        self._pending: list[_FirstOperation] = []
+        self._thread: threading.Thread | None = None
+
+    def first_operation(self, parent: Watched, given: Given, group: Watched, future: Future[Any]) -> None:
+        """``future`` is of a first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
+        with self._condition:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return  # no more threads: there is the timeout
+                self._thread = thread
+            due = time.monotonic() + PATIENCE
+            self._pending.append(_FirstOperation(parent, given, group, ref(future), due))
+            self._condition.notify()  # the thread may sleep for longer than this one has patience
+
+    def forget(self, group: Watched, timeout: float) -> None:
+        """``group`` is closed.  The thread ends with the last wait."""
+        with self._condition:
+            self._pending = [wait for wait in self._pending if wait.group is not group]
+            if self._pending:
+                return
+            self._condition.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if self._pending:
+                    self._condition.wait(max(min(wait.due for wait in self._pending) - time.monotonic(), 0.0))
+                if not self._pending:
+                    self._thread = None
+                    return
+                now = time.monotonic()
+                due = [wait for wait in self._pending if wait.due <= now]
+            finished = [wait for wait in due if wait.over() or self._look(wait)]
+            with self._condition:
+                self._pending = [wait for wait in self._pending if not any(wait is each for each in finished)]
+            del due, finished  # they must not keep groups alive until the next one is due
+
+    def _look(self, wait: _FirstOperation) -> bool:
+        """Compare with the subgroups of the other members; True if nothing is left to look for."""
+        try:
+            others = self._exchange(wait)
+        except Exception:
+            return True  # the store is gone, and with it the way to find out; the operation has its timeout
+        difference = _difference(wait, others)
+        if difference is None:
+            wait.interval = min(2 * wait.interval, _LONGEST_INTERVAL)
+            wait.due = time.monotonic() + wait.interval
+            return False
+        self._end(wait, *difference)
+        return True
+
+    def _end(self, wait: _Wait, reason: str, theirs: Given) -> None:
+        """Abort the group of ``wait`` and the one of ``theirs`` with the reason."""
+        # This rank may leave as soon as its own group is aborted, so the one that it never wanted is made
+        # before.  It is aborted last: a rank that hears of that may leave, and the members of this rank's
+        # group must have heard the reason by then.
+        with contextlib.ExitStack() as stack:
+            foreign = None
+            with contextlib.suppress(ShoalError):
+                foreign = wait.parent._subgroup(list(theirs.members), theirs.name, None, asked=theirs.choices)
+                # Whoever hears of the first abort may close the whole world: not this one before its abort.
+                stack.enter_context(foreign._closing)
+            wait.abort(reason)
+            if foreign is not None:
+                foreign.abort(reason)
+        if foreign is not None:
+            with contextlib.suppress(ShoalError):
+                foreign.close(PATIENCE)
+
+    @contextlib.contextmanager
+    def connecting(self, parent: Watched, given: Given) -> Iterator[Callable[[], None]]:
+        """While the members of a group connect: gives what to call, which raises if they gave other lists."""
+        wait = _Wait(parent, given)
+        with self._condition:
+            self._connecting.append(wait)
+        began = time.monotonic()
+
+        def look() -> None:
+            if time.monotonic() - began < PATIENCE:
+                return
+            difference = _difference(wait, self._exchange(wait))
+            if difference is not None:
+                self._end(wait, *difference)
+                raise UsageError(difference[0])
+
+        try:
+            yield look
+        finally:
+            with self._condition:
+                self._connecting = [each for each in self._connecting if each is not wait]
+
+    def _exchange(self, wait: _Wait) -> dict[int, Any]:
+        """Publish the subgroups that this rank made; returns those that the other members have published."""
+        self._tell(wait)
+        store, me = wait.parent.store, wait.parent.rank
+        members = [rank for rank in wait.given.members if rank != me and store.check([_key(rank)])]
+        return {rank: from_json(store.get(_key(rank), timeout=PATIENCE), dict) for rank in members}
+
+    def _tell(self, wait: _Wait) -> None:
+        with self._condition:
+            waits = [other for other in (*self._connecting, *self._pending) if other.parent is wait.parent]
+        made = [[*identity, count] for identity, count in wait.parent._made.copy().items()]
+        waiting = [
+            [other.given.name, other.given.choices, *other.given.members, other.given.count]
+            for other in waits
+        ]
+        wait.parent.store.set(_key(wait.parent.rank), json.dumps({"made": made, "waiting": waiting}))
+
+
+def _key(rank: int) -> str:
+    return f"subgroups of rank {rank}"
+
+
+def _parsed(entries: Iterable[list[Any]]) -> list[Given]:
+    return [Given(name, choices, tuple(members), count) for name, choices, *members, count in entries]
+
+
+def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None:
+    """A rank that gave another list, in words, and that list; None if all gave the same."""
+    parent, given = wait.parent, wait.given
+    for rank, theirs in others.items():
+        if any(_same(other, given) and other.count >= given.count for other in _parsed(theirs["made"])):
+            continue
+        for other in _parsed(theirs["waiting"]):
+            made = parent._made.get((other.name, other.choices, *other.members), 0)
+            if other.name == given.name and parent.rank in other.members and made + 1 == other.count:
+                named = "" if given.name is None else f" {given.name!r}"
+                return (
+                    f"the members of a subgroup{named} of group {parent.name!r} gave different lists: "
+                    f"rank {parent.rank} gave {given}, rank {rank} gave {other}; "
+                    "every member gives the same list, in the same order, with the same arguments"
+                ), other
+    return None
+
+
+def _same(one: Given, other: Given) -> bool:
+    return (one.name, one.choices, one.members) == (other.name, other.choices, other.members)

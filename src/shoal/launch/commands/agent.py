@@ -1,0 +1,384 @@
+"""``shoal agent``: what runs on a host for a launcher on another one.
+
+An agent is a small server of processes.  The launcher tells it what to start and which signals to send; the
+agent tells what the processes write, report and how they end.  It decides nothing, but for one thing: when
+its connection ends, or when no beat of the launcher has come for some seconds, it kills all that it has
+started, and ends.  Should it be killed itself, its guardian does that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+
+import click
+
+from ...errors import LaunchError, UsageError, WireError
+from ...net import build_version
+from ..agent_protocol import (
+    PREAMBLE,
+    PROTOCOL,
+    SILENCE,
+    WINDOW,
+    Beat,
+    Begin,
+    Bye,
+    Close,
+    End,
+    Exited,
+    FromLauncher,
+    Hello,
+    NotStarted,
+    Output,
+    Ready,
+    Refused,
+    Release,
+    Reported,
+    Signal,
+    Start,
+    Started,
+    Stdin,
+    StdinTaken,
+    Suspend,
+    Taken,
+    decode_from_launcher,
+)
+from ..output.stdin import StdinPipe
+from ..ranks.cores import shares, usable
+from ..ranks.environment import OF_RANKS, ReservedPort
+from ..ranks.guardian import Guardian
+from ..ranks.process import LocalRank, Sweep
+from ..ranks.source import Source
+from ..remote.dial import Told, dial, ends_of, forget
+from ..remote.link import Carrier, Descriptors, Link, OfStream
+from ..slurm.allocation import OF_THE_AGENT
+
+_POLL = 0.02
+#: seconds in which the launcher reads the last frames
+_FAREWELL = 5.0
+#: what an agent says before Python cuts it
+_WORDS = 2000
+
+
+def _never(number: int) -> bool:
+    return False
+
+
+class Agent:
+    """Serves one launcher, to the end of its connection.
+
+    Args:
+        carrier: the connection.
+        guardian: of this process.
+        port: kept free on this host.
+        preamble: sent first.
+        ends: the addresses of the launcher's host and of this one, "" where nothing tells.
+        told: whether the processes were sent a signal already.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        guardian: Guardian,
+        port: int,
+        *,
+        preamble: bytes = b"",
+        ends: tuple[str, str] = ("", ""),
+        told: Callable[[int], bool] = _never,
+    ) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._guardian = guardian
+        self._announce = guardian.announcer()
+        self._begin: Begin | None = None
+        self._ranks: dict[int, LocalRank] = {}
+        self._heard = time.monotonic()
+        self._is_suspended = False
+        self._why = ""
+        self._ended = False
+        self._sweep: Sweep | None = None
+        #: output: the sources that are read, and those that are left alone until the launcher has read more
+        self._sources: dict[Source, tuple[int, int]] = {}
+        self._unread = 0
+        self._stdin = StdinPipe(self._selector, self._stdin_taken)
+        self._link: Link[FromLauncher] = Link(carrier, decode_from_launcher, self._received, self._lost)
+        self._link.watch(self._selector)
+        if preamble:
+            self._link.write(preamble)
+        self._told = told
+        self._link.send(Hello(build_version(), PROTOCOL, *ends, port))
+
+    def run(self) -> str:
+        """Serve; returns why it ended in the middle, "" if the launcher has ended it."""
+        while not self._why:
+            timeout = _POLL if self._sweep is not None else self._silent_at - time.monotonic()
+            for key, _ in self._selector.select(min(max(0.0, timeout), SILENCE)):
+                key.data()
+            if time.monotonic() >= self._silent_at:
+                self._why = f"nothing has come from the launcher for {SILENCE:.0f} s"
+            elif self._sweep is not None and self._sweep.is_done() and self._drain():
+                return self._leave(self._sweep.killed)
+        return self._why
+
+    @property
+    def _silent_at(self) -> float:
+        """When the launcher has been silent for too long."""
+        return math.inf if self._is_suspended else self._heard + SILENCE
+
+    def close(self) -> None:
+        """Kill everything that was started, and release everything."""
+        for rank in self._ranks.values():
+            rank.send_group(signal.SIGKILL)
+        for rank in self._ranks.values():
+            rank.reap()
+        self._stdin.close()
+        self._link.close()
+        self._selector.close()
+
+    # -- frames --------------------------------------------------------------------------------
+
+    def _lost(self, why: str) -> None:
+        self._why = why
+
+    def _received(self, frame: FromLauncher) -> None:
+        self._heard = time.monotonic()
+        self._is_suspended = isinstance(frame, Suspend)
+        match frame:
+            case Beat():
+                self._link.send(Beat(frame.launcher, time.monotonic()))
+            case Begin():
+                self._prepare(frame)
+            case Start():
+                self._start(frame)
+            case Taken():
+                if frame.amount > self._unread:
+                    raise WireError("it has read more output than was sent")
+                was_full = self._unread >= WINDOW
+                self._unread -= frame.amount
+                if was_full:
+                    self._listen()
+            case Close():
+                self._close(frame)
+            case Signal():
+                self._signal(frame)
+            case Stdin():
+                self._stdin.take(frame.data)
+            case Release():
+                self._release(frame.index)
+            case End():
+                self._sweep = Sweep(list(self._ranks.values()), frame.linger)
+
+    def _prepare(self, begin: Begin) -> None:
+        if self._begin is not None:
+            raise WireError("it begins twice")
+        try:
+            os.chdir(begin.directory)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            self._link.send(Refused(f"the directory {begin.directory} cannot be entered: {reason}"[:_WORDS]))
+            return
+        self._begin = begin
+        self._link.send(Ready())
+
+    def _start(self, start: Start) -> None:
+        if self._begin is None or start.index in self._ranks or self._sweep is not None:
+            raise WireError(f"process {start.index} cannot be started now")
+        cores = None
+        if self._begin.bind:
+            dealt = shares(usable(), max(1, self._begin.ranks))
+            cores = dealt[start.place % len(dealt)]
+
+        def prepare() -> None:
+            self._announce()
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
+
+        try:
+            rank = LocalRank(
+                start.index, start.slot, start.restart, start.size, start.argv,
+                self._environment(self._begin, start.variables),
+                stdin=subprocess.PIPE if start.stdin else subprocess.DEVNULL,
+                prepare=prepare, newcomer=start.newcomer,
+            )  # fmt: skip
+        except (LaunchError, UsageError) as error:
+            self._link.send(NotStarted(start.index, str(error)[:_WORDS]))
+            return
+        self._ranks[start.index] = rank
+        if start.stdin:
+            self._stdin.attach(rank.take_stdin())
+        reported = 0
+
+        def tell_reports() -> None:
+            nonlocal reported
+            if rank.report_changes != reported:
+                reported = rank.report_changes
+                reports, notices = tuple(rank.sent_reports), tuple(rank.take_notices())
+                self._link.send(Reported(rank.index, rank.joined, reports, notices))
+
+        rank.watch(self._selector, lambda: self._exited(rank), tell_reports)
+        for stream, source in ((1, rank.stdout), (2, rank.stderr)):
+            self._sources[source] = (start.index, stream)
+        self._link.send(Started(start.index, rank.pid))
+        self._listen()
+
+    def _environment(self, begin: Begin, variables: Mapping[str, str]) -> dict[str, str]:
+        found = {k: v for k, v in os.environ.items() if k not in OF_RANKS}
+        if "OMP_NUM_THREADS" not in begin.environment:
+            found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // max(1, begin.ranks)))
+        return {**found, **begin.environment, **variables}
+
+    def _signal(self, frame: Signal) -> None:
+        rank = self._ranks.get(frame.index)
+        if rank is None or rank.is_released:
+            return  # it has been released, or never started, when the launcher did not know that yet
+        if frame.group:
+            rank.send_group(frame.number)
+        elif rank.status is None and not self._told(frame.number):
+            rank.send(frame.number)
+
+    def _close(self, frame: Close) -> None:
+        rank = self._ranks.get(frame.index)
+        if rank is not None:  # else it was never started
+            source = rank.stdout if frame.stream == 1 else rank.stderr
+            self._sources.pop(source, None)
+            source.close()
+
+    def _release(self, index: int) -> None:
+        rank = self._ranks.get(index)
+        if rank is None:
+            return  # it was never started
+        if rank.status is None:
+            raise WireError(f"process {rank.index} has not ended and cannot be released")
+        if not rank.is_released:
+            rank.send_group(signal.SIGKILL)
+            self._guardian.forget(rank.pid)
+            rank.release()
+
+    # -- what processes do ---------------------------------------------------------------------
+
+    def _exited(self, rank: LocalRank) -> None:
+        assert rank.status is not None
+        self._link.send(Exited(rank.index, rank.status, rank.ended_at, rank.seconds))
+
+    # -- output --------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Listen to the processes' pipes, unless too much of what they wrote is unread."""
+        full = self._unread >= WINDOW
+        for source in self._sources:
+            source.ignore()
+            if not full:
+                source.listen(self._selector, partial(self._read, source))
+
+    def _read(self, source: Source) -> bool:
+        """Read a chunk and send it; False when there is nothing now."""
+        if source not in self._sources or self._unread >= WINDOW:
+            return False
+        try:
+            data = source.read()
+        except BlockingIOError:
+            return False
+        self._pass_on(source, data)
+        return bool(data)
+
+    def _pass_on(self, source: Source, data: bytes) -> None:
+        """Send what was read; no bytes are the end."""
+        index, stream = self._sources[source]
+        self._link.send(Output(index, stream, data), bulk=True)
+        self._unread += len(data)
+        if not data:
+            del self._sources[source]
+            source.close()
+        if self._unread >= WINDOW:
+            self._listen()
+
+    def _drain(self) -> bool:
+        """Send what is left in the pipes, also if another process still holds their other ends; whether
+        all is on its way."""
+        for source in list(self._sources):
+            while source in self._sources and self._unread < WINDOW and self._read(source):
+                pass
+            if source in self._sources and self._unread < WINDOW:
+                self._pass_on(source, b"")
+        return not self._sources
+
+    def _leave(self, killed: list[str]) -> str:
+        self._link.send(Bye(tuple(name[:300] for name in killed[:1000])), bulk=True)
+        end = 0.0
+        while not self._why:  # the launcher closes the connection
+            now = time.monotonic()
+            if self._link.sent:
+                end = end or now + _FAREWELL
+                if now >= end:
+                    break
+            elif now >= self._silent_at:
+                return f"nothing has come from the launcher for {SILENCE:.0f} s"
+            for key, _ in self._selector.select(min((end or self._silent_at) - now, SILENCE)):
+                key.data()
+        return "" if self._link.sent else self._why
+
+    def _stdin_taken(self, amount: int) -> None:
+        self._link.send(StdinTaken(amount))
+
+
+def serve(
+    carrier: Carrier,
+    *,
+    preamble: bytes = b"",
+    ends: tuple[str, str] = ("", ""),
+    told: Callable[[int], bool] = _never,
+) -> int:
+    """Be the agent of the launcher at the other end of ``carrier``; returns the exit code.
+
+    Args:
+        carrier, preamble, ends, told: as of :class:`Agent`.
+    """
+    with ExitStack() as steps:
+        port = steps.enter_context(closing(ReservedPort("")))
+        guardian = steps.enter_context(Guardian())
+        serving = Agent(carrier, guardian, port.number, preamble=preamble, ends=ends, told=told)
+        agent = steps.enter_context(closing(serving))
+        why = agent.run()
+    if why:
+        print(f"shoal agent: {why}; all that it had started was killed", file=sys.stderr, flush=True)
+    return 1 if why else 0
+
+
+def _ends_of_ssh() -> tuple[str, str]:
+    client, _, server = os.environ.get("SSH_CONNECTION", "").partition(" ")
+    return client, server.split(" ")[1] if " " in server else ""
+
+
+def _call(where: str) -> int:
+    """Call the launcher that has had srun start this process, and be its agent."""
+    with Told() as told, dial(where, os.environ) as connection:
+        forget(OF_THE_AGENT)
+        ends = ends_of(connection)
+        return serve(OfStream(connection.release()), preamble=PREAMBLE, ends=ends, told=told)
+
+
+@click.command(hidden=True)
+@click.option("--stdio", is_flag=True, help="Talk to the launcher over stdin and stdout.")
+@click.option("--connect", metavar="HOST:PORT", help="Connect to the launcher there.")
+def agent(stdio: bool, connect: str | None) -> int:
+    """Start processes for a shoal run on another host, which starts this command itself."""
+    if stdio == (connect is not None):
+        raise click.UsageError("shoal run --hosts and --srun start agents by themselves")
+    # What the processes below print by mistake must not get between the frames.
+    reading, writing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    if connect is not None:
+        os.close(reading)
+        os.close(writing)
+        return _call(connect)
+    return serve(Descriptors(reading, writing), preamble=PREAMBLE, ends=_ends_of_ssh())

@@ -1,0 +1,248 @@
+"""``shoal run --hosts``: what is passed on to other hosts, and how a job runs there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from ... import config
+from ...common.wording import counted, encodable
+from ...errors import LaunchError, UsageError
+from ..job.job_store import job_store
+from ..job.restarts import Ended, run_with_restarts
+from ..job.signals import Signals
+from ..job.supervisor import STOP_GRACE, Supervisor
+from ..output.logs import Logs
+from ..ranks.environment import Job
+from ..ranks.notes import Notes
+from ..remote.crew import RemoteCrew
+from ..remote.fleet import Fleet, Stopped
+from ..remote.hosts import Host
+from ..remote.ssh import command
+from ..slurm import srun
+from ..slurm.fleet import SrunFleet
+
+#: variables beside those of shoal that other hosts get
+PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
+#: variables of shoal that mean something on one host only, or that the launcher gives to each rank
+_OF_ONE_HOST = {
+    variable.name
+    for variable in (
+        config.SSH, config.INTERFACE, config.HOST_ID, config.REPORT_FD, config.SECRET, config.SECRET_FILE,
+        config.JOIN,
+    )
+}  # fmt: skip
+#: seconds in which Slurm sends a signal to all processes of a job, on whatever node
+_SETTLE = 0.3
+#: the exit code when a host could not be used, or a rank not be started there
+_NOT_STARTED = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where and how a job runs.
+
+    Attributes:
+        hosts: those that have a slot.
+        python: the interpreter of the agents.
+        directory: in which ranks run.
+        environment: what ranks find beside what their host gives them.
+        bind: give each slot cores of its own.
+        by_srun: srun starts the agents, in the allocation whose nodes the hosts are.
+        named: those of ``environment`` that the user names, whose values may be secret.
+    """
+
+    hosts: Sequence[Host]
+    python: str
+    directory: str
+    environment: Mapping[str, str]
+    bind: bool
+    by_srun: bool = False
+    named: Sequence[str] = ()
+
+
+def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
+    """What of this process's environment ranks on other hosts get.
+
+    Args:
+        names: further ones that the user names.
+        extra: what the launcher sets itself.
+        store: the ranks meet in a store that the user names, whose secret is then passed on.
+
+    Raises:
+        UsageError: there is no such variable, or other hosts cannot be given its value.
+    """
+    own = _OF_ONE_HOST | set(Job(1).variables(0, "", ""))
+    found = {
+        k: v for k, v in os.environ.items() if k in PASSED_ON or (k.startswith("SHOAL_") and k not in own)
+    }
+    for name in names:
+        if name not in os.environ:
+            raise UsageError(f"--env {name}: there is no such variable in this environment")
+        found[name] = os.environ[name]
+    if store and (secret := config.secret()):
+        found["SHOAL_SECRET"] = secret.decode()
+    found = {**extra, **found}
+    for name, value in found.items():
+        if not (name + value).isascii() and _undecodable(name + value):
+            raise UsageError(f"the variable {name} is not UTF-8, and cannot be passed on to other hosts")
+    return found
+
+
+def directory(chdir: str | None) -> str:
+    """The directory of ranks on other hosts: this process's, or ``chdir`` from there.
+
+    Raises:
+        UsageError: other hosts cannot be told its name.
+    """
+    found = os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir)
+    if _undecodable(found):
+        raise UsageError(f"the directory {encodable(found)} is not UTF-8: name another one by --chdir")
+    return found
+
+
+def _undecodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def fitted(
+    hosts: Sequence[Host], size: int | None, most: int | None, spares: int, *, respawn: bool = False
+) -> tuple[int, list[Host]]:
+    """How many ranks meet first, and the hosts that are used; ``size`` None: as many as fit.
+
+    With ``respawn`` those are used too that have slots for the ranks of a host that is lost.
+
+    Raises:
+        UsageError: they do not fit.
+    """
+    slots = sum(host.slots for host in hosts)
+    size = slots - spares if size is None else size
+    needed = max(size, most or 0) + spares
+    if size < 1 or needed > slots:
+        kinds = [counted(max(size, most or 0), "rank"), *([counted(spares, "spare")] if spares else [])]
+        raise UsageError(
+            f"{' and '.join(kinds)} on {counted(slots, 'slot')} of {counted(len(hosts), 'host')}"
+        )
+    return size, [host for host in hosts if respawn or host.first < needed]
+
+
+def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> str:
+    """The text that ``--dry-run`` prints."""
+    url, secret = (store, {}) if store else ("tcp://<address>:<port>", {"SHOAL_SECRET": "<secret>"})
+    lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
+    hidden = dict.fromkeys(plan.named, "<passed on>")
+    hidden |= {"SHOAL_SECRET": "<secret>", "SHOAL_STORE_PASSWORD": "<secret>"}
+    lines += [f"  {k}={hidden.get(k, v)}" for k, v in plan.environment.items()]
+    if plan.by_srun:
+        lines.append(shlex.join(srun.command(plan.hosts, plan.python, ":<port>")))
+    for host in plan.hosts:
+        how = "" if plan.by_srun else f" {shlex.join(command(host, plan.python))}"
+        lines.append(f"host {host.name}:{how}")
+        count = max(0, min(job.size - host.first, host.slots))
+        for slot in range(host.first, host.first + count):
+            variables = job.variables(
+                slot, url, "<port>", master="<address>", local=(slot - host.first, count)
+            )
+            variables |= {**secret, "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
+            own = " ".join(f"{k}={v}" for k, v in variables.items())
+            lines.append(f"  rank {slot}: {own} {shlex.join(argv)}")
+        if host.slots > count:
+            lines.append(
+                f"  {counted(host.slots - count, 'slot')} more, for spares and for processes that join"
+            )
+    return "\n".join(lines)
+
+
+def _fleet(plan: Plan, signals: Signals) -> Fleet:
+    if plan.by_srun:
+        return SrunFleet(plan.hosts, plan.python, signals, hidden=_OF_ONE_HOST)
+    return Fleet(plan.hosts, plan.python, signals)
+
+
+def launch_on_hosts(
+    plan: Plan,
+    argv: Sequence[str],
+    job: Job,
+    *,
+    least: int | None = None,
+    respawn: bool = False,
+    most: int | None = None,
+    restarts: int = 0,
+    grace: float = STOP_GRACE,
+    prefixed: bool = True,
+    log_dir: Path | None = None,
+    store: str | None = None,
+) -> int:
+    """Run ``argv`` on the ranks of ``job``; returns the exit code.  For the main thread.
+
+    Args:
+        plan: where and how.
+        least, respawn, most, restarts, grace, prefixed, log_dir, store: as of ``launch``.
+
+    Raises:
+        UsageError, StoreError, RendezvousError: the store cannot be opened.
+    """
+    with Signals(_SETTLE if plan.by_srun else 0.0) as signals, ExitStack() as open_logs:
+        try:
+            logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, job.size)))
+        except LaunchError as error:
+            click.echo(f"shoal: {error}", err=True)
+            return _NOT_STARTED
+
+        def run_once(job: Job, restart: str) -> Ended:
+            with ExitStack() as steps:
+                try:
+                    # A store may take its time, in which agents would hear nothing.
+                    named = None if store is None else steps.enter_context(job_store(store, job))
+                    fleet = steps.enter_context(closing(_fleet(plan, signals)))
+                    fleet.connect()
+                    addresses = fleet.towards_hosts()
+                    counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
+                    fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
+                    meeting_place = named or steps.enter_context(job_store(None, job, addresses))
+                    notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident, job.epoch)))
+                    hello = fleet.agencies[0].hello
+                    assert hello is not None
+                    crew = RemoteCrew(
+                        fleet,
+                        argv,
+                        job,
+                        stores=[meeting_place.url_at(address) for address in addresses],
+                        master=fleet.master(),
+                        master_port=str(hello.port),
+                        most=most or job.size,
+                    )
+                    supervisor = Supervisor(
+                        signals,
+                        crew,
+                        notes,
+                        least=least,
+                        respawn=respawn,
+                        grace=grace,
+                        restart=restart,
+                        scalable=most is not None,
+                        prefixed=prefixed,
+                        logs=logs,
+                    )
+                    steps.enter_context(closing(supervisor))
+                    meeting_place.start()
+                    supervisor.start()
+                except Stopped as stopped:
+                    return Ended(128 + stopped.number)
+                except LaunchError as error:
+                    click.echo(f"shoal: {error}", err=True)
+                    return Ended(_NOT_STARTED)
+                code = supervisor.run()
+                return Ended(code, supervisor.failed)
+
+        return run_with_restarts(job, restarts, run_once)

@@ -1,0 +1,1 @@
+"""A job of ``shoal run``: its supervisor, its processes, and what happens when one fails."""

@@ -1,0 +1,116 @@
+"""The store of a job that ``shoal run`` starts: its own, or one that is named by ``--store``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+
+from ... import config
+from ...errors import LaunchError, StoreError, UsageError, WireError
+from ...net import Deadline
+from ...rendezvous import LOOPBACK, Request, job_record, loopback_trouble, open_venue, parse_url, root_of
+from ...store import Store, TCPStore, TCPStoreServer
+from ..ranks.environment import Job
+
+#: seconds that the launcher's loop waits for the store at most
+_PATIENCE = 1.0
+
+
+class JobStore:
+    """Where the ranks of a job meet.
+
+    Attributes:
+        url: what the ranks find in ``SHOAL_STORE``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def url_at(self, address: str) -> str:
+        """What ranks find in ``SHOAL_STORE`` on a host that reaches this one by ``address``."""
+        return self.url
+
+    def start(self) -> None:
+        """Called once all ranks were forked: threads may begin."""
+
+    def connect(self) -> Store:
+        """A connection for the launcher, none of whose calls takes longer than a second."""
+        raise NotImplementedError
+
+
+class _Served(JobStore):
+    def __init__(self, server: TCPStoreServer, secret: bytes) -> None:
+        super().__init__(server.url)
+        self._server = server
+        self._secret = secret
+
+    def url_at(self, address: str) -> str:
+        return (
+            f"tcp://[{address}]:{self._server.port}"
+            if ":" in address
+            else f"tcp://{address}:{self._server.port}"
+        )
+
+    def start(self) -> None:
+        self._server.start()
+
+    def connect(self) -> Store:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._server.host, self._server.host)
+        return TCPStore(host, self._server.port, self._secret, timeout=_PATIENCE)
+
+
+class _Named(JobStore):
+    def __init__(self, url: str, store: Store) -> None:
+        super().__init__(url)
+        self._store = store
+
+    def connect(self) -> Store:
+        self._store.timeout = _PATIENCE
+        return self._store.clone()
+
+
+def job_store(
+    url: str | None, job: Job, addresses: Collection[str] = ("127.0.0.1",)
+) -> AbstractContextManager[JobStore]:
+    """The store of ``job``: the one that ``url`` names, or a server of this process.
+
+    Args:
+        addresses: of this machine, by which the server is to be reached.
+    """
+    if url is not None:
+        return _named(url, job)
+    if len(set(addresses)) == 1:
+        return _served(job, next(iter(addresses)))
+    return _served(job, "::" if any(":" in each for each in addresses) else "0.0.0.0")
+
+
+@contextmanager
+def _served(job: Job, host: str) -> Iterator[JobStore]:
+    if host == LOOPBACK and (trouble := loopback_trouble()):
+        raise LaunchError(trouble)
+    secret = job.secret.encode()
+    with closing(
+        TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))
+    ) as server:
+        yield _Served(server, secret)
+
+
+@contextmanager
+def _named(url: str, job: Job) -> Iterator[JobStore]:
+    """Raises UsageError, ShoalError: the URL, or the store, cannot be used."""
+    parts = parse_url(url)
+    if parts.scheme == "env":
+        raise UsageError("--store must name a store, not env://: the launcher is what env:// asks")
+    deadline = Deadline(config.TIMEOUT.get())
+    venue = open_venue(Request(parts, None, job.size, config.secret(), deadline, job=job.ident, serves=False))
+    store = venue.store
+    try:
+        store.multi_set(*zip(*job_record(job.size, job.ident, job.epoch).items(), strict=True))
+        yield _Named(url, store)
+    finally:
+        # The job's name is used once: nobody else will clear its keys.
+        with suppress(StoreError, WireError):
+            store.timeout = _PATIENCE
+            root_of(store, job.ident, job.epoch).delete_prefix("")
+        store.close()
+        venue.close()

@@ -1,0 +1,500 @@
+"""The loop that watches over the ranks: exits, signals and deadlines.
+
+One thread and one epoll set.  The kernel lists ready descriptors in the order in which they became
+ready, so exits (seen through a ``pidfd``) are handled in the order in which they happened, even
+when many are seen at once: the first failure is the first, not the one with the lowest rank.
+
+A job goes through these phases::
+
+    RUNNING --a rank fails-----> FAILED    the others get SIGTERM, and SIGKILL a moment later;
+       |      and too few are left |       the rank that caused it (causes.py) may end by itself
+       |-----SIGINT, SIGTERM---> STOPPING  passed on; SIGKILL after a long grace or a second SIGINT
+       v                           |
+    every rank has ended <---------+----> what they left in their process groups is killed,
+                                          the last output is written, then the summary
+
+With ``respawn`` the slot of a rank that fails while enough others go on gets another process, after a while
+(respawn.py).  It is a *newcomer* until it reports that it has joined the others, and nothing depends on it:
+it does not count among those that live, and when all others have ended it is ended too, without a word.
+Spares are newcomers from the beginning, which the ranks hold back while they are as many as are wanted.
+
+Where the processes run is the crew's business (crew.py, hosts.py).  A host that is lost is the end of all its
+ranks at one moment.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import selectors
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+from ...errors import LaunchError, UsageError
+from ..output import causes, summary
+from ..output.logs import Logs
+from ..output.output import Output
+from ..output.unannounced import UnannouncedEnds
+from ..ranks.notes import Notes
+from ..ranks.rank import LOST, Rank
+from ..ranks.respawn import Respawn
+from ..ranks.slots import last_of_slots, plan
+from .control import Control
+from .crew import Crew
+from .evictions import Evictions
+from .interrupts import Interrupts
+from .signals import STOP, SUSPEND, Signals
+from .suspension import suspend_job
+
+#: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
+FAILURE_GRACE = 0.6
+#: seconds for a rank that failed first and has not ended yet, so that its traceback and exit code are seen
+CULPRIT_GRACE = 5.0
+#: default seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
+STOP_GRACE = 30.0
+#: seconds that helpers of a finished rank have to notice and end by themselves
+_LINGER = 0.5
+_POLL = 0.02
+#: seconds in which the last output is written after an impatient user has stopped the job
+_SILENCE = 1.0
+#: seconds after which the user is told of a rank that ended without leaving a group, while others run
+UNANNOUNCED = 10.0
+
+
+class _Phase(enum.Enum):
+    RUNNING = enum.auto()
+    FAILED = enum.auto()
+    STOPPING = enum.auto()
+
+
+class Supervisor:
+    """Runs one job to its end.
+
+    Args:
+        signals: the launcher's; those that arrive are passed on.
+        crew: starts the ranks.
+        notes: told of every rank that ends before others do, and of how many are wanted.
+        least: so many ranks may go on when others fail; None: all or none.
+        respawn: start others in the place of those that failed.
+        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
+        restart: the line for the user if the job is started again after a failure; "": it is not.
+        scalable: let ``shoal scale`` ask for another number of processes, from ``least`` to the crew's most.
+        prefixed, logs: see :class:`Output`.
+
+    Call :meth:`start` while there are no threads, :meth:`run` once, and :meth:`close` whatever happened.
+    """
+
+    def __init__(
+        self,
+        signals: Signals,
+        crew: Crew,
+        notes: Notes,
+        *,
+        least: int | None = None,
+        respawn: bool = False,
+        grace: float = STOP_GRACE,
+        restart: str = "",
+        scalable: bool = False,
+        prefixed: bool = True,
+        logs: Logs | None = None,
+    ) -> None:
+        self._signals = signals
+        self._crew = crew
+        self._least = least
+        self._respawn = Respawn() if respawn else None
+        self._grace, self._restart = grace, restart
+        self._notes = notes
+        self._prefixed, self._logs = prefixed, logs
+        self._ranks: list[Rank] = []
+        self._phase = _Phase.RUNNING
+        self._culprit: Rank | None = None
+        #: those that failed while enough others went on, and the one after which too few were left
+        self._outlived: list[Rank] = []
+        self._fatal: Rank | None = None
+        self._stop_signal = 0
+        self._interrupts = Interrupts()
+        self._kill_at: float | None = None
+        self._unannounced = UnannouncedEnds(UNANNOUNCED)
+        #: until when the culprit may end by itself
+        self._spare_until: float | None = None
+        #: how many ranks there shall be, without spares
+        self._wanted = crew.size
+        #: how many processes to start as soon as others have left
+        self._later = 0
+        self._selector = selectors.DefaultSelector()
+        self._control = Control(self._selector, self._scale) if scalable else None
+        self._output: Output | None = None
+        self._sweeping = self._closing = self._impatient = False
+        #: a host was lost before it had sent all that its ranks wrote
+        self._cut = False
+        self._evictions = Evictions(grace, lambda rank: self._told(summary.evicted(rank)))
+        crew.watch(self._selector, self._told, self._host_lost)
+
+    def start(self) -> None:
+        """Start the ranks that meet first, and spares; raises LaunchError."""
+        size = self._crew.size
+        for slot in range(size):
+            self._add(self._crew.first(slot))
+        for slot in range(size, size + self._crew.spares):
+            self._add(self._crew.later(slot, slot, 0))
+        self._crew.settle()
+
+    def _add(self, rank: Rank) -> None:
+        self._ranks.append(rank)
+        rank.meetings = self._evictions.meetings
+        take_notices = partial(self._evictions.take_notices, rank, self._ranks)
+        rank.watch(self._selector, lambda: self._ended(rank), take_notices)
+
+    def run(self) -> int:
+        """Watch until every rank and all that they started is gone; returns the exit code.
+
+        That is the rank's that failed first; or 128 and a number when a signal to the launcher ended
+        the job; or ``LOST`` if output was lost; or 0.
+        """
+        output = self._output = Output(
+            self._selector,
+            self._signals.wake,
+            self._crew.most + self._crew.spares,
+            prefixed=self._prefixed,
+            logs=self._logs,
+        )
+        for rank in self._ranks:
+            output.attach(rank)
+        self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
+        while any(rank.status is None for rank in self._ranks):
+            self._turn(None)
+        self._sweep(output)
+        output.drain()
+        code = self._conclude(output)
+        output.close()
+        end = time.monotonic() + (_SILENCE if self._impatient else math.inf)
+        self._closing, self._impatient = True, False
+        while not output.ended and not self._impatient and time.monotonic() < end:
+            self._turn(_POLL)
+        for text in output.new_troubles():  # with the last lines
+            with suppress(OSError):
+                os.write(2, text + b"\n")
+        return code or (LOST if output.lost else 0)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, and nobody has stopped the job."""
+        return self._phase is _Phase.FAILED and not self._stop_signal
+
+    def close(self) -> None:
+        """Kill the ranks that may still be alive, and release everything."""
+        for rank in self._ranks:
+            rank.send_group(signal.SIGKILL)
+            rank.reap()
+        self._crew.close()
+        if self._control is not None:
+            self._control.close()
+        self._selector.close()
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def _turn(self, timeout: float | None) -> None:
+        """Handle the ready descriptors; wait for one until ``timeout`` or the next deadline."""
+        assert self._output is not None
+        now = time.monotonic()
+        moments = (
+            self._kill_at, self._spare_until, self._interrupts.remind_at,
+            self._unannounced.next_at(), self._evictions.next_at(), self._crew.next_at(),
+        )  # fmt: skip
+        restarts = self._respawn if self._phase is _Phase.RUNNING else None
+        restart_at = None if restarts is None else restarts.next()
+        deadlines = [at - now for at in (*moments, restart_at, self._output.next_show()) if at is not None]
+        if timeout is not None:
+            deadlines.append(timeout)
+        for key, _ in self._selector.select(max(0.0, min(deadlines)) if deadlines else None):
+            key.data()
+        self._output.show()
+        now = time.monotonic()
+        self._crew.tick(now)
+        self._evictions.tick(now)
+        if (at := self._interrupts.remind_at) is not None and now >= at:
+            self._remind(now)
+        if (at := self._unannounced.next_at()) is not None and now >= at:
+            self._tell_of_unannounced_ends()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill()
+        if self._spare_until is not None and now >= self._spare_until:
+            self._spare_until = None
+            self._end_all()
+        if restarts is not None and self._phase is _Phase.RUNNING:
+            for slot in restarts.due(now):
+                self._start_in(slot)
+
+    def _ended(self, rank: Rank) -> None:
+        status = rank.status
+        assert status is not None
+        # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
+        if not rank.newcomer and any(other.status is None for other in self._ranks):
+            self._notes.ended(rank.slot, summary.describe(status))
+        if status == 0:
+            self._unannounced.ended_well(time.monotonic())
+        if rank is self._culprit:
+            self._spare_until = None
+        if self._phase is _Phase.RUNNING and rank.leaving:
+            self._left(rank)
+        elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
+            self._failed(rank)
+        elif self._phase is _Phase.RUNNING and rank.evicted and self._output is not None:
+            self._output.say(summary.ended_evicted(rank, self._plan_restart(rank.slot, rank.seconds)))
+        self._stop_restarts_if_over()
+
+    def _told(self, text: bytes) -> None:
+        """Something has happened at a host that the user wants to know."""
+        if self._output is not None:
+            self._output.say(text)
+
+    def _host_lost(self, host: str, why: str, ranks: Sequence[Rank]) -> None:
+        """These ranks, whose status is ``LOST``, are gone with their host."""
+        self._told(summary.host_lost(host, why, ranks))
+        self._cut |= self._sweeping
+        for rank in ranks:
+            self._ended(rank)
+
+    def _failed(self, rank: Rank) -> None:
+        """``rank`` has failed, by itself or because of another one."""
+        assert self._output is not None
+        self._read_reports()  # which say who has joined
+        left = [other for other in self._ranks if other.counts and not other.status]
+        if not rank.is_member or (self._least is not None and len(left) >= self._least):
+            self._outlived.append(rank)
+            then = summary.spares(self._ranks) if rank.is_member and self._crew.spares else ""
+            then += self._plan_restart(rank.slot, rank.seconds)
+            self._output.say(summary.outlived(rank, left, then))
+        else:
+            self._phase, self._fatal = _Phase.FAILED, rank
+            first = self._ranks[self._cause()]
+            if first.status is None:
+                self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE
+            self._end_all()
+
+    def _plan_restart(self, slot: int, lived: float) -> str:
+        """Plan the next process of ``slot``, whose last one lived so long; gives words on it."""
+        if self._respawn is None or not self._runs_a_member():
+            return ""
+        place = self._place_of_next(slot)
+        if place is None:
+            return summary.NO_PLACE
+        wait = self._respawn.failed(place, lived, time.monotonic())
+        return summary.next_process(wait, spares=self._crew.spares > 0)
+
+    def _place_of_next(self, slot: int) -> int | None:
+        """The slot of the next process after one of ``slot``: another one if that cannot be used."""
+        waiting = set() if self._respawn is None else self._respawn.waiting
+        taken = {rank.slot for rank in self._ranks if rank.status is None} | waiting
+        slots = (slot, *range(self._crew.slots))
+        return next((each for each in slots if each not in taken and self._crew.can_start(each)), None)
+
+    def _start_in(self, slot: int) -> bool:
+        """Start a newcomer in ``slot``; whether that could be done."""
+        assert self._output is not None
+        before = last_of_slots(self._ranks).get(slot)
+        if before is not None and not before.is_released:
+            self._crew.release(before)
+        restart = 0 if before is None else before.restart + 1
+        try:
+            rank = self._crew.later(len(self._ranks), slot, restart)
+        except LaunchError as error:
+            self._output.say(summary.not_started(error, self._plan_restart(slot, 0.0)))
+            return False
+        self._add(rank)
+        self._output.attach(rank)
+        return True
+
+    def _scale(self, wanted: int) -> str:
+        """Have ``wanted`` ranks beside spares; tells what is done for that; raises UsageError."""
+        assert self._output is not None
+        self._read_reports()
+        least, most = self._least or 1, self._crew.most
+        if self._phase is not _Phase.RUNNING or not self._runs_a_member():
+            raise UsageError("the job is about to end")
+        if not least <= wanted <= most:
+            raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
+        waiting = set() if self._respawn is None else self._respawn.waiting
+        last = last_of_slots(self._ranks)
+        usable = [slot for slot in range(self._crew.slots) if self._crew.can_start(slot)]
+        found = plan(wanted, usable, last, waiting, spares=self._crew.spares)
+        self._wanted, self._later = wanted, found.later
+        self._notes.wanted(wanted)  # or a spare would take the place of one that leaves
+        if self._respawn is not None:
+            self._respawn.cancel(waiting.intersection(found.stop))
+        text = summary.scaled(wanted, found.start, found.stop, found.later)
+        self._output.say(f"shoal: {text}".encode())
+        for slot in set(found.stop) - waiting:
+            last[slot].leaving = True
+            last[slot].send(signal.SIGTERM)
+        for slot in found.start:
+            self._start_in(slot)
+        return text
+
+    def _left(self, rank: Rank) -> None:
+        """``rank``, which was asked to leave, has ended."""
+        assert self._output is not None
+        self._output.say(summary.left(rank))
+        while self._later > 0:
+            place = self._place_of_next(rank.slot)
+            if place is None or not self._start_in(place):
+                break  # until another one has left
+            self._later -= 1
+
+    def _runs_a_member(self) -> bool:
+        return any(rank.is_member and rank.status is None and not rank.evicted for rank in self._ranks)
+
+    def _stop_restarts_if_over(self) -> None:
+        """Start no more processes if the job ends, and end newcomers that have nobody left to join."""
+        self._read_reports()
+        if self._phase is _Phase.RUNNING and self._runs_a_member():
+            return
+        self._later = 0
+        if self._respawn is not None:
+            self._respawn.cancel(self._respawn.waiting)
+        newcomers = [rank for rank in self._ranks if rank.status is None and not rank.evicted]
+        if newcomers and self._phase is _Phase.RUNNING and self._kill_at is None:
+            self._kill_at = time.monotonic() + FAILURE_GRACE
+            for rank in newcomers:
+                rank.dismissed = True
+                rank.send(signal.SIGTERM)
+
+    def _tell_of_unannounced_ends(self) -> None:
+        """Tell the user, once, of ranks that exited with 0 and left no group, while others run."""
+        assert self._output is not None
+        self._read_reports()
+        text = self._unannounced.text(self._ranks)
+        if text is not None and self._phase is _Phase.RUNNING:
+            self._output.say(text)
+
+    def _read_reports(self) -> None:
+        for rank in self._ranks:
+            if not rank.is_released:
+                rank.read_reports()
+                self._evictions.take_notices(rank, self._ranks)
+
+    def _cause(self) -> int:
+        """The index of the rank that failed first, now that one has failed."""
+        self._read_reports()
+        if self._outlived and self._fatal is not None:
+            return causes.origin(self._ranks, self._fatal)
+        found = causes.cause(self._ranks)
+        assert found is not None
+        return found
+
+    def _end_all(self) -> None:
+        """End every rank but the culprit that is spared, because one has failed."""
+        self._kill_at = time.monotonic() + FAILURE_GRACE
+        for rank in self._ranks:
+            if rank.status is None and not self._is_spared(rank):
+                rank.stopping = True
+                rank.send(signal.SIGTERM)
+
+    def _is_spared(self, rank: Rank) -> bool:
+        return rank is self._culprit and self._spare_until is not None
+
+    def _signalled(self) -> None:
+        assert self._output is not None
+        for number in self._signals.read():
+            if number in STOP and self._phase is _Phase.FAILED:
+                self._stop_signal = number  # the exit code stays that of the failure
+            if number in STOP and (self._closing or self._is_insisted_on(number)):
+                # The user does not want to wait until somebody reads the last output.
+                self._impatient = True
+            elif number in SUSPEND:
+                self._suspend(number)
+            elif self._closing:
+                continue
+            elif number not in STOP:
+                self._send(number)
+            elif self._phase is _Phase.RUNNING:
+                self._phase, self._stop_signal = _Phase.STOPPING, number
+                self._kill_at = time.monotonic() + self._grace
+                self._stop(number)
+            elif self._phase is _Phase.STOPPING:
+                self._stop(number)
+            elif self._spare_until is not None:
+                self._spare_until = None
+                self._end_all()
+        self._output.resume()
+
+    def _suspend(self, number: int) -> None:
+        stopped = suspend_job(number, self._ranks, self._crew)
+        self._kill_at = None if self._kill_at is None else self._kill_at + stopped
+        self._spare_until = None if self._spare_until is None else self._spare_until + stopped
+
+    def _is_insisted_on(self, number: int) -> bool:
+        """Whether a signal tells to stop, now that all ranks have ended because of a signal or a failure."""
+        again = number != signal.SIGINT or self._interrupts.is_another(time.monotonic())
+        return self._sweeping and self._phase is not _Phase.RUNNING and again
+
+    def _stop(self, number: int) -> None:
+        """Pass SIGINT or SIGTERM on; a second SIGINT kills."""
+        now = time.monotonic()
+        if number != signal.SIGINT or self._interrupts.is_first(now):
+            self._send(number)
+        elif self._interrupts.is_another(now):
+            self._kill()
+
+    def _remind(self, now: float) -> None:
+        """Tell the user for which ranks Ctrl-C waits, and how long."""
+        assert self._output is not None
+        self._interrupts.remind_at = None
+        left = [rank for rank in self._ranks if rank.status is None]
+        if left and self._kill_at is not None:
+            self._output.say(summary.waiting(self._kill_at - now, left))
+
+    def _send(self, number: int) -> None:
+        """Send a signal to every rank that runs.
+
+        SIGINT reaches a rank's children too, as Ctrl-C at a terminal does.  The others do not: a
+        rank that saves its work on SIGTERM still needs its helpers, and SIGUSR1 would kill them.
+        """
+        for rank in self._ranks:
+            if rank.status is None and number == signal.SIGINT:
+                rank.send_group(number)
+            elif rank.status is None:
+                rank.send(number)
+
+    def _kill(self) -> None:
+        self._kill_at = None
+        for rank in self._ranks:
+            if not self._is_spared(rank):
+                rank.send_group(signal.SIGKILL)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _sweep(self, output: Output) -> None:
+        """End the processes that ranks left behind in their process groups."""
+        self._kill_at = None
+        self._sweeping = True
+        orderly = self._phase is _Phase.RUNNING
+        sweep = self._crew.sweep(self._ranks, _LINGER if orderly else 0.0)
+        while not sweep.is_done() and not self._impatient:
+            self._turn(_POLL)
+        if orderly and sweep.killed:
+            output.say(summary.leftovers(sweep.killed))
+
+    def _conclude(self, output: Output) -> int:
+        """Print the summary of a job that did not end well; gives the exit code."""
+        if self._phase is _Phase.FAILED:
+            first = self._cause()
+            output.say(summary.failure(self._ranks, first, output.tail(self._ranks[first])))
+            if self._restart and self.failed:
+                output.say(f"shoal: {self._restart}".encode())
+                if self._logs is not None:
+                    for slot in range(self._crew.size):
+                        self._logs.write(slot, f"--- {self._restart} ---\n".encode())
+            return causes.exit_code(self._ranks, first)
+        if self._stop_signal and any(rank.status for rank in self._ranks):
+            output.say(summary.stopped(self._stop_signal, self._ranks))
+            return 128 + self._stop_signal
+        if self._stop_signal and self._impatient:
+            return 128 + self._stop_signal  # what ranks have written last is lost
+        if self._outlived:
+            output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
+        return LOST if self._cut else 0

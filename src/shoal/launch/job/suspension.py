@@ -1,0 +1,30 @@
+"""Stops a whole job when a shell stops its launcher, and continues it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+from ..ranks.rank import Rank
+from .crew import Crew
+from .signals import stop_this_process
+
+
+def suspend_job(number: int, ranks: Sequence[Rank], crew: Crew) -> float:
+    """Stop the ranks and this process; returns the seconds until it was continued, with its ranks.
+
+    Args:
+        number: the signal that stops this process.
+    """
+    began = time.monotonic()
+    running = [rank for rank in ranks if rank.status is None]
+    for rank in running:
+        # Not SIGTSTP: the kernel lets it stop no process whose parent is in another session.
+        rank.send_group(signal.SIGSTOP)
+    crew.suspend()
+    stop_this_process(number)
+    crew.resume()
+    for rank in running:
+        rank.send_group(signal.SIGCONT)
+    return time.monotonic() - began

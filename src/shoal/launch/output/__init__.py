@@ -1,0 +1,1 @@
+"""The output of ranks, and the launcher's own lines."""

@@ -1,0 +1,213 @@
+"""From the ranks' pipes, here or on other hosts, to the launcher's stdout and stderr."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...common.lines import Lines
+from ..ranks.environment import prefix
+from ..ranks.rank import Rank
+from ..ranks.source import Source
+from .logs import LAUNCHER, Logs
+from .sink import Sink, open_sinks
+
+#: seconds that a terminal waits for the rest of a line before it shows the beginning (a prompt)
+_QUIET = 0.1
+#: ANSI colours of the prefixes, rank after rank: all readable on black and on white
+_COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+class _Stream:
+    """stdout or stderr of one rank, on its way to a sink."""
+
+    def __init__(self, source: Source, prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
+        self.source = source
+        self.prefix = prefix
+        self.sink = sink
+        self._log = log
+        self.lines = Lines()
+        #: when an unfinished line is to be shown, None if there is none to show
+        self.show_at: float | None = None
+
+    def take(self, data: bytes) -> None:
+        for text, end in self.lines.feed(data):
+            self._put(text, end)
+        if not (self.sink.terminal and self.lines.partial):
+            self.show_at = None
+        elif self.lines.drawing:
+            self.show_at = 0.0
+        elif self.show_at is None:
+            self.show_at = time.monotonic() + _QUIET
+
+    def show(self) -> None:
+        self.show_at = None
+        self.sink.draw(self, self.prefix, self.lines.partial)
+
+    def end(self) -> None:
+        for text, end in self.lines.close():
+            self._put(text, end)
+        self.show_at = None
+        self.source.close()
+
+    def _put(self, text: bytes, end: bytes) -> None:
+        self.sink.line(self, self.prefix, text, end)
+        self._log(text + end)
+
+
+class Output:
+    """Reads the pipes of all ranks and writes whole, prefixed lines.
+
+    Args:
+        selector: of the loop; the data of its keys are functions to call.
+        wake: makes the loop call :meth:`resume`; called from other threads.
+        size: number of ranks.
+        prefixed: whether lines begin with their rank.
+        logs: where the lines of each rank go too.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        wake: Callable[[], None],
+        size: int,
+        *,
+        prefixed: bool = True,
+        logs: Logs | None = None,
+    ) -> None:
+        self._selector = selector
+        self._prefixed = prefixed
+        self._logs = logs
+        self._size = size
+        self._out, self._err = open_sinks(wake)
+        self._streams: list[_Stream] = []
+        self._paused: list[_Stream] = []
+        self._stderr: dict[int, Lines] = {}
+        #: the sinks of which the user knows that they cannot be written
+        self._troubled: list[Sink] = []
+        self._closed = False
+
+    def attach(self, rank: Rank) -> None:
+        """Take over the pipes of a rank: they are read to their end, then closed."""
+        if rank.restart:
+            process = f" (process {rank.pid})" if rank.pid else ""  # another host has not told it yet
+            self._log(rank.slot, f"--- rank {rank.name}{process} ---\n".encode())
+        for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
+            label = _label(rank, self._size, sink) if self._prefixed else b""
+            stream = _Stream(source, label, sink, partial(self._log, rank.slot))
+            self._streams.append(stream)
+            self._listen(stream)
+        self._stderr[rank.index] = stream.lines
+
+    def _log(self, slot: int, data: bytes) -> None:
+        trouble = None if self._logs is None else self._logs.write(slot, data)
+        if trouble is not None:
+            self.say(f"shoal: the log of rank {slot} ends here: {trouble}".encode())
+
+    def tail(self, rank: Rank) -> Sequence[bytes]:
+        """The last lines of a rank's stderr, also when another process has its slot by now."""
+        return self._stderr[rank.index].tail
+
+    def say(self, text: bytes) -> None:
+        """Write whole lines of the launcher's own to stderr, and to its log."""
+        for line in text.splitlines():
+            self._err.line(self, b"", line, b"\n")
+        if self._logs is not None:
+            trouble = self._logs.write(LAUNCHER, text + (b"" if text.endswith(b"\n") else b"\n"))
+            if trouble is not None:
+                self.say(f"shoal: the log of the launcher ends here: {trouble}".encode())
+
+    def next_show(self) -> float | None:
+        """When :meth:`show` has something to do next."""
+        return min((s.show_at for s in self._streams if s.show_at is not None), default=None)
+
+    def show(self) -> None:
+        """Show the unfinished lines that have waited long enough."""
+        now = time.monotonic()
+        for stream in self._streams:
+            if stream.show_at is not None and stream.show_at <= now:
+                stream.show()
+
+    def resume(self) -> None:
+        """Read again from pipes that were left alone while a sink was full."""
+        if not self._closed:  # or it would be lost
+            for text in self.new_troubles():
+                self.say(text)
+        paused, self._paused = self._paused, []
+        for stream in paused:
+            self._listen(stream)
+
+    def drain(self) -> None:
+        """Read the rest of every pipe and close it, also if another process still holds its other end."""
+        self.resume()
+        for stream in list(self._streams):
+            while stream in self._streams and self._read_once(stream):
+                pass
+            if stream in self._streams:
+                self._end(stream)
+
+    def close(self) -> None:
+        """Take no more lines; those that are queued are still written."""
+        self._closed = True
+        self._out.close()
+        if self._err is not self._out:
+            self._err.close()
+
+    @property
+    def ended(self) -> bool:
+        """After :meth:`close`: everything has been written."""
+        return self._out.writer.join(0.0) and self._err.writer.join(0.0)
+
+    def new_troubles(self) -> list[bytes]:
+        """Lines on the files that cannot be written any more, each once."""
+        found = []
+        for name, sink in (("stdout", self._out), ("stderr", self._err)):
+            trouble = sink.writer.trouble
+            if trouble and sink not in self._troubled:
+                self._troubled.append(sink)
+                text = f"shoal: {name} cannot be written: {trouble}; output is lost from here on"
+                found.append(f"{text}, and the job goes on".encode())
+        return found
+
+    @property
+    def lost(self) -> bool:
+        """Whether output was lost because it could not be written."""
+        return bool(self._out.writer.trouble or self._err.writer.trouble)
+
+    def _listen(self, stream: _Stream) -> None:
+        stream.source.listen(self._selector, partial(self._read, stream))
+
+    def _read(self, stream: _Stream) -> None:
+        if stream.sink.writer.full:
+            stream.source.ignore()
+            self._paused.append(stream)
+        else:
+            self._read_once(stream)
+
+    def _read_once(self, stream: _Stream) -> bool:
+        """Read a chunk; False when nothing is there now, or will be."""
+        try:
+            data = stream.source.read()
+        except BlockingIOError:
+            return False
+        # The reader of our output is gone: the rank gets SIGPIPE, as it would without a launcher.
+        if not data or stream.sink.writer.broken:
+            self._end(stream)
+            return False
+        stream.take(data)
+        return True
+
+    def _end(self, stream: _Stream) -> None:
+        stream.source.ignore()
+        self._streams.remove(stream)
+        stream.end()
+
+
+def _label(rank: Rank, size: int, sink: Sink) -> bytes:
+    text = prefix(rank.name, size)
+    if sink.terminal and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[{_COLOURS[rank.slot % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "
+    return text.encode()

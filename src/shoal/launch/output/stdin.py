@@ -1,0 +1,176 @@
+"""The launcher's stdin on its way to rank 0: the end that reads it, and the end that writes to rank 0.
+
+Rank 0 on another host gets it through an agent.  On this machine rank 0 inherits stdin, unless that is the
+terminal of a shell that has started the job in the background: then it would take the shell's input.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+
+from ...errors import WireError
+from ..agent_protocol import MOST_BYTES, STDIN_WINDOW
+
+#: seconds between two looks whether a job in the background is in the foreground
+LOOK_S = 0.25
+
+
+class Stdin:
+    """Reads descriptor 0 as fast as rank 0 takes what it has, and a terminal only in the foreground.
+
+    Args:
+        send: called with bytes for rank 0, none at the end.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._selector: selectors.BaseSelector | None = None
+        self._under_way = 0
+        self._is_over = self._listens = False
+        self._look_at: float | None = None
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Read in the loop of ``selector``."""
+        self._selector = selector
+        self._listen()
+
+    def taken(self, amount: int) -> None:
+        """Rank 0 has taken so many bytes; raises WireError."""
+        if amount > self._under_way:
+            raise WireError("rank 0 has taken more of stdin than there was")
+        self._under_way -= amount
+        self._listen()
+
+    def next_at(self) -> float | None:
+        """When :meth:`tick` has something to do."""
+        return self._look_at
+
+    def tick(self, now: float) -> None:
+        """Read the terminal again once this job is in the foreground."""
+        if self._look_at is not None and now >= self._look_at:
+            self._listen()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._is_over = True
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._selector is None:
+            return
+        self._look_at = None
+        if not self._is_over and in_background():
+            self._look_at = time.monotonic() + LOOK_S
+            if self._listens:
+                self._selector.unregister(0)
+                self._listens = False
+            return
+        wanted = not self._is_over and self._under_way + MOST_BYTES <= STDIN_WINDOW
+        while wanted and not self._listens:
+            try:
+                self._selector.register(0, selectors.EVENT_READ, self._read)
+                self._listens = True
+            except (PermissionError, ValueError):  # a file, which is always ready
+                self._read()
+                wanted = not self._is_over and self._under_way + MOST_BYTES <= STDIN_WINDOW
+        if self._listens and not wanted:
+            self._selector.unregister(0)
+            self._listens = False
+
+    def _read(self) -> None:
+        data = b""
+        if in_background():
+            self._listen()
+            return
+        # A job that the shell puts into the background just now would be stopped for reading.
+        before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+        try:
+            data = os.read(0, MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        finally:
+            signal.signal(signal.SIGTTIN, before)
+        self._under_way += len(data)
+        self._is_over = not data
+        self._send(data)
+        if self._listens:
+            self._listen()
+
+
+def in_background() -> bool:
+    """Whether stdin is the terminal of this session, and another job of the shell may read it."""
+    try:
+        return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # the terminal of another session, or of none
+        return False
+
+
+class StdinPipe:
+    """What the launcher's stdin has, on its way into the pipe of rank 0.
+
+    Args:
+        selector: of the agent's loop.
+        taken: called with the number of bytes that the rank was given, or that nobody will read.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, taken: Callable[[int], None]) -> None:
+        self._selector, self._taken = selector, taken
+        self._fd = -1
+        self._waiting = bytearray()
+        self._is_over = self._listens = False
+
+    def attach(self, fd: int) -> None:
+        """Write into ``fd`` from now on, and own it; raises WireError if there is one already."""
+        if self._fd >= 0:
+            os.close(fd)
+            raise WireError("a second process is to have stdin")
+        os.set_blocking(fd, False)
+        self._fd = fd
+
+    def take(self, data: bytes) -> None:
+        """More has come, or with no bytes the end; raises WireError if it was not asked for."""
+        if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
+            raise WireError("more came for stdin than was asked for")
+        self._is_over = not data
+        self._waiting += data
+        self._write()
+
+    def close(self) -> None:
+        """Write no more: the rank reads the end."""
+        if self._fd >= 0:
+            if self._listens:
+                self._selector.unregister(self._fd)
+                self._listens = False
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self) -> None:
+        if self._fd < 0:
+            written = len(self._waiting)  # nobody reads
+        else:
+            written = 0
+            try:
+                if self._waiting:
+                    written = os.write(self._fd, self._waiting)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.close()
+                written = len(self._waiting)
+        del self._waiting[:written]
+        if written:
+            self._taken(written)
+        if self._fd >= 0 and self._is_over and not self._waiting:
+            self.close()
+        if self._fd >= 0 and bool(self._waiting) != self._listens:
+            self._listens = not self._listens
+            if self._listens:
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
+            else:
+                self._selector.unregister(self._fd)

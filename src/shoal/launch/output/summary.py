@@ -1,0 +1,221 @@
+"""The launcher's own lines, most of them about a job that did not end well."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+
+from ...common.wording import counted, printable, ranks_named, runs
+from ...errors import LaunchError
+from ..ranks import respawn
+from ..ranks.rank import Rank
+from . import causes
+
+
+def describe(status: int) -> str:
+    """``exit code 7``, or ``killed by SIGSEGV``."""
+    return f"exit code {status}" if status >= 0 else f"killed by {signal_name(-status)}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; real-time signals have no names of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
+    """The summary of a job in which a rank failed.
+
+    Args:
+        ranks: all of them; they have ended.
+        first: the index of the one that failed first.
+        tail: the last lines of its stderr.
+    """
+    culprit = ranks[first]
+    name = culprit.name
+    text = f"shoal: {culprit.described} failed first: {_outcome(culprit)}, {_ran(culprit)}\n".encode()
+    others = [(rank, _relation(ranks, rank, first)) for rank in ranks if rank is not culprit]
+    if others:
+        text += f"shoal: {_grouped(others)}\n".encode()
+    if not tail:
+        return text + f"shoal: rank {name} wrote nothing to stderr\n".encode()
+    text += f"shoal: the end of rank {name}'s stderr:\n".encode()
+    return text + b"".join(b"  | " + line + b"\n" for line in tail)
+
+
+def _ran(rank: Rank) -> str:
+    return f"after {rank.seconds:.1f} s (process {rank.pid})"
+
+
+def _outcome(culprit: Rank) -> str:
+    assert culprit.status is not None
+    if culprit.lost:
+        return "its host was lost"
+    if culprit.evicted:
+        return f"the other ranks went on without it, and it ended: {describe(culprit.status)}"
+    if not culprit.stopped:
+        return describe(culprit.status)
+    said = "".join(report.text for report in culprit.reports if report.kind == "failed")
+    shown = printable(said)
+    return (f"{shown}; " if shown else "") + "it did not end by itself and was ended by the launcher"
+
+
+def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
+    """How a rank ended that did not fail first, and why if that is known."""
+    assert rank.status is not None
+    if rank.stopped:
+        return "was ended by the launcher"
+    if rank.lost:
+        return "was lost with the host"
+    if rank.status != 0 and causes.origin(ranks, rank) == first:
+        return f"ended because rank {ranks[first].name} did ({describe(rank.status)})"
+    if rank.status == 0 and any(rank.index in report.ranks for other in ranks for report in other.reports):
+        return "ended with exit code 0 while others needed it"
+    return _ended(rank.status)
+
+
+def _end_of(rank: Rank) -> str:
+    return "was lost with the host" if rank.lost else _ended(rank.status or 0)
+
+
+def _ended(status: int) -> str:
+    if status == 0:
+        return "finished"
+    return f"ended with exit code {status}" if status > 0 else f"was {describe(status)}"
+
+
+def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
+    """The line for a rank that failed while enough others go on; ``then`` says what becomes of its slot."""
+    assert rank.status is not None
+    on = "goes on" if len(left) == 1 else "go on"
+    how = f"{'its host was lost' if rank.lost else describe(rank.status)}, {_ran(rank)}"
+    if rank.evicted:
+        how = f"evicted by the other ranks; {how}"
+    return f"shoal: {rank.described} failed: {how}; {_named(left)} {on}{then}\n".encode()
+
+
+def evicted(rank: Rank) -> bytes:
+    """The line for a process that still runs, without which the other ranks go on."""
+    return (
+        f"shoal: {rank.described} (process {rank.pid}) is evicted: the other ranks go on without it, because "
+        "it did not vote in time or is lost to them. It gets SIGTERM after the stacks of its threads, and "
+        "SIGKILL if it does not end\n"
+    ).encode()
+
+
+def ended_evicted(rank: Rank, then: str) -> bytes:
+    """The line for an evicted process that ended with exit code 0; ``then``: what happens to its slot."""
+    return (
+        f"shoal: {rank.described}, which was evicted, ended with exit code 0, {_ran(rank)}{then}\n".encode()
+    )
+
+
+def left(rank: Rank) -> bytes:
+    """The line for a process that has left because fewer are wanted."""
+    how = "" if rank.status in (0, -signal.SIGTERM) else f" ({describe(rank.status or 0)})"
+    return f"shoal: {rank.described} has left{how}, {_ran(rank)}\n".encode()
+
+
+def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -> str:
+    """What is done to have another number of processes; each is named by its slot."""
+    parts = []
+    if start:
+        parts.append(f"{ranks_named(start)} {'starts' if len(start) == 1 else 'start'}")
+    if stop:
+        parts.append(f"{ranks_named(stop)} {'leaves' if len(stop) == 1 else 'leave'}")
+    if later:
+        parts.append(f"{later} more when others have left")
+    return f"{counted(wanted, 'rank')} wanted: {', '.join(parts) or 'there are as many'}"
+
+
+def spares(ranks: Sequence[Rank]) -> str:
+    """The words on the spares among ``ranks``, which may take the place of a rank that failed."""
+    found = [rank for rank in ranks if rank.status is None and not rank.is_member and not rank.leaving]
+    return f"; {_named(found)} can take its place" if found else ""
+
+
+#: the words on a rank whose host is lost while no other has a free slot
+NO_PLACE = "; its place stays empty: no host that is left has a free slot"
+
+
+def next_process(delay: float | None, *, spares: bool) -> str:
+    """The words on a slot that gets another process after so many seconds, or None ever.
+
+    Args:
+        spares: whether the process may have to wait as a spare.
+    """
+    if delay is not None:
+        does = "starts in its slot" if spares else "takes its place"
+        return f"; a new process {does} in {delay:.0f} s"
+    often = f"{respawn.MOST} restarts in {respawn.WINDOW / 60:.0f} minutes"
+    return f"; its place stays empty after {often}"
+
+
+def not_started(error: LaunchError, then: str) -> bytes:
+    """The line for a process that could not be started in the place of one that failed."""
+    return f"shoal: {error}{then}\n".encode()
+
+
+def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], wanted: int) -> bytes:
+    """The last line of a job of so many ranks that ended well though some had failed."""
+    finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
+    # Who finished must be said only of those that took the place of others.
+    shown = [*failed, *(rank for rank in finished if rank.newcomer)]
+    ended = [(rank, _end_of(rank)) for rank in shown]
+    return f"shoal: {len(finished)} of {counted(wanted, 'rank')} finished; {_grouped(ended)}\n".encode()
+
+
+def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
+    """The line for a job that a signal to the launcher ended."""
+    ended = [(rank, _end_of(rank)) for rank in ranks]
+    return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
+
+
+def waiting(seconds: float, left: Sequence[Rank]) -> bytes:
+    """The line while ranks save their work after Ctrl-C."""
+    return f"shoal: waiting {seconds:.0f} s for {_named(left)}; press Ctrl-C again to kill\n".encode()
+
+
+def unannounced(ended: Sequence[Rank], running: Sequence[Rank]) -> bytes:
+    """The line for ranks that exited with 0 and left no group, while others run."""
+    still = "still runs" if len(running) == 1 else "still run"
+    them = "it" if len(ended) == 1 else "them"
+    text = f"shoal: {_named(ended)} ended with exit code 0 without leaving a group of shoal; "
+    text += f"{_named(running)} {still}: waiting for {them}, as torch's init_process_group does, "
+    text += "lasts until its timeout"
+    return f"{text}\n".encode()
+
+
+def leftovers(names: Sequence[str]) -> bytes:
+    """The line for processes that finished ranks left behind."""
+    return f"shoal: killed what the ranks left running: {', '.join(names)}\n".encode()
+
+
+def host_lost(host: str, why: str, ranks: Sequence[Rank]) -> bytes:
+    """The line for a host whose agent is out of reach, and with it these ranks."""
+    gone = f", and with it {_named(ranks)}" if ranks else ""
+    return f"shoal: host {host} is lost{gone}: {why}\n".encode()
+
+
+def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:
+    """``ranks 0, 2-3 were killed by SIGINT; rank 1 finished``."""
+    found: dict[str, list[Rank]] = {}
+    for rank, outcome in outcomes:
+        found.setdefault(outcome, []).append(rank)
+    return "; ".join(
+        f"{_named(those)} {outcome if len(those) == 1 else re.sub('^was ', 'were ', outcome)}"
+        for outcome, those in found.items()
+    )
+
+
+def _named(ranks: Sequence[Rank]) -> str:
+    """``rank 3.1``, or ``ranks 0, 2-5, 3.1-3.9``."""
+    slots = sorted(rank.slot for rank in ranks if not rank.restart)
+    words = [runs(slots)] if slots else []
+    for slot in sorted({rank.slot for rank in ranks if rank.restart}):
+        restarts = sorted(rank.restart for rank in ranks if rank.restart and rank.slot == slot)
+        words.append(runs(restarts, f"{slot}."))
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words)

@@ -1,0 +1,1 @@
+"""One rank of a job: its program, its environment, its process."""

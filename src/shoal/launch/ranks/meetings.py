@@ -1,0 +1,37 @@
+"""Which process of a job has which rank of a later meeting.
+
+The ranks of a job's first meeting have the launcher's numbers.  In a later meeting, of ranks and newcomers,
+rank 1 may be the process that took the place of the first rank 1.  Each process reports its rank in such a
+meeting, so that the launcher can resolve the ranks that other reports name.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...failure_report import Report
+
+#: later meetings that are remembered; reports are about the latest ones
+_MOST = 64
+
+
+class Meetings:
+    """The ranks of the latest meetings, by the index of their processes."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, dict[int, int]] = {}
+
+    def add(self, report: Report, index: int) -> None:
+        """The process ``index`` has reported that it met others."""
+        for rank in report.ranks:
+            self._processes.setdefault(report.meeting, {})[rank] = index
+        while len(self._processes) > _MOST:
+            del self._processes[next(iter(self._processes))]
+
+    def resolved(self, report: Report) -> Report:
+        """``report`` with indices of processes for ranks; unknown ones are left out."""
+        if not report.meeting:
+            return report
+        known = self._processes.get(report.meeting, {})
+        indices = tuple(known[rank] for rank in report.ranks if rank in known)
+        return msgspec.structs.replace(report, ranks=indices, meeting="")

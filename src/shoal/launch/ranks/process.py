@@ -1,0 +1,232 @@
+"""One rank as a process of this one: how it starts, takes signals and ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from ...errors import LaunchError
+from ...failure_report import STACKS, Report
+from .program import flaw_of_script, reason_of
+from .rank import Rank
+from .reports import Reports
+from .source import Pipe
+
+#: seconds after SIGKILL in which a process must be gone, unless the kernel holds it
+_LAST = 2.0
+
+
+class LocalRank(Rank):
+    """A started rank.  It leads a session and a process group of its own, whose id is ``pid``.
+
+    The group keeps Ctrl-C at the terminal from reaching the rank twice, and collects the rank's
+    children; the session lets rank 0 read from the terminal.
+
+    After its end the process stays unreaped (a zombie) until :meth:`reap`, so that its id, which
+    is the group's too, cannot be given to a stranger.
+
+    Args:
+        index, slot, restart, newcomer: see :class:`Rank`.
+        size: number of ranks of the job.
+        argv, environment: what it executes.
+        stdin: as of Popen.
+        prepare: called between fork and exec.
+        inherits: descriptors that it gets.
+
+    Attributes:
+        pidfd: readable once it has ended.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        slot: int,
+        restart: int,
+        size: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: int | None = subprocess.DEVNULL,
+        prepare: Callable[[], None] | None = None,
+        inherits: Sequence[int] = (),
+        newcomer: bool = False,
+    ) -> None:
+        super().__init__(index, slot, restart, newcomer=newcomer)
+        if flaw := flaw_of_script(argv[0], environment):
+            raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {flaw}")
+        self._started = time.monotonic()
+        self._selector: selectors.BaseSelector | None = None
+        try:
+            self._reports = Reports(size)
+        except OSError as error:
+            raise LaunchError(f"rank {self.name} could not be started: {error}") from error
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                bufsize=0,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**environment, **self._reports.variables},
+                start_new_session=True,
+                preexec_fn=prepare,
+                pass_fds=[self._reports.inherited, *inherits],
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._reports.close()
+            raise LaunchError(
+                f"rank {self.name} could not be started: {argv[0]}: {reason_of(error, argv[0])}"
+            ) from error
+        self._reports.started()
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.stdout, self.stderr = Pipe(self._process.stdout), Pipe(self._process.stderr)
+
+    def watch(
+        self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
+    ) -> None:
+        def collect() -> None:
+            selector.unregister(self.pidfd)
+            self._collect()
+            hear()
+            ended()
+
+        def hear() -> None:
+            self.read_reports()
+            if self._reports.ended or self.status is not None:
+                self._ignore_reports()
+            reported()
+
+        selector.register(self.pidfd, selectors.EVENT_READ, collect)
+        selector.register(self._reports, selectors.EVENT_READ, hear)
+        self._selector = selector
+
+    def _ignore_reports(self) -> None:
+        if self._selector is not None:
+            self._selector.unregister(self._reports)
+            self._selector = None
+
+    def _collect(self) -> None:
+        result = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        exited = result.si_code == os.CLD_EXITED
+        self.status = result.si_status if exited else -result.si_status
+        self.ended_at = time.monotonic()
+
+    def send(self, number: int) -> None:
+        if number == STACKS and not self._handles(number):
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def _handles(self, number: int) -> bool:
+        with suppress(OSError, ValueError):
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+            return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+        return False
+
+    def send_group(self, number: int) -> None:
+        if not self._released:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+    def release(self) -> None:
+        if not self._released:
+            self._process.wait()
+            os.close(self.pidfd)
+            self._ignore_reports()
+            self._reports.close()
+            self._released = True
+
+    def reap(self) -> None:
+        self.release()
+        self.stdout.close()
+        self.stderr.close()
+
+    def read_reports(self) -> None:
+        self._reports.read()
+
+    @property
+    def joined(self) -> bool:
+        return self._reports.joined
+
+    def take_stdin(self) -> int:
+        """The end to write to of a rank that was started with ``stdin=PIPE``; the caller owns it."""
+        assert self._process.stdin is not None
+        with self._process.stdin as file:
+            return os.dup(file.fileno())
+
+    def take_notices(self) -> Sequence[Report]:
+        return self._reports.take_notices()
+
+    @property
+    def report_changes(self) -> int:
+        """How many reports were accepted so far."""
+        return self._reports.changes
+
+    @property
+    def sent_reports(self) -> Sequence[Report]:
+        return self._reports.received
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self._started
+
+
+def members(groups: Sequence[int]) -> list[psutil.Process]:
+    """The living processes in the given process groups."""
+    wanted = set(groups)
+    found = []
+    for pid in psutil.pids():
+        # Processes come and go while the list is read.
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) in wanted:
+                process = psutil.Process(pid)
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    found.append(process)
+    return found
+
+
+class Sweep:
+    """Ends the processes that ended ranks left behind in their process groups.
+
+    Args:
+        ranks: whose groups these are.
+        linger: seconds in which helpers of a finished rank may notice and end by themselves.
+
+    Attributes:
+        killed: the names of those that had to be killed, with their numbers.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], linger: float) -> None:
+        self._ranks = [rank for rank in ranks if not rank.is_released]
+        self._kill_at = time.monotonic() + linger
+        self._was_killed = False
+        self.killed: list[str] = []
+
+    def is_done(self) -> bool:
+        """Go on with it; whether all are gone, or the kernel holds them."""
+        left = members([rank.pid for rank in self._ranks])
+        now = time.monotonic()
+        if not left or now >= self._kill_at + _LAST:
+            return True
+        if now >= self._kill_at and not self._was_killed:
+            self._was_killed = True
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    self.killed.append(f"{process.name()} ({process.pid})")
+            for rank in self._ranks:
+                rank.send_group(signal.SIGKILL)
+        return False

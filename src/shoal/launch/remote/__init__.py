@@ -1,0 +1,1 @@
+"""Ranks on other hosts: agents, the connections to them, and the hosts."""

@@ -1,0 +1,178 @@
+"""The agents of all hosts of a job: how they start, and under which addresses hosts and launcher meet."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from ... import config
+from ...common.wording import printable
+from ...errors import LaunchError
+from ...rendezvous.host import address_towards, is_mine
+from ..agent_protocol import Begin
+from ..job.signals import STOP, Signals
+from .agency import Agency
+from .hosts import Host
+from .ssh import Client, command
+
+#: seconds in which every agent must have answered; Python starts from network disks in that time
+_START = 60.0
+#: seconds that connections have to end before their processes are killed
+_END = 3.0
+
+LOOPBACK = "127.0.0.1"
+
+
+class Stopped(Exception):
+    """A signal ended the launcher before any rank had started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Fleet:
+    """Starts an agent on each host; a context, at whose end all of them are gone.
+
+    Args:
+        hosts: the hosts that have ranks, or may have some.
+        python: the interpreter that runs the agents.
+        signals: one that ends the launcher ends the start.
+
+    Attributes:
+        agencies: one for each host.
+    """
+
+    def __init__(self, hosts: Sequence[Host], python: str, signals: Signals) -> None:
+        self.agencies: list[Agency] = []
+        self._hosts = hosts
+        self._signals = signals
+        try:
+            self._start(python)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, python: str) -> None:
+        for host in self._hosts:
+            name = "the agent" if host.is_local else "ssh"
+            self.agencies.append(Agency(host, Client(command(host, python), name)))
+
+    def connect(self) -> None:
+        """Wait until all agents have answered.
+
+        Raises:
+            LaunchError: one cannot; it is named, with what ssh says.
+            Stopped: a signal came.
+        """
+        self._wait(lambda agency: agency.hello is not None, "has not answered")
+
+    def begin(
+        self, directory: str, environment: Mapping[str, str], ranks: Sequence[int], *, bind: bool
+    ) -> None:
+        """Prepare the agents; raises as :meth:`connect`.
+
+        Args:
+            directory, environment: of all ranks.
+            ranks: how many of the ranks that meet first each host has.
+            bind: see :class:`Begin`.
+        """
+        for agency, count in zip(self.agencies, ranks, strict=True):
+            agency.tell(Begin(directory, dict(environment), count, bind))
+        self._wait(lambda agency: agency.is_ready, "was not ready")
+
+    def _wait(self, done: Callable[[Agency], bool], what: str) -> None:
+        end = time.monotonic() + _START
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
+            try:
+                for agency in self.agencies:
+                    agency.watch(selector)
+                while not all(map(done, self.agencies)):
+                    moments = [end, *(agency.next_at() for agency in self.agencies)]
+                    for key, _ in selector.select(max(0.0, min(moments) - time.monotonic())):
+                        key.data()
+                    self._look(done, end, what)
+            finally:
+                for agency in self.agencies:
+                    agency.leave()
+
+    def _look(self, done: Callable[[Agency], bool], end: float, what: str) -> None:
+        """Raise if an agent cannot be used, or a signal ends the start."""
+        for number in self._signals.read():
+            if number in STOP:
+                raise Stopped(number)
+        now = time.monotonic()
+        for agency in self.agencies:
+            agency.tick(now)
+            if now >= end and not done(agency):
+                agency.lose(f"its agent {what} in {_START:.0f} s")
+            if agency.trouble:
+                raise LaunchError(failure(agency))
+
+    def close(self) -> None:
+        """End all agents."""
+        end = time.monotonic() + _END
+        for agency in self.agencies:
+            agency.hang_up()
+        for agency in self.agencies:
+            agency.close(max(0.0, end - time.monotonic()))
+
+    # -- addresses -----------------------------------------------------------------------------
+
+    def towards_hosts(self) -> list[str]:
+        """The address of this machine that each host reaches it by.
+
+        That is ``SHOAL_INTERFACE``, or the one that the host's ssh connection comes from, or the one on the
+        route to the host.  What runs on this machine takes that of another host: its own ranks listen there
+        for the others.
+
+        Raises:
+            LaunchError: nothing tells.
+        """
+        found = [None if agency.host.is_local else self._towards(agency) for agency in self.agencies]
+        default = next((each for each in found if each is not None), LOOPBACK)
+        return [each or default for each in found]
+
+    def master(self) -> str:
+        """The address of the first host, for the others."""
+        first = self.agencies[0]
+        assert first.hello is not None
+        if first.host.is_local:
+            return self.towards_hosts()[0]
+        return first.hello.address or _bare(first.host)
+
+    def _towards(self, agency: Agency) -> str:
+        assert agency.hello is not None
+        configured = config.INTERFACE.get()
+        told = agency.hello.launcher
+        with suppress(OSError, UnicodeError):
+            if configured is not None:
+                return str(socket.getaddrinfo(configured, 0, type=socket.SOCK_STREAM)[0][4][0])
+            if told and is_mine(told):
+                return told
+            name = agency.hello.address or _bare(agency.host)
+            return address_towards(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]))
+        if configured is not None:
+            raise LaunchError(f"SHOAL_INTERFACE={configured!r} is no address of this machine")
+        raise LaunchError(
+            f"host {agency.host.name}: no address of this machine is known that it reaches; name one by "
+            "SHOAL_INTERFACE"
+        )
+
+
+def failure(agency: Agency) -> str:
+    """Why a host could not be used, with the last lines that came from there."""
+    noise = bytes(agency.noise).decode(errors="replace").splitlines()[-5:]
+    said = [*map(printable, noise), *agency.client.said]
+    lines = "".join(f"\n  | {line}" for line in said)
+    return f"host {agency.host.name}: {agency.trouble}" + (f"\nit said:{lines}" if lines else "")
+
+
+def _bare(host: Host) -> str:
+    """The name without its user, an IPv6 address without brackets."""
+    return host.name.rpartition("@")[2].strip("[]")

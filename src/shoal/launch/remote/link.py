@@ -1,0 +1,254 @@
+"""The connection between a launcher and an agent: frames in both directions, and nobody waits.
+
+Below a link is a *carrier*: two descriptors (a socket pair, or an agent's stdin and stdout), or an
+authenticated connection of :mod:`shoal.net`.  A link is used by one thread, in the loop of a selector.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, Protocol, TypeVar
+
+from ...common.decoding import MalformedMessage, Raw
+from ...errors import WireError
+from ...net import FrameReader, Stream, frame_header
+from ..agent_protocol import LIMIT, encode
+
+F = TypeVar("F")
+
+_ENDED = "the connection has ended"
+#: frames that are handled before the rest of the loop gets its turn
+_FAIR = 256
+#: bytes of a preamble's search: a login shell does not say more before its command starts
+_MOST_NOISE = 1 << 16
+
+
+class Carrier(Protocol):
+    """The bytes below; nothing blocks.
+
+    Attributes:
+        reading, writing: the descriptors to wait for, which may be one.
+    """
+
+    reading: int
+    writing: int
+
+    def recv_into(self, view: memoryview, /) -> int:
+        """As of :class:`shoal.net.Stream`."""
+
+    def send(self, data: memoryview, /) -> int:
+        """As of :class:`shoal.net.Stream`."""
+
+    def pending(self) -> bool:
+        """As of :class:`shoal.net.Stream`."""
+
+    def close(self) -> None:
+        """Close the descriptors."""
+
+
+class Descriptors:
+    """A carrier of two descriptors, or of one; it owns them."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self.reading, self.writing = reading, writing
+        for each in {reading, writing}:
+            os.set_blocking(each, False)
+
+    def recv_into(self, view: memoryview, /) -> int:
+        return os.readv(self.reading, [view])
+
+    def send(self, data: memoryview, /) -> int:
+        return os.write(self.writing, data)
+
+    def pending(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        for each in {self.reading, self.writing}:
+            os.close(each)
+
+
+class OfStream:
+    """A carrier that is a stream of :mod:`shoal.net`, whose connection has proved itself."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.reading = self.writing = stream.fileno()
+        self.recv_into, self.send = stream.recv_into, stream.send
+        self.pending, self.close = stream.pending, stream.close
+
+
+class Link(Generic[F]):
+    """Sends frames, and hands over those that come.
+
+    Args:
+        carrier: the link owns it.
+        decode: of what the other side says; raises MalformedMessage.
+        received: called with each frame.
+        lost: called once, with words, when the other side is gone or says what is no frame; not by
+            :meth:`close`.
+        preamble: bytes that come before the first frame, after noise.
+
+    Attributes:
+        noise: the last bytes before the preamble.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        decode: Callable[[Raw], F],
+        received: Callable[[F], None],
+        lost: Callable[[str], None],
+        *,
+        preamble: bytes = b"",
+    ) -> None:
+        self._carrier = carrier
+        self._decode = decode
+        self._received, self._lost = received, lost
+        self._preamble = preamble
+        self._reader = FrameReader(LIMIT)
+        self._now: memoryview = memoryview(b"")
+        self._urgent: deque[bytes] = deque()
+        self._bulk: deque[bytes] = deque()
+        self._selector: selectors.BaseSelector | None = None
+        self._listening: dict[int, int] = {}
+        self.noise = bytearray()
+        self.closed = False
+
+    def watch(self, selector: selectors.BaseSelector | None) -> None:
+        """Work in the loop of ``selector``, whose data are functions to call; None: in none."""
+        for fd in self._listening:
+            assert self._selector is not None
+            self._selector.unregister(fd)
+        self._listening.clear()
+        self._selector = selector
+        self._listen()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes that are no frame, such as a preamble."""
+        self._urgent.append(data)
+        self._flush()
+
+    def send(self, frame: Any, *, bulk: bool = False) -> None:
+        """Send a frame as soon as possible; those that are not ``bulk`` overtake those that are."""
+        if self.closed:
+            return
+        data = encode(frame)
+        (self._bulk if bulk else self._urgent).append(frame_header(len(data)) + data)
+        self._flush()
+
+    def poll(self) -> None:
+        """Handle what has come, without waiting for the loop."""
+        if not self.closed:
+            self._ready()
+
+    @property
+    def sent(self) -> bool:
+        """Whether everything has been given to the kernel."""
+        return not (self._now or self._urgent or self._bulk)
+
+    def close(self) -> None:
+        """Close the descriptors; what was not sent is dropped."""
+        if not self.closed:
+            self.watch(None)
+            self.closed = True
+            self._carrier.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _fail(self, why: str) -> None:
+        if not self.closed:
+            self.close()
+            self._lost(why)
+
+    def _listen(self) -> None:
+        if self._selector is None or self.closed:
+            return
+        wanted = {self._carrier.reading: selectors.EVENT_READ}
+        if not self.sent:
+            writing = self._carrier.writing
+            wanted[writing] = wanted.get(writing, 0) | selectors.EVENT_WRITE
+        for fd in self._listening.keys() - wanted.keys():
+            self._selector.unregister(fd)
+        for fd, events in wanted.items():
+            if fd not in self._listening:
+                self._selector.register(fd, events, self._ready)
+            elif self._listening[fd] != events:
+                self._selector.modify(fd, events, self._ready)
+        self._listening = wanted
+
+    def _ready(self) -> None:
+        if self.closed:
+            return  # since the loop saw that it is ready
+        self._flush()
+        try:
+            self._read()
+        except BlockingIOError:
+            pass
+        except WireError as error:
+            self._fail(str(error))
+        except OSError as error:
+            ended = isinstance(error, (ConnectionResetError, BrokenPipeError))
+            self._fail(_ENDED if ended else f"{_ENDED}: {error.strerror or error}")
+
+    def _flush(self) -> None:
+        try:
+            while not self.closed and not self.sent:
+                if not self._now:
+                    self._now = memoryview((self._urgent or self._bulk).popleft())
+                self._now = self._now[self._carrier.send(self._now) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # What the other side has said before it went is worth reading, and its end is read then.
+            self._now = memoryview(b"")
+            self._urgent.clear()
+            self._bulk.clear()
+        self._listen()
+
+    def _read(self) -> None:
+        for _ in range(_FAIR):
+            if self._preamble:
+                self._look_for_preamble()
+            elif not self._read_frame():
+                return
+            if self.closed:
+                return
+        while self._carrier.pending() and not self.closed and self._read_frame():
+            pass
+
+    def _look_for_preamble(self) -> None:
+        byte = bytearray(1)
+        if self._carrier.recv_into(memoryview(byte)) == 0:
+            raise WireError(_ENDED)
+        self.noise += byte
+        if self.noise.endswith(self._preamble):
+            del self.noise[-len(self._preamble) :]
+            self._preamble = b""
+        elif len(self.noise) > _MOST_NOISE:
+            raise WireError("something else than an agent of shoal answers")
+
+    def _read_frame(self) -> bool:
+        """Read on; False when this link is closed."""
+        count = self._carrier.recv_into(self._reader.view())
+        if count == 0:
+            raise WireError(_ENDED)
+        message = self._reader.advance(count)
+        if message is not None:
+            try:
+                frame = self._decode(message)
+            except MalformedMessage as error:
+                raise WireError(f"it sent what is no frame: {error}") from error
+            self._received(frame)
+        return not self.closed
+
+
+def socket_pair_end(sock: Any) -> Descriptors:
+    """The carrier of a socket, which it takes over."""
+    with suppress(OSError):
+        sock.setblocking(False)
+    fd = sock.detach()
+    return Descriptors(fd, fd)

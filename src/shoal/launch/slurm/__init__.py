@@ -1,0 +1,1 @@
+"""Slurm: the allocation of a job, and agents that srun starts."""

@@ -1,0 +1,109 @@
+"""The allocation of Slurm in which ``shoal run --srun`` runs: its hosts, and how many ranks each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...errors import UsageError
+from ...rendezvous.slurm import counts_of, hosts_of
+from ..remote.hosts import Host
+
+T = TypeVar("T", int, str)
+
+#: variables that shape the tasks of a step: right for ranks, wrong for one agent on each node
+_OF_TASKS = (
+    "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXCLUSIVE",
+    "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_HINT", "SLURM_LABELIO", "SLURM_MEM_BIND",
+    "SLURM_MULTI_PROG", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_TRES", "SLURM_STDERRMODE",
+    "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_THREADS", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
+)  # fmt: skip
+#: of those, what scripts read to share a node's cores
+_FOR_RANKS = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK")
+#: variables that describe an agent as a task of its step; a rank is none
+OF_THE_AGENT = (
+    "SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm has given to a job.
+
+    Attributes:
+        hosts: its nodes, by Slurm's names for them, with the ranks that each takes.
+        restarts: how often Slurm has queued the job again.
+        kept: variables that ranks find although srun does not.
+    """
+
+    hosts: Sequence[Host]
+    restarts: int
+    kept: Mapping[str, str]
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation:
+    """The allocation that ``environ`` describes.
+
+    A node takes as many ranks as the job has tasks there, and where nothing tells that, one for each of its
+    CPUs, or for as many CPUs as a task has.
+
+    Raises:
+        UsageError: it describes none, or one that cannot be used.
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        raise UsageError(
+            "--srun runs in an allocation of Slurm, and SLURM_JOB_ID is not set: call it in a script of "
+            "sbatch, or in the shell that salloc starts"
+        )
+    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        raise UsageError(
+            "--srun starts a step of Slurm itself, and this is one of several tasks of a step: leave out the "
+            "srun before shoal run"
+        )
+    names = _read(environ, "SLURM_JOB_NODELIST", hosts_of)
+    if not names:
+        raise UsageError("--srun: SLURM_JOB_NODELIST is not set: Slurm names no nodes of this job")
+    if len(set(names)) != len(names):
+        raise UsageError("--srun: SLURM_JOB_NODELIST names a node twice")
+    counts = _read(environ, "SLURM_TASKS_PER_NODE", counts_of)
+    if len(counts) != len(names):  # in a step, that is the step's
+        each = max(1, _number(environ, "SLURM_CPUS_PER_TASK", 1))
+        counts = [cpus // each for cpus in _read(environ, "SLURM_JOB_CPUS_PER_NODE", counts_of)]
+    if len(counts) != len(names) or not all(counts):
+        raise UsageError(
+            "--srun: neither SLURM_TASKS_PER_NODE nor SLURM_JOB_CPUS_PER_NODE tells how many ranks each of "
+            f"the {len(names)} nodes takes: ask for them by sbatch --ntasks-per-node=N"
+        )
+    hosts: list[Host] = []
+    first = 0
+    for name, count in zip(names, counts, strict=True):
+        hosts.append(Host(name, count, first))
+        first += count
+    kept = {name: environ[name] for name in _FOR_RANKS if name in environ}
+    return Allocation(hosts, _number(environ, "SLURM_RESTART_COUNT", 0), kept)
+
+
+def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what would make srun do something else than its command line says."""
+    return {k: v for k, v in environ.items() if k not in _OF_TASKS and not k.startswith("SRUN_")}
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UsageError(f"--srun: {name}={text[:80]!r}: expected a whole number from 0")
+    return int(text)
+
+
+def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], list[T]]) -> list[T]:
+    """What a list of Slurm's says; empty when it is not set."""
+    text = environ.get(name, "").strip()
+    try:
+        return parse(text) if text else []
+    except ValueError as error:
+        raise UsageError(f"--srun: {name}: {error}") from None

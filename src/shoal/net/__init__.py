@@ -1,0 +1,68 @@
+"""Framed, authenticated sockets with deadlines, of which every connection of shoal is made.
+
+A connection starts with a handshake (``handshake.py``): both sides send a greeting of fixed size,
+compare versions and purpose, and prove to each other that they hold the job's secret.  Until that
+has succeeded nothing else is read.  After it the connection carries frames (``connection.py``): a
+4-byte little-endian length and that many bytes.
+
+    listener = listen("127.0.0.1", secret=secret)
+    connection = accept(listener, secret=secret, purpose="mesh", timeout=10)
+
+    connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
+    connection.send(b"hello", timeout=1)
+
+With ``SHOAL_TLS=1`` what follows the greetings is TLS (``encryption.py``), unless a side says ``plain=True``
+because its socket will be detached.
+
+A subclass of :class:`Server` serves any number of clients from one thread.
+
+Every call has one deadline for all that it does.  Every descriptor is close-on-exec, and a forked
+child closes the sockets that it inherits, so that the death of the parent is seen at once.
+"""
+
+from ..common.deadline import Deadline
+from .acceptor import MOST_PENDING, Acceptor
+from .connection import DEFAULT_LIMIT, Connection
+from .frames import FrameReader, frame_header
+from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_version
+from .inherit import close_in_forked_child
+from .introduce import SharedMemory, be_introduced, introduce, share_memory
+from .pending import PendingHandshake
+from .server import Server, raise_descriptor_limit
+from .session import Session
+from .sockets import accept, connect, listen, listens
+from .stream import Stream
+from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
+
+__all__ = [
+    "DEFAULT_LIMIT",
+    "HANDSHAKE_TIMEOUT",
+    "MOST_PENDING",
+    "PROTOCOL_VERSION",
+    "Acceptor",
+    "Connection",
+    "Deadline",
+    "FrameReader",
+    "Handshake",
+    "PendingHandshake",
+    "Server",
+    "Session",
+    "SharedMemory",
+    "Stream",
+    "accept",
+    "be_introduced",
+    "build_version",
+    "close_in_forked_child",
+    "connect",
+    "connect_unix",
+    "frame_header",
+    "introduce",
+    "listen",
+    "listen_unix",
+    "listens",
+    "peer_pid",
+    "raise_descriptor_limit",
+    "recv_fds",
+    "send_fds",
+    "share_memory",
+]

@@ -1,0 +1,241 @@
+"""A connected socket that carries frames, with a deadline for every call."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from types import TracebackType
+
+from ..common.deadline import Deadline
+from ..common.wording import in_seconds
+from ..errors import UsageError, WireError, WireTimeout
+from .credentials import peer_credentials
+from .frames import JOIN, FrameReader, frame_header
+from .inherit import close_in_forked_child
+from .stream import Stream
+from .tls.encryption import EncryptedStream
+
+#: longest message in bytes unless a limit is given
+DEFAULT_LIMIT = 2**20
+
+
+class Connection:
+    """Sends and receives whole messages.
+
+    One thread may send while another receives; two threads must not do the same at once.
+
+    Args:
+        stream: of a connected socket; the connection owns it from now on.
+        limit: longest message in bytes that is accepted or sent.
+        peer: how to name the other side in messages; its address unless given.
+    """
+
+    def __init__(self, stream: Stream, *, limit: int = DEFAULT_LIMIT, peer: str | None = None) -> None:
+        self._stream = stream
+        self._reader = FrameReader(limit)
+        self._readable = select.poll()
+        self._readable.register(stream, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(stream, select.POLLOUT)
+        self._closed = False
+        self.peer = peer if peer is not None else _peer_name(stream.socket)
+        close_in_forked_child(self)
+
+    @property
+    def limit(self) -> int:
+        """Longest message in bytes."""
+        return self._reader.limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._reader.limit = limit
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket itself, for what frames cannot do; it stays the connection's."""
+        return self._stream.socket
+
+    def send(self, message: bytes | bytearray | memoryview, timeout: float) -> None:
+        """Send one message; returns when the kernel has taken all of it.
+
+        Raises:
+            UsageError: the message is longer than the limit; nothing was sent.
+            WireTimeout: time ran out.  Part of the message may be out, so the connection is closed.
+            WireError: the other side is gone.
+        """
+        if len(message) > self.limit:
+            raise UsageError(f"a message of {len(message)} bytes: at most {self.limit} fit in a frame")
+        deadline = Deadline(timeout)
+        header = frame_header(len(message))
+        if len(message) <= JOIN:
+            self.write(header + message, deadline)
+        else:
+            self.write(header, deadline)
+            self.write(message, deadline)
+
+    def recv(self, timeout: float) -> bytes:
+        """The next message.
+
+        Raises:
+            WireTimeout: none came in time.  What did come is kept: receiving can be tried again.
+            WireError: the other side closed the connection, or sent a frame beyond the limit.
+        """
+        deadline = Deadline(timeout)
+        ready = False
+        while True:
+            # The header is seldom there yet when a reply is awaited, the body nearly always.
+            if not ready:
+                self._await(self._readable, deadline, "a message from")
+            try:
+                count = self._recv_into(self._reader.view())
+            except BlockingIOError:
+                ready = False
+                continue
+            message = self._reader.advance(count)
+            if message is not None:
+                return bytes(message)
+            ready = True
+
+    def write(self, data: bytes | bytearray | memoryview, deadline: Deadline) -> None:
+        """Send bytes outside of frames (the handshake does)."""
+        view = memoryview(data).cast("B")
+        while view:
+            self._check_open()
+            try:
+                view = view[self._stream.send(view) :]
+            except BlockingIOError:
+                try:
+                    self._await(self._writable, deadline, "room to send to")
+                except WireTimeout:
+                    self.close()
+                    raise
+            except OSError as error:
+                raise self._lost(error) from error
+
+    def read(self, count: int, deadline: Deadline) -> bytes:
+        """Receive exactly ``count`` bytes outside of frames (the handshake does)."""
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            self._await(self._readable, deadline, f"{len(view)} bytes from")
+            with contextlib.suppress(BlockingIOError):
+                view = view[self._recv_into(view) :]
+        return bytes(data)
+
+    def encrypt(self, tls: EncryptedStream, deadline: Deadline) -> None:
+        """Go over to TLS on ``tls``, the stream of this connection (the handshake does)."""
+        try:
+            while not tls.encrypt():
+                if tls.clogged:
+                    self._await(self._writable, deadline, "room to send to")
+                else:
+                    self._await(self._readable, deadline, "the TLS handshake of")
+        except WireTimeout:
+            raise
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def shutdown(self) -> None:
+        """End the connection without giving up the descriptor; wakes threads that wait in it."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown()
+
+    def close(self) -> None:
+        """Close the socket.  Not while another thread uses the connection: :meth:`shutdown` it first."""
+        self._closed = True
+        self._stream.close()
+
+    def detach(self) -> int:
+        """Give up the socket and return its descriptor, which is non-blocking and close-on-exec.
+
+        Raises:
+            WireError: part of a frame has been read already, or the connection is encrypted or closed.
+        """
+        self._check_open()
+        if self._stream.pending() or not self._reader.between_frames:
+            raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the socket over")
+        descriptor = self._stream.detach()
+        self._closed = True
+        return descriptor
+
+    def release(self) -> Stream:
+        """Give up the stream and return it; raises as :meth:`detach`."""
+        self._check_open()
+        if not self._reader.between_frames:
+            raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the stream over")
+        self._closed = True
+        return self._stream
+
+    def fileno(self) -> int:
+        """The descriptor, -1 when closed."""
+        return self._stream.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed or detached the socket."""
+        return self._closed
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Connection to {self.peer}{', closed' if self._closed else ''}>"
+
+    def wait_readable(self, deadline: Deadline) -> None:
+        """Block until something arrives or the other side closes; WireTimeout when time runs out."""
+        self._await(self._readable, deadline, "data from")
+
+    def wait_writable(self, deadline: Deadline) -> None:
+        """Block until something can be sent; WireTimeout when time runs out."""
+        self._await(self._writable, deadline, "room to send to")
+
+    def _recv_into(self, view: memoryview) -> int:
+        self._check_open()
+        try:
+            count = self._stream.recv_into(view)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise self._lost(error) from error
+        if count == 0:
+            where = "" if self._reader.between_frames else " in the middle of a message"
+            raise WireError(f"{self.peer} closed the connection{where}") from ConnectionResetError(self.peer)
+        return count
+
+    def _await(self, poll: select.poll, deadline: Deadline, what: str) -> None:
+        self._check_open()
+        if poll is self._readable and self._stream.pending():
+            return
+        if not poll.poll(deadline.milliseconds()):
+            raise WireTimeout(f"waited {in_seconds(deadline.timeout)} for {what} {self.peer}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WireError(f"the connection to {self.peer} is closed")
+
+    def _lost(self, error: OSError) -> WireError:
+        if isinstance(error, WireError):  # of a stream that knows more
+            return type(error)(f"{self.peer}: {error}")
+        return WireError(f"lost the connection to {self.peer}: {error.strerror or error}")
+
+
+def _peer_name(sock: socket.socket) -> str:
+    try:
+        name = sock.getpeername()
+    except OSError:
+        return "a peer that is gone"
+    if isinstance(name, tuple):
+        host, port = name[0], name[1]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if sock.family == socket.AF_UNIX:
+        return f"process {peer_credentials(sock)[0]}"
+    return str(name)

@@ -1,0 +1,1 @@
+"""TLS for connections, and the certificates for it."""

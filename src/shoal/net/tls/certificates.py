@@ -1,0 +1,163 @@
+"""Keys and certificates of this process: made at the start, or read from files that the environment names.
+
+With those that are made, nobody is trusted for them: the proof of the handshake covers the certificate, so
+who holds the job's secret knows that it is the server's.  With an authority of one's own, both sides show a
+certificate, and each must be signed by that authority; the proof covers the server's as well.  Names in
+certificates are not compared, as the proof says more than they do: ranks know each other by addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import re
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+from ... import config
+from ...errors import ConfigurationError
+from .stream import TlsSide
+
+#: so long before and after its making a certificate is valid; nobody looks, but tools complain
+_VALID = datetime.timedelta(days=3650)
+
+
+def accepting_side() -> TlsSide:
+    """The side of a listener, with a key that is new, or that of the environment.
+
+    Raises:
+        ConfigurationError: the package that makes keys is missing, or a file cannot be used.
+    """
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # no session is resumed
+    files = config.tls_files()
+    if files is None:
+        context.verify_mode = ssl.CERT_NONE
+        certificate, key = _made()
+        _load(context, certificate, key)
+        return TlsSide(context, _digest(certificate))
+    context.verify_mode = ssl.CERT_REQUIRED
+    return TlsSide(context, _load_files(context, files))
+
+
+def connecting_side() -> TlsSide:
+    """The side of a connection that this process makes.  ConfigurationError as of :func:`accepting_side`."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    files = config.tls_files()
+    if files is None:
+        context.verify_mode = ssl.CERT_NONE  # the proof tells
+    else:
+        _load_files(context, files)
+    return TlsSide(context)
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _load_files(context: ssl.SSLContext, files: config.TlsFiles) -> bytes:
+    """Give ``context`` the authority, certificate and key; the certificate's SHA-256."""
+    authority = _read(config.TLS_CA, files.ca)
+    certificate = _read(config.TLS_CERT, files.cert)
+    key = _read(config.TLS_KEY, files.key)
+    try:
+        context.load_verify_locations(cadata=authority.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise _refused(config.TLS_CA, files.ca, "no certificates", error) from None
+    try:
+        digest = _digest(certificate)
+        _load(context, certificate, key)
+    except (ssl.SSLError, ValueError) as error:
+        both = f"{config.TLS_KEY.name}={files.key!r}: no certificate with its key, without a password"
+        raise _refused(config.TLS_CERT, files.cert, f"with {both}", error) from None
+    return digest
+
+
+def _read(variable: config.Variable[str | None], path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{variable.name}={path!r} cannot be read: {error.strerror or error}"
+        ) from None
+
+
+def _refused(
+    variable: config.Variable[str | None], path: str, expected: str, error: Exception
+) -> ConfigurationError:
+    why = (getattr(error, "reason", None) or str(error)).lower().replace("_", " ")
+    return ConfigurationError(f"{variable.name}={path!r} {expected}, in PEM ({why})")
+
+
+def _digest(certificates: bytes) -> bytes:
+    """SHA-256 of the first certificate.  ValueError: there is none."""
+    found = re.search(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", certificates, re.DOTALL)
+    if found is None:
+        raise ValueError("no certificate")
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found[0].decode("ascii"))).digest()
+
+
+def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+    """Give ``context`` a certificate, what follows it in a chain, and the key.
+
+    OpenSSL takes them from files alone; these are in memory, and have no names that others could open.
+    """
+    with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
+        # A key with a password would make OpenSSL ask at the terminal.
+        context.load_cert_chain(certificate_path, key_path, password=b"")
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[str]:
+    fd = -1
+    try:
+        try:
+            fd = os.memfd_create("shoal-tls", os.MFD_CLOEXEC)
+            with open(fd, "wb", closefd=False) as file:
+                file.write(data)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{config.TLS.name}=1: no memory for a certificate: {error.strerror or error}"
+            ) from error
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _made() -> tuple[bytes, bytes]:
+    """A certificate and its key, in PEM."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{config.TLS.name}=1 without certificates of your own needs cryptography, to make one: "
+            f"pip install 'shoal[tls]', or set {config.TLS_CA.name}, {config.TLS_CERT.name} and "
+            f"{config.TLS_KEY.name} ({error})"
+        ) from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "shoal")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _VALID)
+        .not_valid_after(now + _VALID)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )

@@ -1,0 +1,307 @@
+"""TLS on a stream that is never waited for.
+
+OpenSSL reads and writes two buffers in memory; :class:`TlsStream` moves what is in them to and from the
+stream below.  So it never blocks, whatever the other side does, and everything that stands on a stream
+(deadlines, one thread that serves many) stands on this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import ssl
+import threading
+from dataclasses import dataclass
+
+from ...errors import AuthenticationError, WireError
+from ..stream import Stream
+
+#: most bytes that are encrypted before the stream below has taken what there is
+_CHUNK = 2**16
+#: what is taken from the stream below at once: about what is asked for, within these bounds
+_LEAST_READ, _MOST_READ = 2**12, 2**18
+#: what TLS adds to a record, at most
+_OVERHEAD = 512
+#: unsent bytes beyond those of one chunk are answers that the other side provokes and does not take
+_MOST_UNSENT = 4 * _CHUNK
+
+_CUT = "the connection was cut: it did not end as TLS ends"
+
+
+@dataclass(frozen=True)
+class TlsSide:
+    """How one side encrypts.
+
+    Attributes:
+        context: of OpenSSL.
+        certificate: SHA-256 of the one that an accepting side shows; b"" of a connecting side, which sees it.
+    """
+
+    context: ssl.SSLContext
+    certificate: bytes = b""
+
+    def stream(self, below: Stream) -> TlsStream:
+        return TlsStream(below, self)
+
+
+class TlsStream:
+    """An :class:`~shoal.net.tls.encryption.EncryptedStream`.
+
+    One thread may send while another receives: OpenSSL's object is used by one at a time.
+    """
+
+    def __init__(self, below: Stream, side: TlsSide) -> None:
+        self._below = below
+        self._side = side
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls: ssl.SSLObject | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        #: whether the TLS handshake has succeeded; from its begin on nothing goes below as it is
+        self._encrypted = False
+        self._closed = False
+        #: encrypted, and not yet taken by the stream below
+        self._unsent = b""
+        #: so many bytes of a caller are in ``_unsent``, and it was not told so yet
+        self._owed = 0
+        #: whether bytes have come that were not given out
+        self._more = False
+        #: whether the other side has said anything beside the TLS handshake
+        self._heard = False
+        #: to be raised once what came before it was given out
+        self._failure: OSError | None = None
+        self.certificate = side.certificate
+        self.fileno = below.fileno
+
+    @property
+    def socket(self) -> socket.socket:
+        return self._below.socket
+
+    @property
+    def clogged(self) -> bool:
+        return bool(self._unsent)
+
+    def encrypt(self) -> bool:
+        with self._lock:
+            if self._tls is None:
+                accepting = bool(self._side.certificate)
+                self._tls = self._side.context.wrap_bio(self._incoming, self._outgoing, server_side=accepting)
+            while True:
+                done = self._shake_hands(self._tls)
+                self._push()
+                if self._unsent:
+                    return False
+                if done:
+                    break
+                try:
+                    self._fetch(_LEAST_READ)
+                except BlockingIOError:
+                    if self._below.pending():
+                        continue
+                    return False
+            if not self.certificate:
+                shown = self._tls.getpeercert(binary_form=True)
+                if not shown:
+                    raise WireError("the other side has shown no certificate")
+                self.certificate = hashlib.sha256(shown).digest()
+            self._encrypted = True
+            self._more = bool(self._incoming.pending)
+            return True
+
+    def recv_into(self, view: memoryview, /) -> int:
+        if self._tls is None:
+            return self._below.recv_into(view)
+        with self._lock:
+            self._check_encrypted()
+            while True:
+                count = self._decrypt(view)
+                if count is not None:
+                    return count
+                self._fetch(len(view))
+
+    def send(self, data: bytes | bytearray | memoryview, /) -> int:
+        if self._tls is None:
+            return self._below.send(data)
+        if not data:
+            return 0
+        with self._lock:
+            self._check_encrypted()
+            if not self._owed:
+                self._flush()  # such as the answer to an update of keys
+                self._owed = self._encrypt(data)
+                self._take_outgoing()
+            self._flush()
+            sent, self._owed = self._owed, 0
+            return sent
+
+    def pending(self) -> bool:
+        return self._more or self._below.pending()
+
+    def detach(self) -> int:
+        raise WireError(
+            "an encrypted connection cannot be handed over: its descriptor carries no plain bytes"
+        )
+
+    def shutdown(self) -> None:
+        self._below.shutdown()
+
+    def close(self) -> None:
+        """Say that this is the end, if there is room for it, and close the stream below."""
+        # A forked child must not speak for its parent; it may also have inherited a lock that is taken.
+        if os.getpid() == self._pid and self._lock.acquire(blocking=False):
+            try:
+                if self._encrypted and not self._closed:
+                    self._closed = True
+                    self._say_end()
+            finally:
+                self._lock.release()
+        self._below.close()
+
+    # -- all of these with the lock ------------------------------------------------------------
+
+    def _check_encrypted(self) -> None:
+        if not self._encrypted or self._closed:
+            raise OSError(errno.EBADF, "the stream is closed, or its TLS handshake has not succeeded")
+
+    def _say_end(self) -> None:
+        assert self._tls is not None
+        with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(ssl.SSLError):  # the other side's end is not waited for
+                self._tls.unwrap()
+            self._push()
+
+    def _shake_hands(self, tls: ssl.SSLObject) -> bool:
+        try:
+            tls.do_handshake()
+            return True
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLEOFError:
+            raise ConnectionResetError(errno.ECONNRESET, "the other side left in the TLS handshake") from None
+        except ssl.SSLError as error:
+            with contextlib.suppress(OSError):
+                self._push()  # tells the other side why
+            raise explained(error) from None
+
+    def _decrypt(self, view: memoryview) -> int | None:
+        """Fill ``view`` with what has come: how many bytes, 0 at the end; None: a record is not whole yet."""
+        assert self._tls is not None
+        if self._failure is not None:
+            raise self._failure
+        count, ended = 0, False
+        try:
+            while count < len(view) and not ended:
+                # Typed as if it gave bytes; with a buffer it gives the number of them.
+                got = int(self._tls.read(len(view) - count, view[count:]))
+                count, ended = count + got, not got
+            self._more = ended or bool(self._tls.pending() or self._incoming.pending)
+        except ssl.SSLWantReadError:
+            self._more = False
+            if not count:
+                self._answer()
+                return None
+        except ssl.SSLZeroReturnError:
+            self._more = True
+        except ssl.SSLError as error:
+            with contextlib.suppress(OSError):
+                self._push()  # tells the other side why
+            self._failure, self._more = explained(error), True
+            if not count:
+                raise self._failure from None
+        self._heard = self._heard or count > 0
+        self._answer()
+        return count
+
+    def _fetch(self, wanted: int) -> int:
+        """Take what has come below: how many bytes, 0 at the end.  Raises as ``recv_into``."""
+        buffer = bytearray(min(max(wanted + _OVERHEAD, _LEAST_READ), _MOST_READ))
+        with memoryview(buffer) as view:
+            count = self._below.recv_into(view)
+            if count:
+                self._incoming.write(view[:count])
+            else:
+                self._incoming.write_eof()
+        return count
+
+    def _encrypt(self, data: bytes | bytearray | memoryview) -> int:
+        assert self._tls is not None
+        chunk = memoryview(data)[:_CHUNK]
+        count = 0
+        try:
+            while count < len(chunk):
+                count += self._tls.write(chunk[count:])
+        except ssl.SSLError as error:
+            raise explained(error) from None
+        return count
+
+    def _take_outgoing(self) -> None:
+        if self._outgoing.pending:
+            self._unsent += self._outgoing.read()
+
+    def _answer(self) -> None:
+        """Send what OpenSSL answers to what has come; a failure is raised after that was given out."""
+        try:
+            self._push()
+        except OSError as error:
+            self._failure, self._more = self._failure or error, True
+
+    def _push(self) -> None:
+        """Send what OpenSSL has to say by itself, as far as there is room now."""
+        self._take_outgoing()
+        if self._unsent:
+            with contextlib.suppress(BlockingIOError):
+                self._flush()
+        if len(self._unsent) > _MOST_UNSENT:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the other side takes no answers")
+
+    def _flush(self) -> None:
+        """Send what is encrypted.  BlockingIOError: there is no room for all of it now."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._below.send(self._unsent) :]
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise self._told(error) from None
+
+    def _told(self, error: OSError) -> OSError:
+        """What the other side said before it left: why it refuses, or the error itself."""
+        if self._tls is None or self._heard:
+            return error
+        with contextlib.suppress(OSError):
+            while self._fetch(_LEAST_READ):
+                try:
+                    self._tls.read(_LEAST_READ)
+                    break
+                except ssl.SSLWantReadError:
+                    continue
+                except ssl.SSLError as told:
+                    return explained(told) if "ALERT" in (told.reason or "") else error
+        return error
+
+
+def explained(error: ssl.SSLError) -> OSError:
+    """The error to raise for one of OpenSSL's."""
+    if isinstance(error, ssl.SSLEOFError):
+        return ConnectionResetError(errno.ECONNRESET, _CUT)
+    reason = error.reason or str(error)
+    words = reason.lower().replace("_", " ")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AuthenticationError(
+            f"the certificate of the other side is refused: {error.verify_message}.  Each process needs one "
+            "that is valid and signed by the authority in SHOAL_TLS_CA (SHOAL_TLS_CERT, SHOAL_TLS_KEY)"
+        )
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return AuthenticationError(
+            "the other side shows no certificate: set SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY there "
+            "too"
+        )
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
+        return AuthenticationError(
+            f"the other side refuses the certificate of this process, or misses one ({words}): set "
+            "SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY for every process of the job, or for none"
+        )
+    return WireError(f"what came is not the TLS that was expected ({words})")

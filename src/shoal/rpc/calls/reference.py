@@ -1,0 +1,392 @@
+"""References to objects that stay with another worker.
+
+    table = ps.remote(Table, 0.1)          # made there, at once
+    table.rpc_async().push(grad)           # a method of it; a future
+    table.to_here()                        # a copy of it
+
+The owner keeps the object until the last reference to it anywhere has gone.  A reference can be passed on in
+calls and results: the sender keeps its own until the receiver has told the owner of its hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from ...common.uncompiled import uncompiled
+from ...common.wording import in_words
+from ...errors import CallCancelled, CallTimeout, RpcError, UsageError, WaitTimeout
+from ...future import Future
+from ...streams import DeviceEvents
+from ..codec import devices
+from ..codec import pickled as codec
+from ..connection.directory import Worker
+from . import call
+from .current import current
+from .default import call_timeout, default_agent
+from .holds import Held
+from .leases import Owned
+from .serving import Later, async_execution, deferred
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to an object that stays with its owner; made by :meth:`Peer.remote`.
+
+    ``RRef(value, agent)`` makes one to an object of this process.
+
+    Args:
+        value: the object.
+        agent: what lets others have it; None: the agent that serves the current call, else that of
+            :func:`init_rpc`.
+
+    Its methods take seconds as ``timeout``; None: as calls; 0: no limit.
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_held", "_ident", "_owned", "_owner")
+
+    _agent: Any
+    _held: Held | None
+    _owned: Owned | None
+
+    def __init__(self, value: T, agent: Any = None) -> None:
+        agent = default_agent("RRef(value)") if agent is None else agent
+        references = agent.references
+        self._begin(agent, agent.worker, references.new_ident())
+        owned = references.ledger.begin(self._ident, "", f"RRef of {type(value).__name__}")
+        owned.value.set_result(value)
+
+    @classmethod
+    def _to(cls, agent: Any, owner: Worker, ident: str) -> RRef[Any]:
+        """A further reference of this process."""
+        made = cls.__new__(cls)
+        made._begin(agent, owner, ident)
+        return made
+
+    def _begin(self, agent: Any, owner: Worker, ident: str) -> None:
+        self._agent, self._owner, self._ident = agent, owner, ident
+        self._owned, self._held = agent.references.begin(owner, ident)
+
+    @uncompiled
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it was never begun, or the interpreter ends
+            self._agent.references.gone(self._ident)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        way = codec.route()
+        if way is None or way.agent is not self._agent:
+            raise UsageError(f"{self!r} can only be sent to other workers of its job, in a call or a result")
+        codec.traveller(self)
+        return arrive, (self._owner, self._ident)
+
+    @property
+    def ident(self) -> str:
+        """Identity of the object, equal at all workers."""
+        return self._ident
+
+    @property
+    def created(self) -> Future[Any] | None:
+        """The call that makes the object, if this worker made it."""
+        return None if self._held is None else self._held.created
+
+    # -- the object ----------------------------------------------------------------------------
+
+    def fetch(self) -> Future[T]:
+        """A future of the object: itself at its owner, elsewhere a copy."""
+        if self._owned is not None:
+            return self._owned.value
+        created = self.created
+        if created is not None and created.done() and created.exception() is not None:
+            return created
+        return self._call(_fetch, None, (self,), {})
+
+    def to_here(self, timeout: float | None = None) -> T:
+        """The object, or a copy of it; raises what its making raised.
+
+        Args:
+            timeout: seconds; None: as calls; 0: no limit.
+        """
+        if self._owned is not None:
+            seconds = call_timeout(timeout, math.inf)
+            return self.fetch().wait(None if seconds == math.inf else seconds)
+        if timeout is None:
+            return self.fetch().wait()
+        future: Future[T] = self._call(_fetch, timeout, (self,), {})
+        return future.wait()
+
+    def local_value(self) -> T:
+        """The object itself, at its owner.
+
+        Raises:
+            UsageError: this worker is not the owner.
+        """
+        if self._owned is None:
+            raise UsageError(
+                f"worker {self._agent.name!r}: {self!r} is not here, and only its owner has the object "
+                "itself; to_here() gives a copy"
+            )
+        return self.fetch().wait()
+
+    def owner(self) -> Any:
+        """The worker that keeps the object, a :class:`Peer`."""
+        return self._agent.peer_of(self._owner)
+
+    def owner_name(self) -> str:
+        """The name of the worker that keeps the object."""
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        """Whether this worker keeps the object."""
+        return self._owned is not None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of the object."""
+        created = self.created
+        return created is None or (created.done() and created.exception() is None)
+
+    def rpc_sync(self, timeout: float | None = None) -> Any:
+        """The methods of the object, each of which runs there and returns its result."""
+        return _Methods(lambda name, args, kwargs: self._invoke(timeout, name, args, kwargs).wait())
+
+    def rpc_async(self, timeout: float | None = None) -> Any:
+        """The methods of the object, each of which runs there and returns a future."""
+        return _Methods(lambda name, args, kwargs: self._invoke(timeout, name, args, kwargs))
+
+    def remote(self, timeout: float | None = None) -> Any:
+        """The methods of the object, each of which runs there and returns a reference to its result."""
+        return _Methods(
+            lambda name, args, kwargs: self._agent.peer_of(self._owner, timeout).remote(
+                invoke, self, name, args, kwargs
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.RRef {self._ident} at {self._owner.name!r}>"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _invoke(
+        self, timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        return self._call(invoke, timeout, (self, name, args, kwargs), {})
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        timeout: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mailbox: int = 0,
+    ) -> Future[Any]:
+        peer = self._agent.peer_of(self._owner, timeout)
+        future: Future[Any] = peer._call(mailbox, fn, args, kwargs, owner=self._owner)
+        return future
+
+
+def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tuple[RRef[Any], Future[Any]]:
+    """A reference to an object that ``owner`` makes, and the call by which it does.
+
+    Args:
+        ask: makes the call, of the object's identity and of who holds it then: "" is the owner.
+    """
+    references = agent.references
+    ref = RRef._to(agent, owner, references.new_ident())
+    holder = ""
+    if ref._held is not None:
+        ref._held.told = ref._held.mine = True
+        holder = agent.worker.incarnation
+    try:
+        made = ask(ref._ident, holder)
+        references.making(ref._ident, ref._held, made)
+    except BaseException as error:
+        # Nothing was sent, or it was and Ctrl-C has taken its future from us.
+        failed: Future[Any] = Future()
+        failed.set_exception(RpcError(f"worker {agent.name!r} could not ask for it: {in_words(error)}"))
+        references.making(ref._ident, ref._held, failed)
+        raise
+    return ref, made
+
+
+class _Methods:
+    """Every attribute is a function that calls a method elsewhere."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__") and name != "__call__":
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+
+class Actor:
+    """An object of another worker whose methods run one at a time, those of each caller in its order.
+
+    Each attribute is a method that returns a :class:`shoal.Future`.  Made by :meth:`Peer.actor`.
+    """
+
+    def __init__(self, ref: RRef[Any], mailbox: int) -> None:
+        self._ref = ref
+        self._mailbox = mailbox
+
+    def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        ref = self._ref
+        return lambda *args, **kwargs: ref._call(invoke, None, (ref, name, args, kwargs), {}, self._mailbox)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Actor, (self._ref, self._mailbox)
+
+    def __repr__(self) -> str:
+        return f"<shoal.rpc.Actor at {self._ref.owner_name()!r}>"
+
+
+# -- at the other end: what runs at an owner, or at whoever gets a reference ---------------------------
+
+
+def arrive(owner: Worker, ident: str) -> RRef[Any]:
+    """Rebuild a reference."""
+    agent = codec.route().agent
+    ref = RRef._to(agent, owner, ident)
+    if ref._held is not None:
+        agent.references.confirm(ident, ref._held)
+    codec.traveller(ref)
+    return ref
+
+
+def _making(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    return call.name_of(fn, args)
+
+
+@call.shown_as(_making)
+def create(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make the object ``ident``; what making it raises, whoever uses it will hear."""
+    made = f"{call.name_of(fn, args)}, for {current().caller!r}"
+    owned = current().agent.references.make(ident, holder, made, current().peer)
+    try:
+        result = fn(*args, **kwargs)
+        future = deferred(fn, result)
+    except Exception as error:
+        owned.value.set_exception(error)
+        return None
+    except BaseException as error:
+        owned.value.set_exception(_unmade(ident, error))
+        raise
+    if inspect.iscoroutine(result):
+        return _finish(ident, owned.value, result, devices.of_handler())
+    if future is not None:
+        before = devices.of_handler()
+        if before is not None:
+            before.complete(None)  # what the handler itself has enqueued
+        future.add_done_callback(partial(_pass_on, owned.value, before))
+    else:
+        _made(owned.value, result, devices.of_handler())
+    return None
+
+
+def _made(value: Future[Any], result: Any, device: DeviceEvents | None) -> None:
+    """The object is there; whatever it holds, what its making has enqueued on devices comes before any use.
+
+    Args:
+        device: the devices of the streams that it was made on, which are the current ones.
+    """
+    value._device = device
+    value.set_result(result)
+
+
+async def _finish(
+    ident: str, value: Future[Any], result: Coroutine[Any, Any, Any], device: DeviceEvents | None
+) -> None:
+    try:
+        _made(value, await result, device)
+    except Exception as error:
+        value.set_exception(error)
+    except BaseException as error:  # the call that makes it was cancelled, or its time is over
+        value.set_exception(_unmade(ident, error))
+        raise
+
+
+def _unmade(ident: str, error: BaseException) -> RpcError:
+    """For the users of an object, who need not end with what ended its making."""
+    words = f"the object {ident} was never made: "
+    if isinstance(error, asyncio.CancelledError):
+        return CallCancelled(f"{words}{current().caller!r} no longer waits for the call that was to make it")
+    return RpcError(f"{words}its making ended with {in_words(error)}")
+
+
+def _pass_on(value: Future[Any], before: DeviceEvents | None, result: Future[Any]) -> None:
+    error = result.exception()
+    if error is None:
+        events = [each for each in (before, result._device) if each is not None]
+        _made(value, result.value(), DeviceEvents.merged(events) if events else None)
+    else:
+        value.set_exception(error)
+
+
+@call.shown_as(_making)
+def create_actor(
+    ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Make the object of an actor; the mailbox of its calls."""
+    made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
+    references, executor = current().agent.references, current().agent.executor
+    owned = references.make(ident, holder, made, current().peer)
+    result = fn(*args, **kwargs)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise UsageError(f"{call.name_of(fn)} is an async def, and an actor is made by a plain function")
+    future = deferred(fn, result)
+    _made(owned.value, result if future is None else _awaited(future, made), devices.of_handler())
+    mailbox: int = references.ledger.mailbox(ident, owned, executor.consume)
+    if not mailbox:
+        raise RpcError(f"{made}, was made when nobody held it any more")
+    return mailbox
+
+
+def _awaited(future: Future[T], what: str) -> T:
+    """The value of a future that the present call needs.
+
+    Raises:
+        CallTimeout: the caller's time was over first.
+    """
+    try:
+        return future.wait(current().remaining())
+    except WaitTimeout:
+        if future.done():  # just now, or it failed with that
+            return future.value()
+        raise CallTimeout(
+            f"worker {current().agent.name!r}: {what}, for {current().caller!r}, timed out: what it needs "
+            "was not there when the time of the call was over"
+        ) from None
+
+
+def _method(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return f"method {name} of an object"
+
+
+@call.shown_as(_method)
+def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the object, at its owner."""
+    method = getattr(_awaited(ref.fetch(), f"method {name} of an object"), name)
+    result = method(*args, **kwargs)
+    future = deferred(method, result)
+    return result if future is None else Later(future)
+
+
+@call.shown_as(lambda ref: "a copy of an object")
+@async_execution
+def _fetch(ref: RRef[Any]) -> Future[Any]:
+    return ref.fetch()

@@ -1,0 +1,295 @@
+"""The callee's half: from the letter of a call to the function, and from its result to the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...common.wording import in_words, traceback_of
+from ...errors import AgentClosed, RpcError, UsageError
+from ...future import Future
+from ..codec import devices, plain
+from ..codec.pickled import Message, decode, encode
+from ..connection.line import Line
+from ..connection.links import Links
+from ..connection.numbering import NONE
+from ..connection.post import Endpoint, Letter
+from ..executor import CALLS, Executor
+from . import profiling
+from .call import FAILURE, FUNCTION, LEARNED, PINS, Failure, name_of
+from .current import Current, enter_call, leave_call
+from .holds import HOLDS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_logger = logging.getLogger("shoal")
+_DEFERRED = "_shoal_async_execution"
+
+
+def async_execution(fn: F) -> F:
+    """Decorates a function that returns a :class:`shoal.Future`, whose value is the reply when it is there.
+
+    The handler's thread is free meanwhile.  The same holds for a method of an object, and for a function that
+    makes one, which is then the future's value.  If it returns anything else, its caller gets a UsageError.
+    """
+    setattr(fn, _DEFERRED, True)
+    return fn
+
+
+def deferred(fn: Callable[..., Any], result: object) -> Future[Any] | None:
+    """The future that ``fn`` has returned in the place of a result; None: ``result`` is the result.
+
+    Raises:
+        UsageError: ``fn`` has to return a future, and did not.
+    """
+    if not getattr(fn, _DEFERRED, False):
+        return None
+    if isinstance(result, Future):
+        return result
+    raise UsageError(
+        f"{name_of(fn)} is marked async_execution and returned no shoal.Future: {type(result).__qualname__}"
+    )
+
+
+class Later:
+    """In the place of a result: a future of it."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+
+class Service:
+    """Serves the calls of one agent.
+
+    Args:
+        agent: whose.
+        name: of the agent.
+        host: its machine, for those who read what went wrong.
+        pid: its process.
+        links: know who called.
+        served: what a restricted agent serves, by name; None: it runs any function that it is sent.
+    """
+
+    def __init__(
+        self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: Links,
+        served: Mapping[str, Callable[..., Any]] | None,
+    ) -> None:  # fmt: skip
+        self._agent = agent
+        self._name = name
+        self._pid = pid
+        self._host = host
+        self._endpoint = endpoint
+        self._links = links
+        self._served = served or {}
+        #: set by the agent
+        self.executor: Executor
+
+    def handle(self, letter: Letter, on_streams: bool = False) -> None:
+        """Serve one call.
+
+        Args:
+            on_streams: whether this thread has streams of the connection's devices for it.
+        """
+        try:
+            line = self._links.line(letter.peer)
+        except KeyError:  # lost, and so long ago that it is forgotten: nobody waits for the call
+            return
+        if line.devices is not None and not on_streams:
+            with devices.handling(line, letter):
+                self.handle(letter, True)
+            return
+        served = _Served(self, letter, line)
+        try:
+            fn, args, kwargs = served.unpack()
+            token = enter_call(Current(self._agent, line.worker.name, letter))
+            try:
+                if profiling.is_on():
+                    with profiling.span(served._name, line.worker.name, self._name):
+                        result = fn(*args, **kwargs)
+                else:
+                    result = fn(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    ended = served.ended = threading.Event()
+                    end: Callable[[Any], None] = served.end_task
+                    if on_streams:
+                        result, end = devices.on_current_streams(line, result, end)
+                    task = self.executor.run_coroutine(result, end)
+                    forget = self._endpoint.when(letter.announce, task.cancel)
+                    task.add_done_callback(lambda _: forget())
+                    if letter.mailbox != CALLS:
+                        ended.wait()  # one at a time
+                    return
+            finally:
+                leave_call(token)
+            future = result.future if isinstance(result, Later) else deferred(fn, result)
+            if future is not None:
+                future.add_done_callback(served.end_future)
+                return
+            del args, kwargs
+        except BaseException as error:
+            served.fail(error)
+        else:
+            served.answer(result)
+
+    def refuse(self, letter: Letter) -> None:
+        """Answer a call that comes too late; what concerns references is served to the end."""
+        if not letter.call or letter.mailbox == HOLDS:
+            self.handle(letter)
+            return
+        with contextlib.suppress(KeyError):  # as in handle()
+            served = _Served(self, letter, self._links.line(letter.peer))
+            served.fail(AgentClosed(f"worker {self._name!r}: its agent was closed before the call began"))
+
+
+class _Served:
+    """One call while it is served."""
+
+    __slots__ = ("_flags", "_letter", "_line", "_name", "_service", "ended")
+
+    def __init__(self, service: Service, letter: Letter, line: Line) -> None:
+        self._service = service
+        self._letter = letter
+        self._line = line
+        self._flags = 0
+        self._name = "a call"
+        #: of a call that a coroutine serves: set when that has ended
+        self.ended: threading.Event | None = None
+
+    def unpack(self) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any]]:
+        """Function and arguments."""
+        if self._line.plain:
+            return self._unpack_plain()
+        letter, known = self._letter, self._line.received
+        head = memoryview(letter.head)
+        number, comes = FUNCTION.unpack_from(head)
+        try:
+            value = decode(head[FUNCTION.size :], letter.parts, self._line)
+        except Exception as error:
+            raise RpcError(
+                f"{self._name} from {self._line.worker.name!r} cannot be rebuilt at {self._service._name!r}: "
+                f"{in_words(error)}"
+            ) from error
+        if comes:
+            fn, args, kwargs = value
+            if number != NONE:
+                known.learn(number, fn)
+                self._flags = LEARNED
+        else:
+            fn, (args, kwargs) = known.function(number), value
+        self._name = name_of(fn, args)
+        letter.describe(self._name)
+        return fn, args, kwargs
+
+    def _unpack_plain(self) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        letter, served = self._letter, self._service._served
+        if letter.mailbox != CALLS:
+            raise UsageError(
+                f"{self._service._name!r} keeps nothing for restricted workers and their callers"
+            )
+        name, args, kwargs = plain.decode_call(letter.head, letter.parts)
+        self._name = repr(name)
+        letter.describe(self._name)
+        if name not in served:
+            there = ", ".join(map(repr, served)) or "nothing"
+            raise UsageError(f"{self._service._name!r} serves {there} by name, and not {name!r}")
+        return served[name], args, kwargs
+
+    def answer(self, result: Any) -> None:
+        """Reply with ``result``."""
+        if not self._letter.call:
+            return
+        try:
+            where = f"the result of {self._name} at {self._service._name!r}"
+            message = plain.encode(result, where) if self._line.plain else encode(result, self._line, where)
+        except BaseException as error:
+            self.fail(error)
+            return
+        if self._line.devices is None:
+            self._reply(message)
+            return
+        if message.lands:
+            self._flags |= devices.LANDS
+        try:
+            devices.reply(self._line, message, self._letter, partial(self._reply, message), self.fail)
+        except Exception as failure:
+            self.fail(failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Reply that ``error`` was raised."""
+        service = self._service
+        fatal = isinstance(error, (KeyboardInterrupt, SystemExit))
+        # The first frame is ours.
+        trace = traceback_of(error, error.__traceback__ and error.__traceback__.tb_next)
+        if not self._letter.call:
+            _logger.error(
+                "worker %r: %s, which %r posted, raised:\n%s",
+                service._name, self._name, self._line.worker.name, trace,
+            )  # fmt: skip
+        else:
+            told = Failure(service._name, service._pid, service._host, in_words(error), trace, fatal)
+            words = msgspec.msgpack.encode(told)
+            said = Message(FAILURE.pack(len(words)) + words)
+            if not (fatal or self._line.plain):
+                with contextlib.suppress(BaseException):  # of the user's pickling; the words are enough
+                    message = encode(error, self._line, "an exception")
+                    if not message.staged:
+                        said = Message(
+                            said.head + message.head, message.parts, message.keep, message.travellers
+                        )
+            self._reply(said, failed=True)
+        if fatal:
+            _end_this_process()
+
+    def end_task(self, task: Any) -> None:
+        """An ``async def`` handler has ended."""
+        try:
+            result = task.result()
+        except (CancelledError, asyncio.CancelledError):
+            self.fail(RpcError(f"{self._name} was cancelled"))
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.answer(result)
+        finally:
+            if self.ended is not None:
+                self.ended.set()
+
+    def end_future(self, future: Future[Any]) -> None:
+        """The future that an ``async_execution`` handler returned is complete."""
+        try:
+            result = future.value()
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.answer(result)
+
+    def _reply(self, message: Message, failed: bool = False) -> None:
+        letter, service, travellers = self._letter, self._service, message.travellers
+        if travellers:
+            service._agent.references.pin_reply(letter.peer, letter.call, travellers)
+            self._flags |= PINS
+        sent = service._endpoint.post.reply(
+            letter, message.head, message.parts, message.keep, failed, self._flags
+        )
+        if travellers and not sent:
+            service._agent.references.unpin(letter.peer, letter.call)
+
+
+def _end_this_process() -> None:
+    """Interrupt the main thread, as Ctrl-C does; where that is ignored, end the process."""
+    main = threading.main_thread().ident
+    if main is not None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.pthread_kill(main, signal.SIGINT)  # a signal, because the thread may be asleep
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,313 @@
+"""Tensors of devices on their way: copied to the host's memory here, and from it to a device there.
+
+A call that holds tensors of a device takes its place in the queue of the connection at once.  Copies of them
+to the host are enqueued on streams of their own, which wait for the caller's current ones.  The letter goes
+when the copies are done; nobody blocks meanwhile.  At the other end the copies to the device are enqueued
+while the value is unpickled, on the streams that are current then: those of the handler, or of the caller's
+future.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ...common.wording import in_words
+from ...errors import RpcError
+from ...streams import DeviceEvents, current_streams, runtime_of, use_streams
+from ..connection.device_maps import DeviceMap
+from ..connection.line import Line
+from ..connection.post import Call, Endpoint, Letter
+from ..executor import CALLS
+from .pickled import Message
+
+_logger = logging.getLogger("shoal")
+
+#: flag of a call: its handler's streams have high priority
+HIGH = 1
+#: flag of a reply: tensors of it arrive on devices
+LANDS = 2
+#: seconds between looks at whether copies are done; the pauses grow while none is, and with their number
+_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
+
+
+class Watch:
+    """Calls functions when events of devices have occurred, in the thread of an endpoint.
+
+    Devices can only be asked, so that thread asks them as long as there is anything to wait for.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[DeviceEvents, Callable[[Exception | None], None]]] = []
+        self._asking = False
+        self._closed = False
+
+    def close(self) -> None:
+        """Forget what is waited for: the endpoint has ended, and with it all that would be called."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+
+    def when(self, events: DeviceEvents, fn: Callable[[Exception | None], None]) -> None:
+        """Call ``fn(None)`` when the events have occurred, or ``fn(failure)`` when the device has failed.
+
+        ``fn`` is quick; it runs in the endpoint's thread.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._waiting.append((events, fn))
+            begins, self._asking = not self._asking, True
+        if begins:
+            self._endpoint.after(0.0, partial(self._ask, _FIRST_PAUSE))
+
+    def _ask(self, pause: float) -> None:
+        begun = time.monotonic()
+        with self._lock:
+            asked, self._waiting = self._waiting, []
+        left = [each for each in asked if not _call_if_occurred(*each)]
+        with self._lock:
+            self._waiting[:0] = left if not self._closed else ()
+            self._asking = bool(self._waiting)
+            if not self._asking:
+                return
+        pause = _FIRST_PAUSE if len(left) < len(asked) else min(2 * pause, _LONGEST_PAUSE)
+        spent = time.monotonic() - begun
+        self._endpoint.after(max(pause, 4 * spent), partial(self._ask, pause))
+
+
+def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], None]) -> bool:
+    failure = None
+    try:
+        if not events.synchronize(None, 0.0):
+            return False
+    except Exception as error:
+        failure = error.with_traceback(None)
+    try:
+        fn(failure)
+    except Exception:
+        _logger.exception("could not pass on the end of copies from a device")
+    return True
+
+
+# -- sending ------------------------------------------------------------------------------------
+
+
+def request(
+    endpoint: Endpoint,
+    line: Line,
+    mailbox: int,
+    message: Message,
+    timeout: float | None,
+    high: bool,
+    shown: str,
+    function: int,
+) -> Call:
+    """Send a call on a connection with a map.
+
+    Only waits while too much is on its way to the callee, as every call does.
+
+    Args:
+        shown, function: as of ``Post.request``.
+    """
+    if not message.staged:
+        flags = HIGH if high else 0
+        call = endpoint.post.request(
+            line.number, mailbox, message.head, message.parts, message.keep, timeout, flags, shown, function
+        )
+    else:
+        call, room = endpoint.post.hold(
+            line.number, mailbox, _bytes(message), timeout, False, shown, function
+        )
+        if room is not None:
+            _send_held(endpoint, line, call, room, mailbox, message, high, False)
+    return call
+
+
+def landing(line: Line, letter: Letter, high: bool) -> DeviceEvents | None:
+    """The devices that tensors of a reply are copied to, whose events wait for nothing; None: no tensors."""
+    if not letter.flags & LANDS:
+        return None
+    events = DeviceEvents(_map(line).here, high_priority=high)
+    with events.streams_behind(None):
+        events.complete(None)
+    return events
+
+
+def post(endpoint: Endpoint, line: Line, mailbox: int, message: Message, timeout: float | None) -> bool:
+    """Send a letter that nobody replies to; whether it is on its way."""
+    held, room = endpoint.post.hold(line.number, mailbox, _bytes(message), timeout, one_way=True)
+    if room is None or held.done():
+        return False
+    _send_held(endpoint, line, held, room, mailbox, message, False, True)
+    return True
+
+
+def reply(
+    line: Line,
+    message: Message,
+    letter: Letter,
+    send: Callable[[], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Call ``send()`` when all is done that this thread's streams have, or ``fail(error)``.
+
+    So what a handler has enqueued is done when its caller has the reply.
+    """
+    events = DeviceEvents(_map(line).here, high_priority=bool(letter.flags & HIGH))
+    events.complete(None)
+    done = _staged(message, events)
+
+    def go(failure: Exception | None) -> None:
+        if failure is None:
+            send()
+        else:
+            fail(RpcError(f"the device failed before the result was there: {in_words(failure)}"))
+
+    if not _call_if_occurred(done, go):
+        line.agent.watch.when(done, go)
+
+
+def _send_held(
+    endpoint: Endpoint,
+    line: Line,
+    held: Call,
+    room: object,
+    mailbox: int,
+    message: Message,
+    high: bool,
+    one_way: bool,
+) -> None:
+    """Copy what is on devices, and send the letter when that is done."""
+    post, flags = endpoint.post, HIGH if high else 0
+
+    def fill(failure: BaseException | None) -> None:
+        try:
+            if failure is None:
+                keep = (room, message.keep)
+                post.fill(held, mailbox, message.head, message.parts, keep, one_way, flags)
+                return
+        except ValueError as error:  # no letter can hold it
+            failure = error
+        if one_way:
+            _logger.error(
+                "a letter to %r was not sent, its device failed: %s", line.worker.name, in_words(failure)
+            )
+        post.give_up(held, f"its device failed before its tensors were copied: {in_words(failure)}")
+
+    events = DeviceEvents({source.device for source in _sources(message).values()}, high_priority=high)
+    try:
+        events.complete(None)
+        done = _staged(message, events)
+    except Exception as error:
+        fill(error.with_traceback(None))
+    else:
+        line.agent.watch.when(done, fill)
+
+
+def _staged(message: Message, events: DeviceEvents) -> DeviceEvents:
+    """Enqueue the copies of what is on devices, behind ``events``, into parts on the host; their events."""
+    parts, keep = list(message.parts), list(message.keep)
+    with events.streams_behind(None):
+        for number, source in _sources(message).items():
+            buffer = runtime_of(source.device).host_memory(source.numel())
+            buffer.copy_(source, non_blocking=True)
+            parts[number] = (buffer.data_ptr(), source.numel())
+            keep.append(buffer)
+        done = events.successor()
+        done.complete(None)
+    message.parts, message.keep = parts, keep
+    return done
+
+
+def _sources(message: Message) -> Mapping[int, torch.Tensor]:
+    return message.staged or {}
+
+
+def _bytes(message: Message) -> int:
+    return sum(source.numel() for source in _sources(message).values())
+
+
+def _map(line: Line) -> DeviceMap:
+    return cast(DeviceMap, line.devices)
+
+
+# -- handling -------------------------------------------------------------------------------------
+
+
+class _Local(threading.local):
+    #: in the thread of a mailbox whose letters are in order: when the last one's work on devices is done
+    last: DeviceEvents | None = None
+    #: in a handler's thread, the devices that have streams for it
+    here: tuple[torch.device, ...] = ()
+
+
+_local = _Local()
+
+
+@contextmanager
+def handling(line: Line, letter: Letter) -> Iterator[None]:
+    """A context in which each device of a connection's map has a fresh current stream, for one handler.
+
+    The handlers of an ordered mailbox are in that order on the devices too.
+    """
+    ordered = letter.mailbox != CALLS
+    before = [DeviceEvents(_map(line).here)]
+    if ordered and _local.last is not None:
+        before.append(_local.last)
+    events = DeviceEvents.merged(before)
+    with events.streams_behind(None, bool(letter.flags & HIGH)):
+        _local.here = _map(line).here
+        try:
+            yield
+        finally:
+            _local.here = ()
+            if ordered:
+                _local.last = events.successor()
+                _local.last.complete(None)
+
+
+def of_handler() -> DeviceEvents | None:
+    """For what this thread's handler makes and others use: the devices of its streams; None: it has none."""
+    return DeviceEvents(_local.here) if _local.here else None
+
+
+def on_current_streams(
+    line: Line, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
+) -> tuple[Coroutine[Any, Any, Any], Callable[[Any], None]]:
+    """A coroutine and its end, each step of which runs on the streams that are current here."""
+    streams = current_streams(_map(line).here)
+
+    async def run() -> Any:
+        return await _steps(coroutine, streams)
+
+    def end(task: Any) -> None:
+        with use_streams(streams):
+            done(task)
+
+    return run(), end
+
+
+@types.coroutine
+def _steps(coroutine: Coroutine[Any, Any, Any], streams: dict[torch.device, Any]) -> Generator[Any, Any, Any]:
+    step: Callable[[], Any] = partial(coroutine.send, None)
+    while True:
+        with use_streams(streams):
+            try:
+                awaited = step()
+            except StopIteration as end:
+                return end.value
+        try:
+            step = partial(coroutine.send, (yield awaited))
+        except BaseException as error:
+            step = partial(coroutine.throw, error)

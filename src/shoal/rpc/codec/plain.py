@@ -1,0 +1,305 @@
+"""Values on their way to or from a restricted worker: msgpack and the memory of tensors, never a pickle.
+
+    message = encode([x, {"k": 3}], "'score' at 'ps'")
+    value = decode(head, parts)                     # at the other end, which does not trust it
+
+The values are None, bool, int, float, str and bytes, lists of values, dicts of values by str, and tensors;
+a tuple arrives as a list.  Nothing is made of what arrives but these: each field is checked here, against
+the others and against the bytes that came, before anything is built of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from ...common.containers import is_tensor
+from ...common.decoding import msgpack_decoder
+from ...common.wording import in_words
+from ...errors import RpcError, UsageError
+from .pickled import Message
+from .tensors import MOST_PARTS, Part, check, check_count
+
+#: lists and dicts inside one another
+DEPTH = 64
+#: values in one message, those inside of lists and dicts and the keys of dicts included: an empty list takes
+#: 72 bytes of memory and one byte of a message
+MOST_VALUES = 1 << 18
+#: of a tensor
+_DIMENSIONS = 64
+#: of a tensor, where a dimension of size 0 counts as one of size 1
+_MOST_ELEMENTS = 2**48
+#: msgpack's code of a tensor
+_TENSOR = 1
+#: key of the number of tensors without elements, beside the parts that are left
+_EMPTY = -1
+
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+        "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64", "complex64",
+        "complex128",
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+_Sizes = Annotated[list[_Size], msgspec.Meta(max_length=_DIMENSIONS)]
+
+
+class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A tensor without its memory, which is that of a part if it has elements; strides in elements."""
+
+    part: _Size
+    dtype: str
+    shape: _Sizes
+    strides: _Sizes
+
+
+_decode_layout = msgpack_decoder(_Layout)
+
+
+class _Refused(Exception):
+    """Bytes have arrived that :func:`encode` does not make."""
+
+
+def encode(value: object, where: str) -> Message:
+    """Pack ``value``.
+
+    Args:
+        where: begins the message of an error.
+
+    Raises:
+        UsageError: the value, or something in it, cannot be sent.
+    """
+    packer = _Packer()
+    tensors = packer.tensors
+    try:
+        head = msgspec.msgpack.encode(packer.packed(value, 0))
+        check_count(range(packer.layouts))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    except (OverflowError, msgspec.MsgspecError, UnicodeError) as error:
+        raise UsageError(f"{where} cannot be sent: {in_words(error)}") from error
+    parts: list[Part] = [(x.data_ptr(), x.numel() * x.element_size()) for x in tensors]
+    return Message(head, parts, tensors)
+
+
+def encode_call(fn: object, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> Message:
+    """Pack a call of what goes by the name ``fn``.
+
+    Raises:
+        UsageError: it cannot be sent.
+    """
+    if not isinstance(fn, str):
+        raise UsageError(
+            f"{where}: one of the two is a restricted worker, which is called by the names of join(serve=), "
+            "peer.call('name', ...); it takes no functions, references or actors"
+        )
+    return encode([fn, args, kwargs], where)
+
+
+def decode(head: bytes, parts: Sequence[Any]) -> Any:
+    """The value that :func:`encode` made ``head`` and ``parts`` of.
+
+    Raises:
+        RpcError: nothing that it makes.
+    """
+    left = dict(enumerate(parts))
+    try:
+        _check_values(head)
+        value = msgpack_decoder(Any, ext_hook=lambda code, data: _tensor(code, data, left))(head)
+        _check(value, 0)
+    except (_Refused, ValueError, TypeError, RuntimeError) as error:
+        raise RpcError(f"what came is no message of plain values: {in_words(error)}") from None
+    return value
+
+
+def decode_call(head: bytes, parts: Sequence[Any]) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, arguments and keyword arguments of a call.
+
+    Raises:
+        RpcError: it is none.
+    """
+    call = decode(head, parts)
+    if type(call) is not list or [type(each) for each in call] != [str, list, dict]:
+        raise RpcError("what came is no call by name, with its arguments")
+    return call[0], call[1], call[2]
+
+
+class _Packer:
+    """Turns a value into what msgpack encodes.
+
+    Attributes:
+        tensors: the tensors in it that have memory.
+        layouts: the number of all tensors.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._values = 0
+        self.layouts = 0
+
+    def packed(self, value: Any, depth: int) -> Any:
+        self._count(1)
+        if type(value) in _PLAIN:
+            return value
+        if is_tensor(value):
+            self.layouts += 1
+            return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_laid_out(value, self.tensors)))
+        if depth == DEPTH:
+            raise UsageError(f"a value has more than {DEPTH} lists and dicts inside one another")
+        if type(value) in (list, tuple):
+            return [self.packed(each, depth + 1) for each in value]
+        if type(value) is dict and all(type(key) is str for key in value):
+            self._count(len(value))
+            return {key: self.packed(each, depth + 1) for key, each in value.items()}
+        what = "a dict with keys that are no str" if type(value) is dict else f"a {type(value).__qualname__}"
+        raise UsageError(
+            f"{what} goes neither to nor from a restricted worker: None, bool, int, float, str, bytes, "
+            "lists, dicts by str, and tensors do"
+        )
+
+    def _count(self, more: int) -> None:
+        self._values += more
+        if self._values > MOST_VALUES:
+            raise UsageError(
+                f"more than {MOST_VALUES} values in one message to or from a restricted worker: send numbers "
+                "as a tensor, and text as one str"
+            )
+
+
+def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
+    check(x)
+    if x.is_nested:
+        raise UsageError(
+            "a nested tensor goes neither to nor from a restricted worker: send the list of its parts, "
+            "list(x.unbind())"
+        )
+    if x.dtype not in _NAMES or x.layout is not torch.strided or x.is_meta:
+        raise UsageError(
+            f"a tensor of {x.dtype}, {x.layout} on {x.device} goes neither to nor from a restricted worker: "
+            "plain, dense ones of the CPU do"
+        )
+    x = x.detach().resolve_conj().resolve_neg()
+    if math.prod(max(size, 1) for size in x.shape) >= _MOST_ELEMENTS:
+        raise UsageError(f"a tensor of shape {tuple(x.shape)} goes neither to nor from a restricted worker")
+    if not x.numel():
+        return _Layout(0, _NAMES[x.dtype], list(x.shape), [0] * x.dim())
+    if not _is_dense(x.shape, x.stride()):
+        x = x.contiguous()
+    tensors.append(x)
+    return _Layout(len(tensors) - 1, _NAMES[x.dtype], list(x.shape), list(x.stride()))
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of such a tensor lie side by side, each at a place of its own, in any order."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# -- what arrived --------------------------------------------------------------------------------------
+
+
+def _check_values(head: Any) -> None:
+    """Refuse a message of too many values before it is decoded, which would take memory for all of them."""
+    if len(head) <= MOST_VALUES:  # each takes a byte at least
+        return
+    view = memoryview(head)
+    at, count, end = 0, 0, len(view)
+    while at < end:
+        count += 1
+        if count > MOST_VALUES:
+            raise _Refused(f"more than {MOST_VALUES} values")
+        width, fixed = _LENGTHS[view[at]]
+        at += 1
+        if width:
+            at += width + int.from_bytes(view[at : at + width], "big")
+        at += fixed
+
+
+def _lengths() -> list[tuple[int, int]]:
+    """For each first byte of a value in msgpack: the width of its length field, and its other bytes.
+
+    The items of lists and maps are values of their own.  After the length field of an extension comes its
+    type, which is counted as one of the other bytes.
+    """
+    found = [(0, 0)] * 256
+    for size in range(32):
+        found[0xA0 + size] = (0, size)
+    for first, width, fixed in (
+        (0xC4, 1, 0), (0xC5, 2, 0), (0xC6, 4, 0),  # bytes
+        (0xD9, 1, 0), (0xDA, 2, 0), (0xDB, 4, 0),  # text
+        (0xC7, 1, 1), (0xC8, 2, 1), (0xC9, 4, 1),  # extensions
+        (0xD4, 0, 2), (0xD5, 0, 3), (0xD6, 0, 5), (0xD7, 0, 9), (0xD8, 0, 17),
+        (0xCA, 0, 4), (0xCB, 0, 8), (0xCC, 0, 1), (0xCD, 0, 2), (0xCE, 0, 4), (0xCF, 0, 8),  # numbers
+        (0xD0, 0, 1), (0xD1, 0, 2), (0xD2, 0, 4), (0xD3, 0, 8),
+        (0xDC, 0, 2), (0xDD, 0, 4), (0xDE, 0, 2), (0xDF, 0, 4),  # lists and maps: their counts
+    ):  # fmt: skip
+        found[first] = (width, fixed)
+    return found
+
+
+_LENGTHS = _lengths()
+
+
+def _check(value: Any, depth: int) -> None:
+    """Refuse what :func:`encode` does not make: other types, other keys, more depth."""
+    kind = type(value)
+    if kind in _PLAIN or kind is torch.Tensor:
+        return
+    if depth == DEPTH:
+        raise _Refused(f"more than {DEPTH} lists and dicts inside one another")
+    if kind is list:
+        for each in value:
+            _check(each, depth + 1)
+    elif kind is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                raise _Refused(f"a {type(key).__qualname__} as a key")
+            _check(each, depth + 1)
+    else:
+        raise _Refused(f"a {kind.__qualname__}")
+
+
+def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
+    """The tensor that a field of msgpack describes; takes its memory out of ``left``."""
+    if code != _TENSOR:
+        raise _Refused(f"unknown tag {code}")
+    layout: _Layout = _decode_layout(data)
+    dtype = _DTYPES.get(layout.dtype)
+    if dtype is None:
+        raise _Refused(f"unknown dtype {layout.dtype!r}")
+    if len(layout.strides) != len(layout.shape):
+        raise _Refused(f"{len(layout.strides)} strides of {len(layout.shape)} dimensions")
+    if math.prod(max(size, 1) for size in layout.shape) >= _MOST_ELEMENTS:
+        raise _Refused(f"a tensor of shape {layout.shape}")
+    if 0 in layout.shape:
+        left[_EMPTY] = left.get(_EMPTY, 0) + 1
+        if left[_EMPTY] > MOST_PARTS:
+            raise _Refused(f"more than {MOST_PARTS} tensors without elements")
+        return torch.empty(layout.shape, dtype=dtype, device="cpu")
+    part = left.pop(layout.part, None)
+    count = math.prod(layout.shape)
+    if part is None or len(part) != count * dtype.itemsize:
+        there = "no part" if part is None else f"{len(part)} bytes"
+        raise _Refused(f"{layout.dtype} of shape {layout.shape} in {there}")
+    if not _is_dense(layout.shape, layout.strides):
+        raise _Refused(f"strides {layout.strides} of shape {layout.shape}")
+    memory = torch.frombuffer(part, dtype=torch.uint8)
+    if dtype is torch.bool and bool(memory.max() > 1):  # torch's kernels count on 0 and 1
+        raise _Refused("a bool that is neither true nor false")
+    strides = [step if size > 1 else 1 for size, step in zip(layout.shape, layout.strides, strict=True)]
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory.untyped_storage(), 0, layout.shape, strides)

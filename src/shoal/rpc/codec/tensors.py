@@ -1,0 +1,202 @@
+"""Tensors beside a pickle: what is kept of them in it, the memory to send, and how they are made again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...streams import runtime_of
+
+#: memory to send: its address and its bytes
+Part = tuple[int, int]
+
+#: the multiple of bytes at which a span begins, so that elements of every dtype stay aligned
+_ALIGNMENT = 16
+#: tensors and buffers beside one value
+MOST_PARTS = 65_535
+_NAMES = {
+    value: name
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and name == str(value)[6:]
+}
+
+
+def check(x: torch.Tensor) -> None:
+    """Refuse tensors that cannot be sent as they are."""
+    if x.grad_fn is not None:
+        raise UsageError(
+            f"a tensor {kind_of(x)} is the result of {x.grad_fn.name()}, and a graph of "
+            "autograd does not go to another worker: send x.detach()"
+        )
+
+
+def kind_of(x: torch.Tensor) -> str:
+    """``of shape (2, 3)``; nested tensors have none."""
+    return "of nested tensors" if x.is_nested else f"of shape {tuple(x.shape)}"
+
+
+def check_count(parts: Sequence[object]) -> None:
+    """Refuse more tensors and buffers than one letter takes."""
+    if len(parts) > MOST_PARTS:
+        raise UsageError(
+            f"{len(parts)} tensors and buffers; at most {MOST_PARTS} go along with one value: stack them"
+        )
+
+
+class Collected:
+    """The memory that tensors of one message lie in.
+
+    Args:
+        way: the connection, which knows where those of devices go; None: nowhere.
+    """
+
+    def __init__(self, way: Any = None) -> None:
+        self._way = way
+        self._maps_cpu = way is not None and way.devices is not None and way.devices.maps_cpu
+        #: address of a storage -> its number; that of a device's memory has the device beside it
+        self.numbers: dict[Any, int] = {}
+        #: of each storage, the first byte in use and the one behind the last
+        self.spans: list[list[int]] = []
+        self.keep: list[object] = []
+        #: by their numbers, storages of devices, as the bytes from their beginning on
+        self.on_devices: dict[int, torch.Tensor] = {}
+        #: whether tensors arrive on devices
+        self.lands = False
+
+    def reduce(self, x: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The part of ``x`` that pickle keeps: everything but its memory."""
+        number = offset = 0
+        on_device = x.device.type != "cpu"
+        target = self._target(x) if on_device or self._maps_cpu else None
+        if x.numel():
+            size = x.element_size()
+            storage = x.untyped_storage()
+            offset = int(x.storage_offset())
+            begin = offset * size
+            last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            end = begin + (last + 1) * size
+            begin -= begin % _ALIGNMENT
+            address = (x.device, storage.data_ptr()) if on_device else storage.data_ptr()
+            number = self.numbers.setdefault(address, len(self.spans))
+            if number == len(self.spans):
+                self.spans.append([begin, end])
+                self.keep.append(storage)
+            else:
+                span = self.spans[number]
+                span[0], span[1] = min(begin, span[0]), max(end, span[1])
+            if on_device:
+                self._keep_bytes(number, x, end)
+        layout = (number, _NAMES[x.dtype], offset, tuple(x.shape), x.stride())
+        rest = (x.requires_grad, isinstance(x, torch.nn.Parameter), x.__dict__ or None)
+        return _tensor, (*layout, *rest) if target is None else (*layout, *rest, target)
+
+    def _keep_bytes(self, number: int, x: torch.Tensor, end: int) -> None:
+        known = self.on_devices.get(number)
+        if known is None or known.numel() < end:  # whole elements of a wider dtype may end earlier
+            self.on_devices[number] = _bytes_of(x)
+
+    def _target(self, x: torch.Tensor) -> str | None:
+        if self._way is None:
+            raise UsageError(f"a tensor of shape {tuple(x.shape)} lies on {x.device}: send x.cpu()")
+        target = self._way.target(x)
+        if target.type == "cpu":
+            return None
+        self.lands = True
+        return str(target)
+
+    def parts(self) -> Iterator[Part]:
+        for address, (begin, end) in zip(self.numbers, self.spans, strict=True):
+            yield (address + begin if isinstance(address, int) else 0), end - begin
+
+    def staged(self) -> dict[int, torch.Tensor]:
+        """Of the parts whose memory is a device's, the numbers, and the bytes of that memory."""
+        return {
+            number: known[self.spans[number][0] : self.spans[number][1]]
+            for number, known in self.on_devices.items()
+        }
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory of the storage of ``x``, as far as it is whole elements."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return x.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+
+# -- at the other end ---------------------------------------------------------------------------
+
+
+class _Arrived(threading.local):
+    storages: Sequence[torch.UntypedStorage] = ()
+    #: of those whose tensors lie on a device: the number of the storage -> its bytes there
+    moved: dict[int, torch.Tensor] | None = None
+    starts: Sequence[int] = ()
+
+
+_arrived = _Arrived()
+
+
+@contextmanager
+def arrived(parts: Sequence[Any], starts: Sequence[int]) -> Iterator[None]:
+    """Let the tensors that this thread unpickles lie in ``parts``, whose spans began at ``starts``."""
+    before = _arrived.storages, _arrived.starts, _arrived.moved
+    _arrived.storages, _arrived.starts, _arrived.moved = [_storage(part) for part in parts], starts, None
+    try:
+        yield
+    finally:
+        _arrived.storages, _arrived.starts, _arrived.moved = before
+
+
+def _storage(part: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor(
+    number: int,
+    name: str,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    parameter: bool,
+    attributes: dict[str, Any] | None,
+    target: str = "cpu",
+) -> torch.Tensor:
+    dtype = getattr(torch, name)
+    if 0 in shape:
+        x = torch.empty_strided(shape, stride, dtype=dtype, device=target)
+    else:
+        offset -= _arrived.starts[number] // dtype.itemsize
+        if target == "cpu":
+            x = torch.empty(0, dtype=dtype, device="cpu").set_(
+                _arrived.storages[number], offset, shape, stride
+            )
+        else:
+            x = _moved(number, torch.device(target)).view(dtype).as_strided(shape, stride, offset)
+    if parameter:
+        x = torch.nn.Parameter(x, requires_grad)
+    elif requires_grad:
+        x.requires_grad_()
+    if attributes:
+        x.__dict__.update(attributes)
+    return x
+
+
+def _moved(number: int, device: torch.device) -> torch.Tensor:
+    """The bytes of a storage on a device, to which the current stream copies them."""
+    if _arrived.moved is None:
+        _arrived.moved = {}
+    found = _arrived.moved.get(number)
+    if found is None:
+        storage = _arrived.storages[number]
+        bytes = storage.nbytes()
+        host = runtime_of(device).host_memory(bytes)
+        host.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+        found = torch.empty(-(-bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=device)
+        found[:bytes].copy_(host, non_blocking=True)
+        _arrived.moved[number] = found
+    return found

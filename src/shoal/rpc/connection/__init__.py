@@ -1,0 +1,1 @@
+"""Connections between workers: directory, meeting, and the endpoint of the core."""

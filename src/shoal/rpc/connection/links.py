@@ -1,0 +1,371 @@
+"""The connections of one agent: who is at the other end of each, and how a new one is made.
+
+A connection is made when the first call needs it, by the worker that calls: its calls and their replies
+travel on it, and the other's calls on another one.  So no two workers ever argue about which of two
+connections to keep.  Workers of one host use a unix socket; where that is not possible, and between hosts,
+they use TCP.  Both ends prove that they know the job's secret before anything is read, and say then who
+they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ... import net as wire
+from ...common.wording import in_seconds
+from ...errors import (
+    AgentClosed,
+    AuthenticationError,
+    CallTimeout,
+    RpcError,
+    ShoalError,
+    UnknownWorker,
+    UsageError,
+    VersionMismatch,
+    WireError,
+    WireTimeout,
+    WorkerLost,
+)
+from ...future import pool
+from ...net import Connection, Deadline
+from .device_maps import DeviceMap, inverse
+from .directory import Directory, Worker
+from .line import Hello, Line, main_program
+from .post import Endpoint
+
+_logger = logging.getLogger("shoal")
+
+_PURPOSE = "rpc"
+#: lost connections that are remembered, for the letters of theirs that nobody has taken yet
+_REMEMBERED = 1024
+#: seconds that the thread of a listener sleeps at most
+_LONG = 3600.0
+#: seconds until accepting is tried again when it has failed
+_PAUSE = 0.1
+
+
+class Links:
+    """Listens, connects, and knows all connections.
+
+    Args:
+        agent: whose connections they are; for the rebuilding of what travels.
+        endpoint: carries them from then on.
+        secret: the job's.
+        place: identity of job, epoch and namespace: workers of another place are refused.
+        interface: the address that the TCP listener binds to.
+        restricted: whether the agent sends and takes plain values only.
+        device_maps: of the agent's calls, by the worker that is called.
+        lost: called with a connection when it has ended.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        endpoint: Endpoint,
+        *,
+        secret: bytes,
+        place: str,
+        interface: str,
+        restricted: bool,
+        device_maps: dict[str, DeviceMap],
+        lost: Callable[[Line], None],
+    ) -> None:
+        self._agent = agent
+        self._endpoint = endpoint
+        self._secret = secret
+        self._place = place
+        self._restricted = restricted
+        self._device_maps = device_maps
+        self._lost = lost
+        self._lock = threading.RLock()
+        #: told when a connection has ended
+        self._over = threading.Condition(self._lock)
+        self._introductions = itertools.count()
+        #: held while a connection to the name is made; those that nobody uses go
+        self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        self._out: dict[str, Line] = {}
+        self._lines: dict[int, Line] = {}
+        self._ended: list[int] = []
+        self._closed = False
+        self.unix = f"shoal-rpc-{secrets.token_hex(12)}"
+        with contextlib.ExitStack() as undo:
+            local = undo.enter_context(wire.listen_unix(self.unix))
+            far = undo.enter_context(wire.listen(interface, secret=secret))
+            self.port: int = far.getsockname()[1]
+            self._acceptors = [
+                undo.enter_context(wire.Acceptor(listener, secret=secret, purpose=_PURPOSE, plain=True))
+                for listener in (local, far)
+            ]
+            undo.pop_all()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, me: Worker) -> None:
+        """Accept connections from now on, as ``me``."""
+        self._me = me
+        for acceptor in self._acceptors:
+            thread = threading.Thread(
+                target=self._accept, args=(acceptor,), name=f"shoal-rpc-accept-{me.name}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def line(self, number: int) -> Line:
+        """The connection that the endpoint calls ``number``."""
+        found = self._lines.get(number)
+        if found is None:
+            with self._lock:  # it is being attached
+                found = self._lines[number]
+        return found
+
+    def to(self, name: str, directory: Directory, timeout: float, only: Worker | None = None) -> Line:
+        """The connection for calls to ``name``, made if there is none.
+
+        Args:
+            timeout: seconds to connect.
+            only: the worker that has to have the name; no connection is made to another.
+
+        Raises:
+            WorkerLost: it has ended, or cannot be reached.
+            CallTimeout: time is up.
+            UnknownWorker: nobody has joined under the name.
+        """
+        with self._lock:
+            making = self._making.setdefault(name, threading.Lock())
+        deadline = Deadline(timeout)
+        if not making.acquire(timeout=max(0.0, min(timeout, threading.TIMEOUT_MAX))):
+            raise self._late(name, deadline)
+        try:
+            line = self.existing(name)
+            return line if line is not None else self._make(name, directory, deadline, only)
+        finally:
+            making.release()
+
+    def check(self, worker: Worker, only: Worker | None) -> None:
+        """Raise if ``worker`` has taken the place of ``only``, an owner of objects."""
+        if only is not None and worker.incarnation != only.incarnation:
+            raise WorkerLost(
+                f"{self._who(only.name)} (process {only.pid}), which owned an object, has ended; its objects "
+                "went with it",
+                only.name,
+            )
+
+    def existing(self, name: str) -> Line | None:
+        """The connection for calls to ``name``, if there is one that is not lost."""
+        line = self._out.get(name)
+        if line is not None and self._endpoint.post.lost(line.number) is not None:
+            with self._lock:  # its end is known and on its way to _forget
+                if self._out.get(name) is line:
+                    del self._out[name]
+            return None
+        return line
+
+    def connected(self, incarnation: str) -> bool:
+        """Whether there is a connection to this incarnation of a worker, or from it."""
+        with self._lock:
+            lines = list(self._lines.values())
+        return any(line.worker.incarnation == incarnation and not line.ended for line in lines)
+
+    def with_worker(self, name: str) -> list[Line]:
+        """The connections to and from a worker, also to those that had its name before."""
+        with self._lock:
+            return [line for line in self._lines.values() if line.worker.name == name and not line.ended]
+
+    def ended(self, number: int) -> bool:
+        """Whether the connection ``number`` is lost."""
+        line = self._lines.get(number)
+        return line is None or line.ended
+
+    def close(self) -> None:
+        """Accept nothing more; connections stay the endpoint's."""
+        with self._lock:
+            self._closed = True
+        for acceptor in self._acceptors:
+            acceptor.stop()
+        for thread in self._threads:
+            thread.join()
+        for acceptor in self._acceptors:
+            acceptor.close()
+
+    # -- making a connection -------------------------------------------------------------------
+
+    def _make(self, name: str, directory: Directory, deadline: Deadline, only: Worker | None) -> Line:
+        if self._closed:
+            raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+        try:
+            worker = directory.find(name, 0.0, self._me.name)
+        except UnknownWorker:
+            held = directory.look(name)
+            if held is None:
+                raise
+            raise WorkerLost(f"{self._who(name)} (process {held.pid}) has ended", name) from None
+        self.check(worker, only)
+        try:
+            return self._connect(worker, deadline)
+        except (AgentClosed, AuthenticationError, VersionMismatch):
+            raise
+        except (WireError, RpcError) as error:
+            if deadline.expired:
+                raise self._late(name, deadline) from error
+            raise WorkerLost(
+                f"{self._who(name)} (process {worker.pid}) cannot be reached: {error}", name
+            ) from error
+
+    def _connect(self, worker: Worker, deadline: Deadline) -> Line:
+        if worker.host == self._me.host:
+            # A failure here only means that they do not share a network namespace.
+            with contextlib.suppress(WireError, WireTimeout):
+                return self._introduce(
+                    wire.connect_unix(
+                        worker.unix, secret=self._secret, purpose=_PURPOSE, timeout=self._left(deadline)
+                    ),
+                    worker,
+                    deadline,
+                )
+        connection = wire.connect(
+            worker.address,
+            worker.port,
+            secret=self._secret,
+            purpose=_PURPOSE,
+            timeout=self._left(deadline),
+            plain=True,  # the core takes over the bare socket
+        )
+        return self._introduce(connection, worker, deadline)
+
+    def _left(self, deadline: Deadline) -> float:
+        return max(deadline.remaining(), 0.001)
+
+    def _introduce(self, connection: Connection, worker: Worker, deadline: Deadline) -> Line:
+        with contextlib.closing(connection):
+            devices = self._device_maps.get(worker.name)
+            mine = self._hello(worker.incarnation, {} if devices is None else devices.words())
+            theirs = wire.introduce(connection, mine, self._left(deadline))
+            if theirs.refused:
+                raise UsageError(f"{self._who(worker.name)} refuses a connection: {theirs.refused}")
+            if theirs.worker.incarnation != worker.incarnation:
+                raise WireError(f"{theirs.worker.name!r} answers in the place of {worker.name!r}")
+            line = self._attach(connection, theirs, devices, True, self._left(deadline))
+            with self._lock:
+                if not line.ended:
+                    self._out[worker.name] = line
+            return line
+
+    def _hello(self, to: str, devices: dict[str, str], refused: str = "") -> Hello:
+        nth, restricted = next(self._introductions), self._restricted
+        return Hello(
+            self._me, self._place, to, main_program(), restricted, nth, self._lends, devices, refused
+        )
+
+    @property
+    def _lends(self) -> bool:
+        """Whether this worker shares memory; one that is restricted does not trust the others with it."""
+        return self._endpoint.post.lends and not self._restricted
+
+    def _attach(
+        self, connection: Connection, theirs: Hello, devices: DeviceMap | None, calls: bool, timeout: float
+    ) -> Line:
+        """Hand the connection to the endpoint, with the memory that the other end lends from if both do."""
+        same = theirs.worker.process == self._me.process
+        same = same or bool(theirs.main and theirs.main == main_program())
+        plain = self._restricted or theirs.restricted
+        line = Line(self._agent, theirs.worker, same, plain, None if plain else devices, calls, theirs.nth)
+        pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
+        lost = partial(self._forget, line)
+        with contextlib.ExitStack() as undo:
+            memory = self._exchange(connection, timeout) if theirs.lends and self._lends else None
+            if memory is not None:
+                undo.callback(memory.close)
+            with self._lock:
+                if not calls:
+                    self._end_earlier(line)
+                if self._closed:
+                    raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
+                undo.pop_all()
+                fd = -1 if memory is None else memory.fd
+                line.number = self._endpoint.attach(connection.detach(), pid, lost, fd)
+                self._lines[line.number] = line
+        return line
+
+    def _exchange(self, connection: Connection, timeout: float) -> wire.SharedMemory | None:
+        """Share memory with the other end: what it lends from; None over TCP."""
+        with open(self._endpoint.memory(), "rb", buffering=0) as mine:
+            return wire.share_memory(connection, mine.fileno(), timeout)
+
+    def _end_earlier(self, line: Line) -> None:
+        """End the connections that a worker has given up which makes ``line`` in their place.
+
+        They may not be known to have ended here: what came on them after what comes on ``line`` would be a
+        method out of its order, or a hold after its end.
+        """
+
+        def others() -> list[Line]:
+            lines = [each for each in self._lines.values() if not each.calls]
+            return [each for each in lines if each.worker.incarnation == line.worker.incarnation]
+
+        while earlier := [each for each in others() if not each.ended and each.nth < line.nth]:
+            for each in earlier:
+                self._endpoint.post.sever(each.number)
+            if not self._over.wait(wire.HANDSHAKE_TIMEOUT):
+                raise WireError(f"an earlier connection of {line.worker.name!r} does not end")
+        if any(each.nth > line.nth for each in others()):
+            raise WireError(f"{line.worker.name!r} has connected anew since")
+
+    def _forget(self, line: Line) -> None:
+        """The connection has ended; letters that came on it may still have to be handled."""
+        with self._lock:
+            line.ended = True
+            self._over.notify_all()
+            if self._out.get(line.worker.name) is line:
+                del self._out[line.worker.name]
+            self._ended.append(line.number)
+            if len(self._ended) > _REMEMBERED:
+                self._lines.pop(self._ended.pop(0), None)
+        self._lost(line)
+
+    def _late(self, name: str, deadline: Deadline) -> CallTimeout:
+        return CallTimeout(f"{self._who(name)} was not connected to within {in_seconds(deadline.timeout)}")
+
+    def _who(self, name: str) -> str:
+        return f"worker {self._me.name!r}: {name!r}"
+
+    # -- accepting -----------------------------------------------------------------------------
+
+    def _accept(self, acceptor: wire.Acceptor) -> None:
+        while not self._closed:
+            try:
+                connection = acceptor.accept(_LONG)
+            except WireTimeout:
+                continue
+            except WireError as error:
+                if not self._closed:
+                    # Out of descriptors, most likely, and others may give some back.
+                    _logger.warning("worker %r: %s", self._me.name, error)
+                    time.sleep(_PAUSE)
+                continue
+            # Others must not wait for one that says nothing.
+            pool.submit(partial(self._be_introduced, connection))
+
+    def _be_introduced(self, connection: Connection) -> None:
+        def answer(theirs: Hello) -> Hello:
+            if (theirs.place, theirs.to) != (self._place, self._me.incarnation):
+                raise WireError(f"{theirs.worker.name!r} came to {self._me.name!r} by mistake")
+            try:
+                devices.append(inverse(theirs.devices, theirs.worker.name, self._me.name))
+            except UsageError as error:
+                return self._hello("", {}, str(error))
+            return self._hello("", {})
+
+        devices: list[DeviceMap | None] = []
+        with contextlib.closing(connection), contextlib.suppress(ShoalError):
+            theirs = wire.be_introduced(connection, Hello, answer, wire.HANDSHAKE_TIMEOUT)
+            if devices:
+                self._attach(connection, theirs, devices[0], False, wire.HANDSHAKE_TIMEOUT)

@@ -1,0 +1,1 @@
+"""What the stores on servers that are not part of shoal (Redis, etcd) have in common."""

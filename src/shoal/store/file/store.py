@@ -1,0 +1,134 @@
+"""A store in a file, for processes that share a disk and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ...common.decoding import MalformedMessage
+from ...common.trusted_file import open_trusted, reopen_trusted
+from ...common.wording import in_seconds
+from ...errors import StoreError, StoreTimeout
+from ...net import Deadline
+from ..backing import Executor
+from ..base import Store
+from ..operations import Table
+from ..requests import Request, decode, encode
+from .log import Log
+
+T = TypeVar("T")
+
+#: seconds beyond a deadline in which a call may still have its turn
+_GRACE = 2.0
+
+
+class FileStore(Store):
+    """Every process writes its changes to one log file, and replays the file into its own memory.
+
+    A request that changes something holds the file's lock while it reads new records, applies
+    itself and appends itself; one that only looks takes no lock.  A process may be killed at any
+    moment: what was acknowledged stays, an unfinished record is cut off by the next writer
+    (see ``log.py``), and the kernel releases its lock.
+
+    The store never removes the file: only its user knows when the last process is done with it.
+
+    The file is the user's alone: a job's secret may lie in it.  One that another user made or could read is
+    refused (see ``trusted.py``).
+
+    Args:
+        path: the file; made with mode 600 when it does not exist.
+        timeout: default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
+        descriptor: of the file, if it is open already: it stays open, and the path only names it in messages.
+
+    Raises:
+        ConfigurationError: the file is a link, or not this user's alone.
+        StoreError: the file cannot be opened.
+    """
+
+    _backing: _File
+
+    def __init__(
+        self, path: str | Path, *, timeout: float | None = None, descriptor: int | None = None
+    ) -> None:
+        super().__init__(_File(Path(path).absolute(), descriptor), timeout)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._backing.path
+
+
+class _File(Executor):
+    """The log, and a table of all records that were read so far."""
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        super().__init__()
+        self.path = path
+        opened = open_trusted(path) if descriptor is None else reopen_trusted(descriptor, path)
+        self._log = Log(path, opened)
+        self._table = Table()
+        self._mutex = threading.Lock()  # the file's lock does not hold among threads
+
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        with self._exclusive(deadline):
+            if request.writes:
+                with self._log.locked(deadline):
+                    return self._write(request)
+            self._replay(locked=False)
+            return request.apply(self._table)
+
+    def clone(self, timeout: float) -> _File:
+        """The same file, opened once more, whatever its path leads to by now."""
+        with self._exclusive(Deadline(timeout)):
+            return _File(self.path, self._log.fileno())
+
+    def close(self) -> None:
+        """Close the file, once a request in progress is done with it."""
+        with self._mutex:
+            self._log.close()
+
+    def _write(self, request: Request[T]) -> T:
+        self._replay(locked=True)
+        try:
+            result = request.apply(self._table)
+            if self._table.touched:
+                self._log.append(encode(request))
+        except BaseException:
+            # The table may hold a change that the log does not: read the log anew.
+            self._table = Table()
+            self._log.rewind()
+            raise
+        self._table.touched.clear()
+        return result
+
+    def _replay(self, *, locked: bool) -> None:
+        try:
+            for payload in self._log.read(locked=locked):
+                decode(payload).apply(self._table)
+        except MalformedMessage as error:
+            # Nobody may go on without it: each call meets it again.
+            self._table = Table()
+            self._log.rewind()
+            raise StoreError(f"file store {self.path} holds a record of another version: {error}") from error
+        self._table.touched.clear()
+
+    @contextlib.contextmanager
+    def _exclusive(self, deadline: Deadline) -> Iterator[None]:
+        """Keep out the other threads of this process."""
+        # Another thread has it while it waits for another process: a call without time gets its turn, too.
+        if not self._mutex.acquire(timeout=deadline.remaining() + _GRACE):
+            raise StoreTimeout(
+                f"file store {self.path} was busy in another thread for {in_seconds(deadline.timeout)}"
+            )
+        try:
+            if self.closed.is_set():
+                raise StoreError("closed")  # the store says which
+            yield
+        finally:
+            self._mutex.release()
+
+    def __str__(self) -> str:
+        return f"FileStore on {self.path}"

@@ -1,0 +1,152 @@
+"""One life of a job in Redis, as the stores of this process share it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from secrets import token_hex
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from ...common.decoding import MalformedMessage, converted
+from ...errors import AuthenticationError, StoreError
+from ...net import Deadline
+from ..external import job as outside_job
+from ..external.job import Line, OutsideJob
+from .connection import Argument, Link
+from .scripts import LIFE, Script
+
+T = TypeVar("T")
+
+
+class RedisJob(OutsideJob[Line]):
+    """What clones share in this process: connections, lines, and the membership that it keeps alive."""
+
+    other_ends = (
+        ", or the server has lost what it held (it was started again without it, or a replica that lacked "
+        "it took over, or it evicts keys)"
+    )
+
+    def __init__(self, link: Link, name: str, deadline: Deadline) -> None:
+        super().__init__(name, str(link))
+        self.link = link
+        self.key = f"{{shoal:{quote(name, safe='')}}}"
+        self._member = token_hex(12)
+        mine = token_hex(12).encode()
+        self.life = mine
+        word, life = self._live("join", deadline)
+        if word != b"done":
+            raise self.unreadable(word)
+        self.life = life
+        self.host = link.host
+        self._began = life == mine
+
+    def warn(self, deadline: Deadline) -> None:
+        """Warn if the server may lose what it acknowledges; the process does that the job's life began in."""
+        if self._began and (reasons := _losses(self.link, deadline, self._ended)):
+            self._began = False
+            warnings.warn(
+                f"{self.link} may lose changes that it has acknowledged: {'; '.join(reasons)}.  A job whose "
+                "changes are lost with all else says so, but one that loses the last of them may not.  "
+                "shoal store --log and etcd lose none",
+                stacklevel=3,
+            )
+
+    def run(
+        self,
+        script: Script,
+        arguments: Sequence[Argument],
+        kind: type[T],
+        deadline: Deadline,
+        closed: threading.Event,
+        *,
+        writes: Callable[[], None] | None = None,
+    ) -> tuple[bytes, T | None]:
+        """The word that ``script`` answers, and what comes with it; ``writes``: as of :meth:`Link.run`.
+
+        Raises:
+            StoreError: this life of the job has ended (but for ``LIFE``, which answers "gone"), or the answer
+                is no script's.
+        """
+        keys = [self.key, self.key + ":members"] if script is LIFE else [self.key]
+        reply = self.link.run(script, keys, arguments, deadline, closed, writes=writes)
+        if not isinstance(reply, list) or len(reply) not in (1, 2) or not isinstance(reply[0], bytes):
+            raise self.unreadable(reply)
+        if reply[0] == b"gone" and script is not LIFE:
+            raise self.gone()
+        try:
+            return reply[0], converted(reply[1], kind) if len(reply) == 2 else None
+        except MalformedMessage:
+            raise self.unreadable(reply) from None
+
+    def unreadable(self, reply: object) -> StoreError:
+        """The error of a server that answers what no script does."""
+        return StoreError(f"{self}: the server answers what is no answer to this: {repr(reply)[:80]}")
+
+    def disconnect(self) -> None:
+        self.link.close()
+
+    def _new_line(self, ident: str) -> Line:
+        return Line("o" + ident)
+
+    def _live(self, what: str, deadline: Deadline, *more: str) -> tuple[bytes, bytes]:
+        milliseconds = int(outside_job.OUTLIVING * 1000)
+        arguments: tuple[Argument, ...] = (what, self._member, self.life, milliseconds, *more)
+        # Nobody waits for the end of it: whatever comes of it is known by what the server says next.
+        word, life = self.run(LIFE, arguments, bytes, deadline, threading.Event())
+        return word, life or b""
+
+    def _keep_alive(self, deadline: Deadline) -> bool:
+        return self._lives(deadline)
+
+    def _lives(self, deadline: Deadline) -> bool:
+        word, _ = self._live("keep", deadline)
+        return word == b"done"
+
+    def _anew(self, deadline: Deadline) -> RedisJob:
+        link = self.link.clone()
+        try:
+            return RedisJob(link, self.name, deadline)
+        except BaseException:
+            link.close()
+            raise
+
+    def _leave(self, lines: list[str], deadline: Deadline) -> None:
+        self._live("leave", deadline, *lines)
+
+
+def _losses(link: Link, deadline: Deadline, closed: threading.Event) -> list[str]:
+    """Why ``link``'s server may lose what it has acknowledged, as far as it may be asked."""
+    found: dict[str, str] = {}
+    try:
+        for name in ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy"):
+            found |= _pairs(link.command("CONFIG", "GET", name, deadline=deadline, closed=closed))
+    except (StoreError, AuthenticationError):
+        found = {}  # many may not ask for this, and services have no such command
+    reasons = []
+    if found.get("appendonly") == "no":
+        reasons.append("it keeps no log (appendonly no)")
+    elif found.get("appendonly") == "yes" and found.get("appendfsync") != "always":
+        reasons.append(f"it writes its log after the answer (appendfsync {found.get('appendfsync', '')})")
+    policy = found.get("maxmemory-policy")
+    if found.get("maxmemory", "0") != "0" and policy != "noeviction":
+        reasons.append(f"it evicts keys when memory is short (maxmemory-policy {policy})")
+    try:
+        about = link.command("INFO", "replication", deadline=deadline, closed=closed)
+    except (StoreError, AuthenticationError):
+        return reasons
+    if isinstance(about, bytes) and (replicas := _number_after(b"connected_slaves:", about)):
+        reasons.append(f"its replicas ({replicas}) have changes after the answer, and one may take over")
+    return reasons
+
+
+def _pairs(answer: Any) -> dict[str, str]:
+    given = answer if isinstance(answer, list) else []
+    texts = [each.decode(errors="replace") for each in given if isinstance(each, bytes)]
+    return dict(zip(texts[::2], texts[1::2], strict=False))
+
+
+def _number_after(word: bytes, text: bytes) -> int:
+    number = text.partition(word)[2].split(b"\r\n")[0]
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,320 @@
+"""The client of a TCP store.
+
+A request occupies one line (see ``replies.py``) from its first byte to the reply.  A store keeps the lines
+that are idle and makes another when all are occupied, so that several threads may block in it
+while others work, and a reply needs no sorting.
+
+A line stands on a connection.  One that is lost is no error: the line gets another, as soon as the server can
+be reached, and sends its request again until the deadline.  An error comes at once where the data is gone: no
+server listens there any more, unless it had said that its data is on disk, or the one that listens there has
+other data.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from ... import config
+from ...common.wording import in_seconds
+from ...errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
+from ...net import HANDSHAKE_TIMEOUT, Connection, Deadline, connect
+from ..backing import Executor
+from ..base import Store, timed_out
+from ..requests import Blocking, Request
+from .protocol import MAX_MESSAGE, MAX_WELCOME, PURPOSE, Welcome, decode_reply, decode_welcome, encode_request
+from .replies import REMEMBERED
+
+T = TypeVar("T")
+
+#: seconds beyond a request's deadline in which the server may still say which keys were missing
+_GRACE = 2.0
+
+#: idle connections that are kept
+_KEPT = 4
+
+#: seconds between two attempts to reach a server
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+
+#: seconds after which a write is not sent again: the server may soon have forgotten that it was done
+_LONGEST_REPEAT = REMEMBERED - 60.0
+
+
+class TCPStore(Store):
+    """A connection to the store that a :class:`~shoal.store.TCPStoreServer` hosts.
+
+    Args:
+        host, port: where the server listens.  It may start later: connecting is tried again
+            until the timeout.
+        secret: the job's secret.
+        timeout: default deadline in seconds, for connecting too; ``SHOAL_TIMEOUT`` unless given.
+
+    Raises:
+        AuthenticationError, VersionMismatch: the server holds another secret, or is another build.
+        StoreTimeout: nobody listened there in time.
+        WireError: the listener there is no store.
+    """
+
+    _backing: _Client
+
+    def __init__(self, host: str, port: int, secret: bytes = b"", *, timeout: float | None = None) -> None:
+        timeout = config.TIMEOUT.get() if timeout is None else timeout
+        super().__init__(_Client(host, port, secret, timeout), timeout)
+
+    @property
+    def host(self) -> str:
+        """Where the server listens."""
+        return self._backing.host
+
+    @property
+    def port(self) -> int:
+        """Where the server listens."""
+        return self._backing.port
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the server."""
+        return self._backing.address
+
+    @property
+    def connections(self) -> int:
+        """The number of connections that this store has open now."""
+        return self._backing.connections
+
+
+class _Line:
+    """Carries one request at a time; ``connection`` is None while it has none."""
+
+    __slots__ = ("connection", "name", "number")
+
+    def __init__(self) -> None:
+        self.name = os.urandom(16)
+        self.number = 0
+        self.connection: Connection | None = None
+
+
+class _Client(Executor):
+    """Lines to one server, idle and busy ones."""
+
+    host: str
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        timeout: float,
+        welcome: Welcome | None = None,
+        *,
+        patient: bool = True,
+    ) -> None:
+        super().__init__()
+        self.host = host
+        self.port = port
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._secret = secret
+        self._welcome = welcome
+        self._lock = threading.Lock()
+        self._idle: list[_Line] = []
+        #: idle lines without a connection: a name is used again, for the server keeps something for each
+        self._bare: list[_Line] = []
+        self._busy: set[_Line] = set()
+        line = _Line()
+        line.connection = self._first_connection(Deadline(timeout), patient=patient)
+        self._idle.append(line)
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._idle) + sum(line.connection is not None for line in self._busy)
+
+    def clone(self, timeout: float) -> _Client:
+        return _Client(self.host, self.port, self._secret, timeout, self._welcome, patient=False)
+
+    def clone_anew(self, timeout: float) -> _Client:
+        return _Client(self.host, self.port, self._secret, timeout, patient=False)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+            for line in self._busy:
+                if line.connection is not None:
+                    line.connection.shutdown()  # closed by the thread that uses it
+        for line in idle:
+            assert line.connection is not None
+            line.connection.close()
+
+    def __str__(self) -> str:
+        return f"connection to the store at {self.address}"
+
+    def execute(self, request: Request[T], deadline: Deadline) -> T:
+        line = self._take()
+        try:
+            try:
+                reply = self._ask(line, request, deadline)
+            except BaseException:
+                self._disconnect(line)
+                raise
+            try:
+                return decode_reply(request, reply, deadline.timeout)
+            except (ValueError, IndexError) as error:
+                self._disconnect(line)
+                raise self._lost(error) from error
+        finally:
+            self._put_back(line)
+
+    def _ask(self, line: _Line, request: Request[T], deadline: Deadline) -> bytes:
+        """Send the request, as often as connections are lost, and return the reply."""
+        if request.writes:
+            line.number += 1
+        message = encode_request(request, line.name, line.number)
+        first = time.monotonic()
+        patience = Deadline(deadline.remaining() + _GRACE)
+        losses = 0
+        while True:
+            connection = line.connection
+            if connection is None:
+                connection = self._reconnect(line, request, deadline, patience, losses)
+                if losses and request.writes and time.monotonic() - first > _LONGEST_REPEAT:
+                    raise self._silent(request, deadline)
+                if losses and isinstance(request, Blocking):
+                    message = encode_request(replace(request, timeout=deadline.remaining()))
+            try:
+                connection.send(message, deadline.remaining() + _GRACE)
+                return connection.recv(deadline.remaining() + _GRACE)
+            except WireTimeout as error:
+                raise self._silent(request, deadline) from error
+            except (WireError, OSError):
+                self._disconnect(line)
+                losses += 1
+
+    def _reconnect(
+        self, line: _Line, request: Request[T], deadline: Deadline, patience: Deadline, losses: int
+    ) -> Connection:
+        """Give the line a connection, as soon as the server can be reached and while there is patience."""
+        # The first loss may be an accident; a server that loses one after the other is left some peace.
+        pause, failures = _SHORTEST_PAUSE * 2 ** min(losses, 6), max(0, losses - 1)
+        why = "its connections are lost again and again"
+        while True:
+            if failures:
+                if self.closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
+                    raise StoreError("closed")  # the store says which
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            if losses + failures and patience.expired:
+                raise self._silent(request, deadline, why, sent=losses > 0)
+            try:
+                connection = self._connect(min(patience.remaining(), HANDSHAKE_TIMEOUT))
+            except (AuthenticationError, VersionMismatch) as error:
+                raise self._lost(error) from error
+            except WireError as error:
+                if self._is_gone(error):
+                    raise self._lost(error) from error
+                failures += 1
+                why = str(error)
+                continue
+            with self._lock:
+                if not self.closed.is_set():
+                    line.connection = connection
+                    return connection
+            connection.close()
+            raise StoreError("closed")  # the store says which
+
+    def _take(self) -> _Line:
+        with self._lock:
+            if self.closed.is_set():
+                raise StoreError("closed")  # the store says which
+            line = self._idle.pop() if self._idle else self._bare.pop() if self._bare else _Line()
+            self._busy.add(line)
+            return line
+
+    def _put_back(self, line: _Line) -> None:
+        with self._lock:
+            self._busy.discard(line)
+            if line.connection is not None and not self.closed.is_set() and len(self._idle) < _KEPT:
+                self._idle.append(line)
+                return
+            connection, line.connection = line.connection, None
+            self._bare.append(line)
+        if connection is not None:
+            connection.close()
+
+    def _disconnect(self, line: _Line) -> None:
+        with self._lock:
+            connection, line.connection = line.connection, None
+        if connection is not None:
+            connection.close()
+
+    def _connect(self, timeout: float) -> Connection:
+        """A connection to the server, if it holds the data that it held before."""
+        deadline = Deadline(timeout)
+        connection = connect(
+            self.host, self.port, secret=self._secret, purpose=PURPOSE, timeout=timeout, limit=MAX_WELCOME
+        )
+        try:
+            welcome = decode_welcome(connection.recv(deadline.remaining()))
+            if self._welcome is None:
+                self._welcome = welcome
+            elif welcome.state != self._welcome.state:
+                raise StoreError(
+                    f"lost the store at {self.address}: the server that answers there now began anew, "
+                    "without what the one before held.  Start the job again"
+                )
+            connection.limit = MAX_MESSAGE
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _first_connection(self, deadline: Deadline, *, patient: bool) -> Connection:
+        """A connection; ``patient``: also to a server that starts later."""
+        pause = _SHORTEST_PAUSE
+        while True:
+            try:
+                return self._connect(deadline.remaining())
+            except (AuthenticationError, VersionMismatch):
+                raise
+            except WireError as error:
+                if not patient and self._is_gone(error):
+                    raise self._lost(error) from error
+                if isinstance(error, WireTimeout) or deadline.remaining() <= pause:
+                    raise StoreTimeout(
+                        f"no store at {self.address} within {in_seconds(deadline.timeout)} ({error}); "
+                        "is it running there, and is the address right?"
+                    ) from None  # the message says it all
+                if self._welcome is None and not isinstance(error.__cause__, OSError):
+                    raise  # the listener there is no store
+            # Many ranks start at once: spread them out.
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _is_gone(self, error: WireError) -> bool:
+        """Whether the data is gone: nobody listens, and it was in memory."""
+        refused = isinstance(error.__cause__, ConnectionRefusedError)
+        return refused and not (self._welcome is not None and self._welcome.durable)
+
+    def _silent(
+        self, request: Request[T], deadline: Deadline, why: str = "", *, sent: bool = True
+    ) -> StoreTimeout:
+        """The error of a request that has no answer; ``why``: there is no connection."""
+        silence = f"the store at {self.address} did not answer"
+        if why:
+            silence += f": {why}"
+        if isinstance(request, Blocking):
+            missing = timed_out(request.keys, deadline.timeout)
+            return StoreTimeout(f"{missing} (as far as known: {silence})")
+        if not why:
+            silence += f" within {in_seconds(deadline.timeout)}"
+        if request.writes:
+            done = (
+                "it is unknown whether the request was or will be done" if sent else "nothing was sent to it"
+            )
+            silence += f"; {done}"
+        return StoreTimeout(silence)
+
+    def _lost(self, error: Exception) -> StoreError:
+        return StoreError(f"lost the store at {self.address}: {error}")

@@ -1,0 +1,266 @@
+"""The stores of ``torch.distributed``, used as ours.
+
+Everything here asks a torch store only questions that it answers at once, and polls where it has to wait:
+a torch ``TCPStore`` serves one call at a time, so that a blocking ``get`` would keep all other threads
+from it, and some of torch's stores take no timeout of a single call.  The store itself is left as it is:
+its timeout is not touched and it is never closed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol, cast
+
+from ..common.decoding import from_json
+from ..errors import ShoalError, StoreError, UsageError
+from .backing import Backing
+from .base import Store
+from .operations import check_length, counted
+
+#: longest value in bytes: a torch TCPStore's server drops a connection that sends more
+MAX_FOREIGN_VALUE = 8 * 2**20
+#: longest key in bytes: a torch TCPStore takes 8 KB, with all prefixes
+MAX_FOREIGN_KEY = 4096
+#: so many keys are asked for in one message
+_AT_ONCE = 10_000
+#: up to so many values are read one by one, which never blocks
+_FEW = 16
+#: nobody's value; see ``_Adapter.get_now``
+_ABSENT = b"\0shoal.store.foreign: there is no value\0"
+#: lines of JSON: the keys that were ever set, in stores that cannot list theirs
+_INDEX = "shoal.keys"
+
+_METHODS = ("set", "get", "add", "check", "compare_set", "delete_key")
+
+
+class _TorchStore(Protocol):
+    """The methods of a torch store that the adapter calls."""
+
+    timeout: timedelta
+
+    def set(self, key: str, value: bytes, /) -> object: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def has_extended_api(self) -> bool: ...
+    def append(self, key: str, value: bytes, /) -> object: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> object: ...
+    def list_keys(self) -> list[str]: ...
+
+
+def adopt(store: object) -> Store:
+    """``store`` as a :class:`Store`: one of ours as it is, a ``torch.distributed.Store`` behind an adapter.
+
+    The adapter keeps the contract of :class:`Store`, within the limits of torch's stores:
+
+    - values have at most 8 MB, keys 4 KB;
+    - a blocking call polls, at intervals that grow to 20 ms;
+    - a call that another thread makes on the same torch ``TCPStore`` and that blocks there delays ours;
+    - where the torch store has no extended API (``FileStore``, stores written in Python),
+      :meth:`Store.multi_set` sets one key after the other, and of two equal values that are appended at the
+      same moment one may be lost;
+    - a store that cannot list its keys (written in Python, or of an old torch) gets one more key,
+      ``shoal.keys``, and lists the keys that were set through adapters.
+
+    Its default deadline is the torch store's timeout.  :meth:`Store.close` closes the adapter only: the torch
+    store stays its owner's.  :meth:`Store.clone` is another adapter on the same torch store.
+
+    Args:
+        store: a :class:`Store`, or an object with the methods of ``torch.distributed.Store``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(store, Store):
+        return store
+    if isinstance(store, type) or not all(callable(getattr(store, name, None)) for name in _METHODS):
+        raise UsageError(f"expected a shoal.store.Store or a torch.distributed.Store, not {store!r}")
+    foreign = cast(_TorchStore, store)
+    return Store(_Adapter(foreign), foreign.timeout.total_seconds())
+
+
+class _Adapter(Backing):
+    """A torch store behind a :class:`Store`."""
+
+    longest_key = MAX_FOREIGN_KEY
+    longest_value = MAX_FOREIGN_VALUE
+
+    def __init__(self, foreign: _TorchStore) -> None:
+        super().__init__()
+        self._foreign: _TorchStore | None = foreign
+        # One written in Python must be held by Python; the prefix stores above it do not.
+        self._bottom: object = _bottom(foreign)
+        self.host = getattr(self._bottom, "host", None)
+        self._extended = foreign.has_extended_api()
+        self._index = None if _can_list(foreign) else _Index(self)
+
+    def get_now(self, key: str) -> bytes | None:
+        """``get`` would wait for the key, for as long as the torch store's timeout says.
+
+        ``compare_set`` never waits, writes nothing unless it finds what it expects, and returns that
+        where there is no value.
+        """
+        value = self._compare_set(key, _ABSENT, _ABSENT)
+        return None if value == _ABSENT else value
+
+    def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
+        """Used by :meth:`append` alone; torch does not tell an equal value that another client stored."""
+        assert value is not None
+        return self._compare_set(key, held or b"", value) == value
+
+    def list_keys(self, prefix: str) -> list[str]:
+        if self._index is not None:
+            found = self._index.keys()
+        else:
+            with self._calling() as foreign:
+                found = {*foreign.list_keys()}
+        names = [key for key in found if key.startswith(prefix)]
+        # A torch PrefixStore "a" also lists, cut short, the keys of its neighbour "ab", and a FileStore
+        # lists what it notes for itself.  Neither can be got.
+        absent = {*self.missing(names)}
+        return [key for key in names if key not in absent]
+
+    def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        if len(keys) <= _FEW or not self._extended:
+            return super().get_many(keys)
+        with self._calling() as foreign:
+            return foreign.multi_get(list(keys[:_AT_ONCE]))
+
+    def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        return super().get_many(keys)  # torch's multi_get waits for a key that is not there
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        missing: list[str] = []
+        # Asked one by one all may be there, each at another moment.
+        while not (missing or self._exist(keys)):
+            missing = [key for key in keys if not self._exist([key])]
+        return missing
+
+    def set(self, key: str, value: bytes) -> None:
+        self.set_many([(key, value)])
+
+    def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
+        self._noted(*(key for key, _ in items))
+        with self._calling() as foreign:
+            if self._extended and len(items) != 1:
+                foreign.multi_set([key for key, _ in items], [value for _, value in items])
+                return
+            for key, value in items:
+                foreign.set(key, value)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        self._noted(key)
+        return self._compare_set(key, expected, desired)
+
+    def add(self, key: str, amount: int) -> int:
+        # Adding to something else ends a torch TCPStore's server, with the job.
+        counted(key, self.get_now(key), amount)
+        self._noted(key)
+        with self._calling() as foreign:
+            return foreign.add(key, amount)
+
+    def append(self, key: str, value: bytes) -> None:
+        self._noted(key)
+        if not self._extended:
+            super().append(key, value)
+            return
+        check_length(key, (self.get_now(key) or b"") + value, self.longest_value)
+        with self._calling() as foreign:
+            foreign.append(key, value)
+
+    def delete(self, key: str) -> bool:
+        # A torch FileStore says of every key that it existed.
+        if not self._exist([key]):
+            return False
+        with self._calling() as foreign:
+            return foreign.delete_key(key)
+
+    def clone(self, timeout: float) -> _Adapter:
+        with self._calling() as foreign:
+            return _Adapter(foreign)
+
+    def close(self) -> None:
+        """Let go of the torch store, which goes on."""
+        self._foreign = self._bottom = None
+
+    def __str__(self) -> str:
+        return "adapter of a torch store"
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._calling() as foreign:
+            return bytes(foreign.compare_set(key, expected, desired))
+
+    def _exist(self, keys: Sequence[str]) -> bool:
+        with self._calling() as foreign:
+            parts = (list(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE))
+            return all(foreign.check(part) for part in parts)
+
+    def _noted(self, *keys: str) -> None:
+        if self._index is not None:
+            self._index.note(keys)
+
+    @contextmanager
+    def _calling(self) -> Iterator[_TorchStore]:
+        """Around calls of the torch store: what it raises becomes a StoreError."""
+        foreign = self._foreign
+        if foreign is None:
+            raise StoreError("closed")  # the store says which
+        try:
+            yield foreign
+        except ShoalError:
+            raise  # a store of ours is below torch's
+        except Exception as error:
+            name = type(foreign).__name__
+            raise StoreError(f"torch's {name}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+class _Index:
+    """The keys that were ever set through adapters, noted in the store itself."""
+
+    def __init__(self, store: _Adapter) -> None:
+        self._store = store
+        self._known = {_INDEX}
+
+    def note(self, keys: Sequence[str]) -> None:
+        """See to it that ``keys`` are noted; before they are set, so that none is missed."""
+        if self._known.issuperset(keys):
+            return
+        new = {*keys} - self.keys() - {_INDEX}
+        if new:
+            lines = "".join(json.dumps(key) + "\n" for key in sorted(new))
+            self._store.append(_INDEX, lines.encode())
+            self._known.update(new)
+
+    def keys(self) -> set[str]:
+        """All keys that were noted, those that were deleted since among them."""
+        lines = (self._store.get_now(_INDEX) or b"").splitlines()
+        found: set[str] = {from_json(line, str) for line in lines}
+        self._known |= found
+        return found
+
+
+def _can_list(foreign: _TorchStore) -> bool:
+    """Whether ``list_keys`` works."""
+    if type(_bottom(foreign)).__module__ == "torch._C._distributed_c10d":
+        return True
+    try:
+        foreign.list_keys()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def _bottom(foreign: object) -> object:
+    """The store that prefix stores stand on."""
+    while (underlying := getattr(foreign, "underlying_store", None)) is not None:
+        foreign = underlying
+    return foreign
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
